@@ -1,0 +1,48 @@
+"""dpbench: how many bytes differentially private training moves, and where.
+
+Everything named here is imported on first use, so that importing dpbench loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import Any
+
+try:
+    __version__ = metadata.version("dpbench")
+except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0.0.0"
+
+_HOMES = {
+    "dpbench.case": ("Case", "Grid", "GRIDS", "MODEL_SIZES", "ModelSize", "PHASES"),
+    "dpbench.errors": ("ConfigurationError", "DpbenchError"),
+    "dpbench.registry": ("MODELS", "TRAINERS"),
+    "dpbench.training.base": ("Batch", "TrainerBase"),
+    "dpbench.training.standard": ("StandardTrainer",),
+    "dpbench.training.dpsgd": ("DPSGDTrainer",),
+    "dpbench.training.fast_gradient_clipping": (
+        "DPFastGradientClippingTrainer",
+        "DPGhostClippingTrainer",
+    ),
+    "dpbench.training.model": ("SimpleBigModel",),
+    "dpbench.training.data": ("get_random_dataloader",),
+    "dpbench.training.phases": ("in_phase", "phase"),
+    "dpbench.instruments.base": ("Instrument", "InstrumentError"),
+    "dpbench.results.rows": ("Measurement",),
+    "dpbench.results.report": ("CaseReport",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'dpbench' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,244 @@
+"""What is measured: one configuration (`Case`) and many of them (`Grid`)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dpbench.errors import ConfigurationError, unknown
+from dpbench.registry import MODELS, TRAINERS
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+"""``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
+products. ``bf16``: parameters, activations and gradients are bfloat16."""
+
+ATTENTIONS = ("sdpa", "dp_mha")
+"""``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
+
+BASELINE_TRAINER = "standard"
+
+PHASES = ("forward", "backward", "clip", "noise", "optimizer")
+"""The phases of a training step, in the order in which they usually come."""
+
+OUTSIDE = "outside"
+"""What a step does outside every phase; measured too, so that nothing is lost."""
+
+
+def _require_positive(what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigurationError(f"{what} must be a positive integer, not {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Dimensions of a decoder-only transformer.
+
+    Raises:
+        ConfigurationError: a dimension is not a positive integer, or ``hidden`` is not
+            divisible by ``heads``.
+    """
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            _require_positive(f"model size: {name}", value)
+        if self.hidden % self.heads:
+            raise ConfigurationError(
+                f"model size: hidden {self.hidden} is not divisible by heads {self.heads}"
+            )
+
+    @classmethod
+    def parse(cls, name: str) -> ModelSize:
+        """A named size, or ``VOCABULARYxHIDDENxLAYERSxHEADS`` such as ``32000x1024x12x16``."""
+        if name in MODEL_SIZES:
+            return MODEL_SIZES[name]
+        parts = name.split("x")
+        if len(parts) == 4 and all(part.isdecimal() for part in parts):
+            return cls(*map(int, parts))
+        raise unknown("model size", name, MODEL_SIZES, "or VOCABULARYxHIDDENxLAYERSxHEADS")
+
+
+MODEL_SIZES = {
+    "tiny": ModelSize(1_000, 64, 2, 4),
+    "small": ModelSize(8_000, 256, 4, 8),
+    "medium": ModelSize(16_000, 512, 8, 8),
+    "1b": ModelSize(32_000, 2_048, 24, 32),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration to measure.
+
+    Args:
+        trainer: any spelling that `TRAINERS` accepts; stored as the short name.
+        batch_size: examples in a step, B.
+        seq_len: tokens in an example, T.
+        model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
+        precision: one of `PRECISIONS`.
+        attention: one of `ATTENTIONS`.
+        model: any spelling that `MODELS` accepts; stored as the short name.
+
+    Raises:
+        ConfigurationError: a value does not exist or is not positive.
+    """
+
+    trainer: str
+    batch_size: int
+    seq_len: int
+    model_size: str = "1b"
+    precision: str = "fp32"
+    attention: str = "sdpa"
+    model: str = "simple"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trainer", TRAINERS.canonical(self.trainer))
+        object.__setattr__(self, "model", MODELS.canonical(self.model))
+        _require_positive("batch size", self.batch_size)
+        _require_positive("sequence length", self.seq_len)
+        ModelSize.parse(self.model_size)
+        if self.precision not in PRECISIONS:
+            raise unknown("precision", self.precision, PRECISIONS)
+        if self.attention not in ATTENTIONS:
+            raise unknown("attention", self.attention, ATTENTIONS)
+
+    @property
+    def size(self) -> ModelSize:
+        """The dimensions behind ``model_size``."""
+        return ModelSize.parse(self.model_size)
+
+    @property
+    def baseline(self) -> Case:
+        """The same configuration under the standard trainer."""
+        return replace(self, trainer=BASELINE_TRAINER)
+
+    @property
+    def id(self) -> str:
+        """A name for test ids and messages, e.g. ``dpsgd-bs8-seq256-1b-fp32``."""
+        return f"{self.trainer}-bs{self.batch_size}-seq{self.seq_len}-{self.configuration}"
+
+    @property
+    def configuration(self) -> str:
+        """Everything but trainer, batch size and sequence length, e.g. ``1b-fp32``."""
+        parts = [self.model_size, self.precision]
+        if self.attention != "sdpa":
+            parts.append(self.attention)
+        if self.model != "simple":
+            parts.append(self.model)
+        return "-".join(parts)
+
+    @property
+    def report_path(self) -> Path:
+        """Where this case's report lies below the report directory."""
+        name = f"report_{self.trainer}_bs{self.batch_size}_seq{self.seq_len}.ncu-rep"
+        return Path(self.configuration) / name
+
+    def arguments(self) -> list[str]:
+        """The case as command-line options that any dpbench process understands."""
+        values = asdict(self)
+        values["trainer"] = TRAINERS.argument(self.trainer)
+        values["model"] = MODELS.argument(self.model)
+        defaults = {f.name: f.default for f in fields(self)}
+        return [
+            text
+            for name, value in values.items()
+            if value != defaults[name] or name == "model_size"
+            for text in (f"--{name.replace('_', '-')}", str(value))
+        ]
+
+
+AXES = tuple(f.name for f in fields(Case))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every combination of the values along each field of a `Case`."""
+
+    name: str
+    trainer: tuple[str, ...]
+    batch_size: tuple[int, ...]
+    seq_len: tuple[int, ...]
+    model_size: tuple[str, ...] = ("1b",)
+    precision: tuple[str, ...] = ("fp32",)
+    attention: tuple[str, ...] = ("sdpa",)
+    model: tuple[str, ...] = ("simple",)
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if not getattr(self, axis):
+                raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
+        for _ in self.cases():
+            pass
+
+    def cases(self) -> Iterator[Case]:
+        """The cases, those that share a baseline next to each other, trainers in order."""
+        outer = [axis for axis in AXES if axis != "trainer"]
+        for values in product(*(getattr(self, axis) for axis in outer)):
+            for trainer in self.trainer:
+                yield Case(trainer=trainer, **dict(zip(outer, values, strict=True)))
+
+    def narrow(self, **axes: Iterable[Any] | None) -> Grid:
+        """Replace the values along the named axes; None leaves an axis alone."""
+        chosen: dict[str, Any] = {
+            axis: tuple(values) for axis, values in axes.items() if values is not None
+        }
+        return replace(self, **chosen)
+
+    @classmethod
+    def named(cls, name_or_file: str) -> Grid:
+        """A grid by name, or from a TOML file.
+
+        Raises:
+            ConfigurationError: no such name or file, or the file is malformed; the message
+                names the file and the key.
+        """
+        if name_or_file in GRIDS:
+            return GRIDS[name_or_file]
+        if not name_or_file.endswith(".toml"):
+            raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
+        return cls.from_file(Path(name_or_file))
+
+    @classmethod
+    def from_file(cls, path: Path) -> Grid:
+        """Read a grid from TOML: one key per `Case` field, a value or a list of values."""
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"grid file {path}: {error}") from error
+        axes: dict[str, tuple[Any, ...]] = {}
+        for key, value in table.items():
+            if key not in AXES:
+                raise ConfigurationError(f"grid file {path}: {unknown('key', key, AXES)}")
+            wanted = int if key in ("batch_size", "seq_len") else str
+            values = value if isinstance(value, list) else [value]
+            if not values or any(type(v) is not wanted for v in values):
+                raise ConfigurationError(
+                    f"grid file {path}: {key} must be {wanted.__name__} "
+                    f"or a list of {wanted.__name__}, not {value!r}"
+                )
+            axes[key] = tuple(values)
+        missing = [key for key in ("trainer", "batch_size", "seq_len") if key not in axes]
+        if missing:
+            raise ConfigurationError(f"grid file {path}: missing {', '.join(missing)}")
+        try:
+            return cls(name=path.stem, **axes)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"grid file {path}: {error}") from error
+
+
+_ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
+
+GRIDS = {
+    "grid1": Grid("grid1", _ALL_TRAINERS, batch_size=(8, 16), seq_len=(256, 1024)),
+    "grid2": Grid("grid2", _ALL_TRAINERS, batch_size=(4, 8), seq_len=(512, 1024)),
+}

@@ -1,0 +1,45 @@
+"""The errors that dpbench raises on purpose; each message names what would work."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class DpbenchError(Exception):
+    """Base of every error that dpbench raises on purpose.
+
+    ``exit_code`` is what a command ends with when the error reaches its top level.
+    """
+
+    exit_code = 1
+
+
+class ConfigurationError(DpbenchError):
+    """Something asked for does not exist or does not fit together."""
+
+    exit_code = 2
+
+
+def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
+    """The error for a name that is not in a list of names, with the list."""
+    return ConfigurationError(
+        f"unknown {kind} {str(name)!r}; choose from {', '.join(known)}{hint and f' ({hint})'}"
+    )
+
+
+def check_writable(directory: Path) -> None:
+    """Make a directory, and find out before a GPU minute is spent whether it can be written.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"\0" * 65536)
+    except OSError as error:
+        raise ConfigurationError(
+            f"directory {directory} cannot be written: {error.strerror}"
+        ) from error

@@ -1,0 +1,176 @@
+"""Which GPUs a process sees, and who may use one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpbench.gpu import Gpu, child_environment, exclusive, select, visible_gpus
+
+GPUS = [Gpu(f"GPU-{i}d7c-{i}", f"card {i}", 10**9, "580.0") for i in range(4)]
+
+quickly = settings(deadline=None, max_examples=50)
+
+
+@pytest.mark.parametrize(
+    ("visible", "indexes"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("0", [0]),
+        ("2,0", [2, 0]),
+        (" 1 , 3 ", [1, 3]),
+        ("GPU-2d7c-2", [2]),
+        ("GPU-2", [2]),
+        ("GPU-3,GPU-1d", [3, 1]),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,4,1", [0]),
+        ("0,-1,1", [0]),
+        ("0,,1", [0]),
+        ("1,GPU-9,2", [1]),
+        ("1,card 2,3", [1]),
+        ("MIG-1", []),
+    ],
+)
+def test_visible_devices_are_those_that_cuda_would_number(
+    visible: str | None, indexes: list[int]
+) -> None:
+    assert select(GPUS, visible) == [GPUS[i] for i in indexes]
+
+
+def test_uuid_prefix_of_two_gpus_picks_neither() -> None:
+    assert select(GPUS, "GPU-") == []
+    assert select(GPUS[:1], "GPU-") == GPUS[:1]
+
+
+def test_no_gpu_is_chosen_where_there_is_none() -> None:
+    assert select([], None) == select([], "0") == select([], "GPU-0") == []
+
+
+CHOSEN = st.lists(st.sampled_from(range(4)), unique=True)
+INVALID = st.sampled_from(["4", "-1", "", "GPU-9", "GPU-", "x", "1.0", "MIG-0"])
+
+
+@quickly
+@given(CHOSEN, INVALID, CHOSEN, st.sampled_from(["{}", "GPU-{}", "GPU-{}d7c"]))
+def test_everything_before_the_first_invalid_entry_is_visible(
+    before: list[int], invalid: str, after: list[int], spelling: str
+) -> None:
+    entries = [*map(spelling.format, before), invalid, *map(spelling.format, after)]
+    assert select(GPUS, ",".join(entries)) == [GPUS[i] for i in before]
+
+
+def test_mig_slice_counts_as_the_gpu_that_it_is_cut_from() -> None:
+    slices = {"MIG-a": GPUS[1], "MIG-b": GPUS[1]}
+    assert select(GPUS, "MIG-a", slices) == [GPUS[1]]
+    assert select(GPUS, "MIG-c", slices) == []
+
+
+def test_no_gpu_is_visible_when_all_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_visible_gpus_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    everything = visible_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert visible_gpus() == everything[:1]
+
+
+def test_child_numbers_gpus_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert child_environment() == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_child_keeps_an_order_that_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert child_environment() == {}
+
+
+# --- one measurement at a time ---------------------------------------------------------------
+
+
+@pytest.fixture
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory in which GPUs are locked, for this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("locks")
+def test_gpu_has_one_holder_at_a_time() -> None:
+    inside, crowds = [0], [0]
+
+    def measure() -> None:
+        for _ in range(5):
+            with exclusive(GPUS[0]):
+                inside[0] += 1
+                crowds[0] += inside[0] != 1
+                threading.Event().wait(0.001)
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=measure) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (inside, crowds) == ([0], [0])
+
+
+def test_gpus_do_not_wait_for_each_other(locks: Path) -> None:
+    with exclusive(GPUS[0]), exclusive(GPUS[1]):
+        assert len(list(locks.iterdir())) == 2
+
+
+@pytest.mark.usefixtures("locks")
+def test_gpu_is_free_again_after_an_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt), exclusive(GPUS[0]):
+        raise KeyboardInterrupt
+    with exclusive(GPUS[0]):
+        pass
+
+
+HOLDER = """
+from dpbench.gpu import Gpu, exclusive
+with exclusive(Gpu({uuid!r}, "", 0, "")):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_gpu_is_held_across_processes_and_free_when_the_holder_is_killed(locks: Path) -> None:
+    script = HOLDER.format(uuid=GPUS[0].uuid)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            [path] = locks.iterdir()
+            assert not _is_free(path)
+        finally:
+            holder.kill()
+    assert _is_free(path)
+    with exclusive(GPUS[0]):
+        assert not _is_free(path)
+
+
+def _is_free(path: Path) -> bool:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except TimeoutError:
+        return False
+    lock.release()
+    return True
