@@ -1,0 +1,69 @@
+"""DP-SGD that clips through a second backward pass, with or without ghost norms.
+
+The first backward pass finds each example's gradient norm, the second runs on the loss
+weighted by the clipping factors, so per-sample gradients need not be kept (Lee and Kifer,
+https://arxiv.org/abs/2009.03106). Ghost clipping finds the norms of Linear and Embedding
+layers without per-sample gradients at all (Li et al., https://arxiv.org/abs/2110.05679).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from torch import Tensor, nn
+
+from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.dpsgd import mark_phases
+from dpbench.training.phases import phase
+
+
+class DPFastGradientClippingTrainer(TrainerBase):
+    """Fast gradient clipping: norms from per-sample gradients, one layer at a time.
+
+    Arguments as `TrainerBase`. Both backward passes count as the phase ``backward``: Opacus
+    runs them, and the clipping factors between them, in one call.
+    """
+
+    use_ghost_clipping: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        self.grad_sample_module = GradSampleModuleFastGradientClipping(
+            self.model,
+            max_grad_norm=self.max_grad_norm,
+            use_ghost_clipping=self.use_ghost_clipping,
+        )
+        self.optimizer = DPOptimizerFastGradientClipping(
+            self.plain_optimizer,
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=self.max_grad_norm,
+            expected_batch_size=batch_size,
+        )
+        mark_phases(self.optimizer)
+        self.criterion = DPLossFastGradientClipping(
+            self.grad_sample_module, self.optimizer, nn.CrossEntropyLoss(), "mean"
+        )
+
+    def train_step(self, batch: Batch) -> Tensor:
+        input_ids, labels = self.unpack(batch)
+        with phase("forward"):
+            logits = self.grad_sample_module(input_ids)
+            loss = self.criterion(
+                logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), shape=logits.shape
+            )
+        with phase("backward"):
+            loss.backward()  # two passes: norms, then the weighted loss
+        with phase("optimizer"):
+            self.optimizer.step()  # accumulation and noise inside: see mark_phases
+            self.optimizer.zero_grad(set_to_none=True)
+            mean_loss: Tensor = loss.detach()
+        return mean_loss
+
+
+class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
+    """Ghost clipping: norms of Linear and Embedding layers without per-sample gradients."""
+
+    use_ghost_clipping = True

@@ -1,0 +1,127 @@
+"""A decoder-only transformer built from layers that Opacus supports in every mode.
+
+Three choices follow from Opacus 1.6: query, key, value and output projections are separate
+``nn.Linear`` layers (its ghost norms know exactly ``Linear`` and ``Embedding``), embedding and
+output weights are not tied (ghost clipping refuses that), and position ids are repeated for
+each example (its hooks need the batch as the first dimension of every layer's input).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpbench.case import ATTENTIONS, ModelSize
+from dpbench.errors import unknown
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head attention through PyTorch's fused kernel; ``[B, T, H]`` to the same."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.value = nn.Linear(hidden, hidden)
+        self.output = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+
+        def split(projected: Tensor) -> Tensor:
+            return projected.view(batch, length, self.heads, -1).transpose(1, 2)
+
+        mixed = F.scaled_dot_product_attention(
+            split(self.query(x)), split(self.key(x)), split(self.value(x)), is_causal=True
+        )
+        merged: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return merged
+
+
+class OpacusSelfAttention(nn.Module):
+    """Causal attention through Opacus's ``DPMultiheadAttention``; materialises B·heads·T².
+
+    The layer runs with ``[T, B, H]``: in Opacus 1.6.0 its ``batch_first=True`` reads the mask's
+    size off the batch and lays out the heads in the wrong order, so that a position sees later
+    ones. Only its projections get ``[B, T, H]``, because Opacus's hooks take the first
+    dimension of a layer's input for the batch.
+    """
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        from opacus.layers import DPMultiheadAttention
+
+        self.attention = DPMultiheadAttention(hidden, heads)
+        for name in ("qlinear", "klinear", "vlinear", "out_proj"):
+            setattr(self.attention, name, BatchFirst(getattr(self.attention, name)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        length = len(x)
+        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        mixed: Tensor = self.attention(x, x, x, attn_mask=future, need_weights=False)[0]
+        return mixed.transpose(0, 1)
+
+
+class BatchFirst(nn.Module):
+    """A layer for ``[B, T, H]``, used where the data is ``[T, B, H]``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        applied: Tensor = self.layer(x.transpose(0, 1))
+        return applied.transpose(0, 1)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with a GELU feed-forward layer of four times the width."""
+
+    def __init__(self, size: ModelSize, attention: str) -> None:
+        super().__init__()
+        attention_class = SelfAttention if attention == "sdpa" else OpacusSelfAttention
+        self.attention_norm = nn.LayerNorm(size.hidden)
+        self.attention = attention_class(size.hidden, size.heads)
+        self.feed_forward_norm = nn.LayerNorm(size.hidden)
+        self.up = nn.Linear(size.hidden, 4 * size.hidden)
+        self.down = nn.Linear(4 * size.hidden, size.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        fed_forward: Tensor = self.down(F.gelu(self.up(self.feed_forward_norm(x))))
+        return x + fed_forward
+
+
+class SimpleBigModel(nn.Module):
+    """A GPT-like language model; token ids int64 ``[B, T]`` to logits ``[B, T, V]``.
+
+    Args:
+        size: vocabulary, hidden width, layers and heads.
+        attention: ``"sdpa"`` or ``"dp_mha"``.
+        max_seq_len: the longest sequence, the length of the position table.
+
+    Raises:
+        ConfigurationError: the attention kind does not exist.
+    """
+
+    def __init__(
+        self, size: ModelSize, *, attention: str = "sdpa", max_seq_len: int = 1024
+    ) -> None:
+        super().__init__()
+        if attention not in ATTENTIONS:
+            raise unknown("attention", attention, ATTENTIONS)
+        self.token_embedding = nn.Embedding(size.vocabulary, size.hidden)
+        self.position_embedding = nn.Embedding(max_seq_len, size.hidden)
+        self.blocks = nn.Sequential(*(Block(size, attention) for _ in range(size.layers)))
+        self.final_norm = nn.LayerNorm(size.hidden)
+        self.head = nn.Linear(size.hidden, size.vocabulary, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        batch, length = input_ids.shape
+        positions = torch.arange(length, device=input_ids.device).repeat(batch, 1)
+        x = self.token_embedding(input_ids) + self.position_embedding(positions)
+        logits: Tensor = self.head(self.final_norm(self.blocks(x)))
+        return logits

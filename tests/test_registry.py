@@ -1,0 +1,350 @@
+"""How trainers and models are named, and found."""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import dpbench
+from dpbench.errors import ConfigurationError
+from dpbench.registry import MODELS, TRAINERS, Registry, child_python_path
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+@pytest.fixture
+def registry() -> Registry:
+    """Two classes of the standard library that dpbench pretends to own."""
+    return Registry("trainer", {"count": "collections:Counter", "od": "collections:OrderedDict"})
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Writes a module ``own_…`` below a directory on ``sys.path``, for this test alone."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(path: str, text: str = "class Mine:\n    pass\n") -> Path:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        return tmp_path
+
+    yield write
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
+
+
+def refusal(attempt: Callable[[], object]) -> str:
+    """The one line with which an attempt is refused."""
+    with pytest.raises(ConfigurationError) as caught:
+        attempt()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- the built-in names ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("short", "class_name"),
+    [
+        ("standard", "StandardTrainer"),
+        ("dpsgd", "DPSGDTrainer"),
+        ("dpsgd_ghost", "DPGhostClippingTrainer"),
+        ("dpsgd_fgc", "DPFastGradientClippingTrainer"),
+    ],
+)
+def test_trainer_has_two_spellings(short: str, class_name: str) -> None:
+    assert TRAINERS.canonical(class_name) == TRAINERS.canonical(short) == short
+    assert TRAINERS[class_name] is TRAINERS[short] is getattr(dpbench, class_name)
+
+
+def test_model_has_two_spellings() -> None:
+    assert MODELS["simple"] is MODELS["SimpleBigModel"] is dpbench.SimpleBigModel
+
+
+def test_registry_lists_names_in_order_with_the_baseline_first() -> None:
+    assert list(TRAINERS)[:4] == ["standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc"]
+    assert len(TRAINERS) == len(list(TRAINERS))
+
+
+def test_a_name_can_be_looked_for_without_importing_its_class() -> None:
+    registry = Registry("trainer", {"absent": "no_such_module:Class"})
+    assert "absent" in registry
+    assert "nonsense" not in registry
+
+
+# --- spellings -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelling", ["count", "Counter", "collections:Counter", "count=collections:Counter"]
+)
+def test_every_spelling_of_a_builtin_means_its_short_name(
+    registry: Registry, spelling: str
+) -> None:
+    assert registry.canonical(spelling) == "count"
+    assert registry[spelling] is collections.Counter
+    assert list(registry) == ["count", "od"]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("collections:ChainMap", "ChainMap"),
+        ("mine=collections:ChainMap", "mine"),
+        ("collections.abc:Sized", "Sized"),
+        (f"{__name__}:Outer.Inner", "Inner"),
+    ],
+)
+def test_import_target_registers_a_class(registry: Registry, spelling: str, name: str) -> None:
+    assert registry.canonical(spelling) == name
+    assert name in list(registry)
+    assert registry[name] is registry[spelling]
+    assert registry[name].__name__ == spelling.rpartition(":")[2].rpartition(".")[2]
+
+
+def test_class_named_once_keeps_its_short_name(registry: Registry) -> None:
+    registry.canonical("mine=collections:ChainMap")
+    assert registry.canonical("collections:ChainMap") == "mine"
+    assert registry.canonical("ChainMap") == "mine"
+
+
+def test_class_can_be_registered_itself(registry: Registry) -> None:
+    registry.register("mine", Outer)
+    assert registry["mine"] is Outer
+    assert registry.argument("mine") == f"mine={__name__}:Outer"
+
+
+def test_registering_the_same_class_again_changes_nothing(registry: Registry) -> None:
+    registry.register("mine", "collections:ChainMap")
+    registry.register("mine", collections.ChainMap)
+    assert list(registry) == ["count", "od", "mine"]
+
+
+@pytest.mark.parametrize(
+    "spelling", ["nonsense", "", "mine=", "Counter ", "collections", "collections.Counter"]
+)
+def test_unknown_name_is_refused_with_what_exists(registry: Registry, spelling: str) -> None:
+    for attempt in (lambda: registry.canonical(spelling), lambda: registry[spelling]):
+        assert refusal(attempt) == (
+            f"unknown trainer {spelling!r}; choose from count, od (or package.module:Class)"
+        )
+
+
+@pytest.mark.parametrize(
+    "spelling", ["mine=:Class", "mine=my-package:Class", "mine=collections:9", "mine=a b:Class"]
+)
+def test_target_that_cannot_be_imported_is_refused(registry: Registry, spelling: str) -> None:
+    target = spelling.partition("=")[2]
+    assert refusal(lambda: registry.canonical(spelling)) == (
+        f"trainer 'mine': {target!r} must be written package.module:Class"
+    )
+
+
+@pytest.mark.parametrize("name", ["", "my-trainer", "1st", "a=b", "../up"])
+def test_short_name_must_be_an_identifier(registry: Registry, name: str) -> None:
+    message = refusal(lambda: registry.canonical(f"{name}=collections:ChainMap"))
+    assert message == f"trainer name {name!r} must be a Python identifier"
+
+
+# --- clashes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", ["count", "mine"])
+def test_name_that_means_something_else_is_refused(registry: Registry, taken: str) -> None:
+    registry.register("mine", "collections:ChainMap")
+    before = dict(registry)
+    message = refusal(lambda: registry.canonical(f"{taken}=collections:deque"))
+    assert f"{taken!r} already means collections:" in message
+    assert message.endswith("choose another with NAME=collections:deque")
+    assert dict(registry) == before
+
+
+def test_two_classes_of_one_name_need_names_of_their_own(
+    registry: Registry, write_module: Callable[..., Path]
+) -> None:
+    write_module("own_first.py")
+    write_module("own_second.py")
+    registry.canonical("own_first:Mine")
+    assert "NAME=own_second:Mine" in refusal(lambda: registry.canonical("own_second:Mine"))
+    registry.canonical("second=own_second:Mine")
+    assert registry["Mine"] is not registry["second"]
+
+
+def test_own_class_does_not_take_over_the_class_name_of_a_builtin(registry: Registry) -> None:
+    message = refusal(lambda: registry.canonical("elsewhere:Counter"))
+    assert "NAME=elsewhere:Counter" in message
+    assert registry.canonical("Counter") == "count"
+
+
+# --- what a child process could not import ---------------------------------------------------
+
+
+def test_local_class_is_refused(registry: Registry) -> None:
+    class Local:
+        pass
+
+    message = refusal(lambda: registry.register("mine", Local))
+    assert message.startswith("trainer 'mine': ")
+    assert "Local cannot be imported by the process that measures it" in message
+    assert message.endswith("define it at the top level of a module")
+
+
+def test_class_of_the_main_script_is_refused(registry: Registry) -> None:
+    script = type("Mine", (), {"__module__": "__main__"})
+    assert "define it at the top level of a module" in refusal(
+        lambda: registry.register("mine", script)
+    )
+
+
+def test_target_in_the_main_script_is_refused(registry: Registry) -> None:
+    assert "define it at the top level of a module" in refusal(
+        lambda: registry.register("mine", "__main__:Mine")
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("no_such_module:Mine", "no_such_module"),
+        ("no_such_package.module:Mine", "no_such_package"),
+        ("collections.no_such_part:Mine", "collections.no_such_part"),
+    ],
+)
+def test_missing_module_is_named_with_a_remedy(
+    registry: Registry, target: str, missing: str
+) -> None:
+    message = refusal(lambda: registry[f"mine={target}"])
+    assert f"no module named {missing!r}" in message
+    assert "PYTHONPATH" in message
+
+
+@pytest.mark.parametrize("attribute", ["NoSuchClass", "Counter.NoSuchClass"])
+def test_missing_class_is_named_with_its_module(registry: Registry, attribute: str) -> None:
+    message = refusal(lambda: registry[f"mine=collections:{attribute}"])
+    assert message.endswith(f"module 'collections' has no {attribute!r}")
+
+
+def test_missing_opacus_is_said_to_be_missing(
+    registry: Registry, write_module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module("own_private.py", "from opacus import GradSampleModule as Mine\n")
+    monkeypatch.setitem(sys.modules, "opacus", None)  # what an import of it then finds
+    message = refusal(lambda: registry["own_private:Mine"])
+    assert message.endswith("needs Opacus: pip install opacus")
+
+
+def test_import_error_inside_an_own_module_is_shown_as_it_is(
+    registry: Registry, write_module: Callable[..., Path]
+) -> None:
+    write_module("own_broken.py", "import no_such_dependency\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        registry["own_broken:Mine"]
+
+
+# --- names from saved results ----------------------------------------------------------------
+
+
+def test_admitted_name_labels_rows_and_builds_nothing(registry: Registry) -> None:
+    assert registry.admit("theirs") == "theirs"
+    assert registry.canonical("theirs") == "theirs"
+    assert "theirs" not in list(registry)
+    assert refusal(lambda: registry["theirs"]) == (
+        "trainer 'theirs' is known from saved results only; name it as theirs=package.module:Class"
+    )
+
+
+@pytest.mark.parametrize("ask", ["argument", "import_path"])
+def test_admitted_name_cannot_be_given_to_a_child(registry: Registry, ask: str) -> None:
+    registry.admit("theirs")
+    message = refusal(lambda: getattr(registry, ask)("theirs"))
+    assert "'theirs' is known from saved results only" in message
+
+
+def test_admitted_name_can_be_given_a_class_later(registry: Registry) -> None:
+    registry.admit("theirs")
+    assert registry.canonical("theirs=collections:ChainMap") == "theirs"
+    assert registry["theirs"] is collections.ChainMap
+
+
+def test_admitting_a_known_name_changes_nothing(registry: Registry) -> None:
+    registry.admit("count")
+    assert registry["count"] is collections.Counter
+
+
+# --- for a child process ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelling", "argument"),
+    [
+        ("count", "count"),
+        ("Counter", "count"),
+        ("collections:ChainMap", "ChainMap=collections:ChainMap"),
+        ("mine=collections:ChainMap", "mine=collections:ChainMap"),
+    ],
+)
+def test_argument_is_understood_where_nothing_was_registered(
+    registry: Registry, spelling: str, argument: str
+) -> None:
+    elsewhere = Registry("trainer", {"count": "collections:Counter"})
+    assert registry.argument(spelling) == argument
+    assert elsewhere.canonical(argument) == registry.canonical(spelling)
+    assert elsewhere[argument] is registry[spelling]
+
+
+def test_builtin_needs_no_import_path(registry: Registry) -> None:
+    assert registry.import_path("count") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("own_module.py", "own_module:Mine"),
+        ("own_package/__init__.py", "own_package:Mine"),
+        ("own_namespace/inner.py", "own_namespace.inner:Mine"),
+    ],
+)
+def test_import_path_is_the_directory_that_an_own_class_came_from(
+    registry: Registry, write_module: Callable[..., Path], path: str, target: str
+) -> None:
+    directory = write_module(path)
+    name = registry.canonical(target)
+    assert registry.import_path(name) is None  # nothing imported yet
+    assert registry[name].__name__ == "Mine"
+    assert registry.import_path(name) == directory.resolve()
+
+
+def test_child_python_path_puts_own_directories_before_the_inherited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/inherited")
+    path = child_python_path(Path("/mine"), None, Path("/yours"), Path("/mine"))
+    assert path == os.pathsep.join(["/mine", "/yours", "/inherited"])
+
+
+def test_child_python_path_is_left_alone_when_there_is_nothing_to_add(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/inherited")
+    assert child_python_path(None, None) is None
+
+
+@pytest.mark.parametrize("inherited", [None, ""])
+def test_child_python_path_has_no_empty_entry(
+    monkeypatch: pytest.MonkeyPatch, inherited: str | None
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("PYTHONPATH", inherited)
+    assert child_python_path(Path("/mine")) == "/mine"
