@@ -1,0 +1,1 @@
+"""What came out: rows, ratios, storage and tables. Never imports torch."""

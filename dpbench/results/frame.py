@@ -1,0 +1,89 @@
+"""The long table as a pandas DataFrame: summaries over steps, derived metrics, ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
+
+CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
+"""The columns that a case shares with its baseline."""
+
+EXPECTED_RATIOS = {"dram_bytes": (2.0, 5.0), "l2_total_bytes": (1.5, 3.0)}
+"""What DP training was expected to move, as a multiple of standard training."""
+
+_SUMS = {"dram_bytes": ("dram_read_bytes", "dram_write_bytes")}
+"""Metrics that are the sum of measured ones."""
+
+_TIMES = ("step_time_seconds", "samples_per_second")
+
+
+def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
+    """One row per measurement, with the columns of `Measurement.as_row`."""
+    return pd.DataFrame(as_rows(measurements), columns=COLUMNS)
+
+
+def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with rows of ``dram_bytes`` (read + write) added, step by step."""
+    parts = [frame]
+    for total, metrics in _SUMS.items():
+        keys = [c for c in frame.columns if c not in ("metric", "value")]
+        chosen = frame[frame.metric.isin(metrics)]
+        summed = chosen.groupby(keys, as_index=False).agg(
+            value=("value", "sum"), found=("metric", "nunique")
+        )
+        summed = summed[summed.found == len(metrics)].drop(columns="found")
+        parts.append(summed.assign(metric=total))
+    return pd.concat(parts, ignore_index=True)
+
+
+def summarise(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per case, instrument, phase and metric, over the active steps.
+
+    ``value`` is the mean over the steps, for times and rates the median; ``spread`` is
+    (largest - smallest) / value. Metrics of `with_totals` included.
+    """
+    frame = with_totals(frame)
+    keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
+    grouped = frame.groupby(keys, sort=False).value
+    summary = grouped.agg(["mean", "median", "min", "max"]).reset_index()
+    summary["value"] = summary["mean"].where(~summary.metric.isin(_TIMES), summary["median"])
+    summary["spread"] = ((summary["max"] - summary["min"]) / summary.value).fillna(0.0)
+    return summary.drop(columns=["mean", "median", "min", "max"])
+
+
+def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:
+    """A summary with the column ``ratio``: value over that of the same cell's baseline.
+
+    Each metric has a ratio, by phase and for the step; NaN where no baseline was measured or
+    it moved nothing.
+    """
+    keys = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
+    baseline = summary[summary.trainer == BASELINE_TRAINER][[*keys, "value"]]
+    merged = summary.merge(
+        baseline.rename(columns={"value": "baseline"}), on=keys, how="left", validate="m:1"
+    )
+    nonzero = merged.baseline.where(merged.baseline != 0)
+    return merged.assign(ratio=merged.value / nonzero).drop(columns="baseline")
+
+
+def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
+    """Counted bytes per second of unprofiled step time, for each byte metric of the step.
+
+    The two factors come from two processes, one profiled and one not; the instrument column
+    says so.
+    """
+    step = summary[summary.phase == STEP]
+    times = step[step.metric == "step_time_seconds"][[*AXES, "device", "value"]]
+    counted = step[(step.unit == "B") & (step.instrument == "ncu")]
+    merged = counted.merge(times.rename(columns={"value": "seconds"}), on=[*AXES, "device"])
+    return merged.assign(
+        value=merged.value / merged.seconds,
+        metric=merged.metric.str.replace("_bytes", "_throughput"),
+        unit="B/s",
+        instrument="ncu bytes / timing seconds",
+        spread=float("nan"),
+    ).drop(columns="seconds")

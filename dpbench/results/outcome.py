@@ -1,0 +1,146 @@
+"""What became of each case, and the run as one document."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dpbench.case import Case
+from dpbench.gpu import Gpu
+from dpbench.results.frame import summarise, throughputs, to_frame
+from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
+from dpbench.results.tables import Table, as_markdown, gigabytes, tables
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one case.
+
+    ``error`` is the class of what went wrong, or None; rows measured before it are kept.
+    """
+
+    case: Case
+    rows: tuple[Measurement, ...] = field(repr=False)
+    seconds: float
+    error: str | None = None
+    message: str = ""
+    log: str | None = None
+    log_tail: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types; the inverse of `from_json`."""
+        rest = {k: v for k, v in vars(self).items() if k not in ("case", "rows")}
+        return {"case": asdict(self.case), **rest, "rows": as_rows(self.rows)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """The outcome that `as_json` described."""
+        rest = {k: v for k, v in data.items() if k not in ("case", "rows")}
+        rows = tuple(Measurement.from_row(row) for row in data["rows"])
+        return cls(case=saved_case(data["case"]), rows=rows, **rest)
+
+
+def environment(gpu: Gpu | None = None) -> dict[str, Any]:
+    """Which software and machine made a run; versions are read without importing anything."""
+    versions: dict[str, str | None] = {}
+    for package in ("dpbench", "torch", "opacus", "pandas", "ncu-report"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "gpu": vars(gpu) if gpu else None,
+    }
+
+
+def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For each trainer: cases that succeeded and failed, and the largest peak memory."""
+    counts: dict[str, Counter[str]] = {}
+    peaks: dict[str, float] = {}
+    for outcome in outcomes:
+        trainer = outcome.case.trainer
+        counts.setdefault(trainer, Counter())["failed" if outcome.error else "ok"] += 1
+        for row in outcome.rows:
+            if row.metric == "peak_memory_bytes":
+                peaks[trainer] = max(row.value, peaks.get(trainer, 0.0))
+    return [
+        {
+            "trainer": trainer,
+            "ok": count["ok"],
+            "failed": count["failed"],
+            "success_rate": count["ok"] / count.total(),
+            "peak_memory_bytes": peaks.get(trainer),
+        }
+        for trainer, count in counts.items()
+    ]
+
+
+def document(outcomes: Sequence[Outcome], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """A run as plain JSON types, every measurement under ``rows``."""
+    rows = [row for outcome in outcomes for row in outcome.rows]
+    derived = throughputs(summarise(to_frame(rows))) if rows else to_frame([])
+    cases = []
+    for outcome in outcomes:
+        data = outcome.as_json()
+        del data["rows"], data["log_tail"]
+        cases.append({**data.pop("case"), **data})
+    return {
+        "schema": SCHEMA,
+        "environment": dict(environment),
+        "summary": trainer_summary(outcomes),
+        "cases": cases,
+        "rows": as_rows(rows),
+        "throughputs": json.loads(derived.to_json(orient="records", double_precision=15)),
+    }
+
+
+def summary_tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """Every table of a run, then how many cases of each trainer succeeded, and why not."""
+    found = tables(to_frame(row for outcome in outcomes for row in outcome.rows))
+    cells = []
+    for line in trainer_summary(outcomes):
+        peak = line["peak_memory_bytes"]
+        cells.append(
+            [
+                line["trainer"],
+                f"{line['ok']}/{line['ok'] + line['failed']}",
+                f"{line['success_rate']:.0%}",
+                gigabytes(peak) if peak is not None else "-",
+            ]
+        )
+    failures = tuple(f"{o.error}: {o.message}" for o in outcomes if o.error)
+    if cells:
+        headers = ["trainer", "cases ok", "success", "peak memory GB"]
+        found.append(Table("Cases by trainer", headers, cells, failures))
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, outcomes: Sequence[Outcome], environment: Mapping[str, Any]) -> None:
+    """Write a run's document."""
+    write_text(path, json.dumps(document(outcomes, environment), indent=1) + "\n")
+
+
+def write_markdown(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Write a run's tables."""
+    write_text(path, as_markdown(summary_tables(outcomes)))

@@ -1,0 +1,330 @@
+"""Sums, summaries, ratios and rates of the long table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpbench.case import Case
+from dpbench.results.frame import summarise, throughputs, to_frame, with_ratios, with_totals
+from dpbench.results.rows import COLUMNS, STEP, Measurement
+
+UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}
+
+BYTES = st.floats(1.0, 1e13)
+SECONDS = st.floats(1e-6, 1e3)
+quickly = settings(deadline=None, max_examples=25)
+
+
+def rows(
+    trainer: str,
+    metrics: Mapping[str, float | Iterable[float]],
+    *,
+    instrument: str = "ncu",
+    phase: str = STEP,
+    device: str = "H200",
+    batch_size: int = 8,
+    **case: Any,
+) -> list[Measurement]:
+    """Measurements of one case; several values of a metric are those of several steps."""
+    return [
+        Measurement(
+            Case(trainer, batch_size, 256, **case),
+            instrument,
+            phase,
+            metric,
+            value,
+            UNITS[metric.rpartition("_")[2]],
+            repeat,
+            device,
+            "tool 1",
+        )
+        for metric, values in metrics.items()
+        for repeat, value in enumerate(values if isinstance(values, Iterable) else [values])
+    ]
+
+
+def only(frame: pd.DataFrame, column: str = "value", **where: str) -> float:
+    """The number in the one row that matches."""
+    for name, value in where.items():
+        frame = frame[frame[name] == value]
+    [found] = frame[column]
+    return float(found)
+
+
+# --- the long table --------------------------------------------------------------------------
+
+
+def test_frame_has_a_row_for_each_measurement() -> None:
+    measurements = rows("dpsgd", {"dram_read_bytes": [5.0, 6.0], "l2_total_bytes": 7.0})
+    frame = to_frame(measurements)
+    assert list(frame.columns) == COLUMNS
+    assert frame.to_dict("records") == [m.as_row() for m in measurements]
+
+
+def test_frame_of_nothing_still_has_the_columns() -> None:
+    assert list(to_frame([]).columns) == COLUMNS
+    assert summarise(to_frame([])).empty
+
+
+# --- totals ----------------------------------------------------------------------------------
+
+
+def test_dram_bytes_are_read_and_written_by_step_and_phase() -> None:
+    frame = with_totals(
+        to_frame(
+            [
+                *rows("dpsgd", {"dram_read_bytes": [5.0, 6.0], "dram_write_bytes": [1.0, 2.0]}),
+                *rows("dpsgd", {"dram_read_bytes": 3.0, "dram_write_bytes": 4.0}, phase="clip"),
+            ]
+        )
+    )
+    totals = frame[frame.metric == "dram_bytes"]
+    assert {(t.phase, t.repeat): t.value for t in totals.itertuples()} == {
+        (STEP, 0): 6.0,
+        (STEP, 1): 8.0,
+        ("clip", 0): 7.0,
+    }
+    assert set(totals.unit) == {"B"}
+
+
+@pytest.mark.parametrize("present", ["dram_read_bytes", "dram_write_bytes", "l2_total_bytes"])
+def test_no_total_where_a_part_was_not_measured(present: str) -> None:
+    frame = to_frame(rows("dpsgd", {present: 5.0}))
+    pd.testing.assert_frame_equal(with_totals(frame), frame)
+
+
+def test_totals_do_not_add_up_what_belongs_to_different_steps_or_cases() -> None:
+    frame = to_frame(
+        [
+            *rows("standard", {"dram_read_bytes": 5.0}),
+            *rows("dpsgd", {"dram_write_bytes": 5.0}),
+            *rows("dpsgd", {"dram_read_bytes": 5.0}, phase="clip"),
+            *rows("dpsgd", {"dram_read_bytes": 5.0}, batch_size=16),
+            *rows("dpsgd", {"dram_read_bytes": 5.0}, device="A100"),
+        ]
+    )
+    assert "dram_bytes" not in set(with_totals(frame).metric)
+
+
+def test_totals_leave_the_measured_rows_as_they_are() -> None:
+    frame = to_frame(rows("dpsgd", {"dram_read_bytes": 5.0, "dram_write_bytes": 1.0}))
+    pd.testing.assert_frame_equal(with_totals(frame).iloc[: len(frame)], frame)
+
+
+# --- summaries -------------------------------------------------------------------------------
+
+
+@quickly
+@given(st.lists(BYTES, min_size=1, max_size=5))
+def test_bytes_are_the_mean_over_the_steps(values: list[float]) -> None:
+    summary = summarise(to_frame(rows("dpsgd", {"l2_total_bytes": values})))
+    mean = sum(values) / len(values)
+    assert only(summary) == pytest.approx(mean)
+    assert only(summary, "spread") == pytest.approx((max(values) - min(values)) / mean)
+
+
+@pytest.mark.parametrize("metric", ["step_time_seconds", "samples_per_second"])
+def test_times_and_rates_are_the_median_over_the_steps(metric: str) -> None:
+    frame = to_frame(rows("dpsgd", {metric: [1.0, 9.0, 2.0]}, instrument="timing"))
+    summary = summarise(frame)
+    assert only(summary) == 2.0
+    assert only(summary, "spread") == 4.0
+
+
+@quickly
+@given(st.lists(SECONDS, min_size=1, max_size=5), st.floats(1e3, 1e6))
+def test_one_slow_step_among_many_does_not_move_the_time(values: list[float], slow: float) -> None:
+    steps = [*values, *values, slow]
+    summary = summarise(to_frame(rows("dpsgd", {"step_time_seconds": steps})))
+    assert min(values) <= only(summary) <= max(values)
+
+
+def test_equal_steps_have_no_spread_even_at_zero() -> None:
+    frame = to_frame(rows("dpsgd", {"l2_total_bytes": [7.0, 7.0], "l2_atomic_bytes": [0.0, 0.0]}))
+    assert list(summarise(frame).spread) == [0.0, 0.0]
+
+
+def test_summary_has_a_row_for_each_case_instrument_phase_and_metric() -> None:
+    metrics = {"dram_read_bytes": [5.0, 7.0], "dram_write_bytes": [1.0, 3.0]}
+    summary = summarise(
+        to_frame(
+            [
+                *rows("standard", metrics),
+                *rows("dpsgd", metrics),
+                *rows("dpsgd", metrics, phase="clip"),
+                *rows("dpsgd", {"step_time_seconds": [1.0, 2.0]}, instrument="timing"),
+            ]
+        )
+    )
+    assert len(summary) == 3 * 3 + 1  # read, write and their sum
+    assert only(summary, trainer="dpsgd", phase="clip", metric="dram_bytes") == 8.0
+    assert not summary.duplicated(["trainer", "instrument", "phase", "metric"]).any()
+
+
+# --- ratios ----------------------------------------------------------------------------------
+
+
+def ratios(measurements: Iterable[Measurement]) -> pd.DataFrame:
+    return with_ratios(summarise(to_frame(measurements)))
+
+
+@quickly
+@given(BYTES, BYTES)
+def test_ratio_is_against_the_standard_trainer_whose_own_is_one(
+    standard: float, dpsgd: float
+) -> None:
+    found = ratios(
+        [*rows("dpsgd", {"l2_total_bytes": dpsgd}), *rows("standard", {"l2_total_bytes": standard})]
+    )
+    assert only(found, "ratio", trainer="standard") == 1.0
+    assert only(found, "ratio", trainer="dpsgd") == pytest.approx(dpsgd / standard)
+
+
+@quickly
+@given(st.lists(BYTES, min_size=2, max_size=2), st.sampled_from([0.5, 2.0, 1024.0]))
+def test_ratio_does_not_depend_on_the_scale(values: list[float], scale: float) -> None:
+    def scaled(factor: float) -> pd.DataFrame:
+        return ratios(
+            measurement
+            for trainer, value in zip(("standard", "dpsgd"), values, strict=True)
+            for measurement in rows(
+                trainer, {"dram_read_bytes": factor * value, "dram_write_bytes": factor}
+            )
+        )
+
+    pd.testing.assert_series_equal(scaled(1.0).ratio, scaled(scale).ratio)
+
+
+def test_every_metric_and_phase_has_its_own_ratio() -> None:
+    found = ratios(
+        [
+            *rows("standard", {"dram_read_bytes": 2.0, "dram_write_bytes": 2.0}),
+            *rows("dpsgd", {"dram_read_bytes": 4.0, "dram_write_bytes": 6.0}),
+            *rows("standard", {"dram_read_bytes": 1.0}, phase="backward"),
+            *rows("dpsgd", {"dram_read_bytes": 4.0}, phase="backward"),
+            *rows("standard", {"step_time_seconds": 2.0}, instrument="timing"),
+            *rows("dpsgd", {"step_time_seconds": 20.0}, instrument="timing"),
+        ]
+    )
+    found = found[found.trainer == "dpsgd"]
+    assert only(found, "ratio", phase=STEP, metric="dram_read_bytes") == 2.0
+    assert only(found, "ratio", phase=STEP, metric="dram_write_bytes") == 3.0
+    assert only(found, "ratio", phase=STEP, metric="dram_bytes") == 2.5
+    assert only(found, "ratio", phase="backward", metric="dram_read_bytes") == 4.0
+    assert only(found, "ratio", metric="step_time_seconds") == 10.0
+
+
+@pytest.mark.parametrize(
+    "baseline",
+    [
+        {"device": "A100"},
+        {"batch_size": 16},
+        {"precision": "bf16"},
+        {"model_size": "small"},
+        {"attention": "dp_mha"},
+        {"instrument": "logical"},
+        {"phase": "forward"},
+    ],
+    ids=lambda difference: next(iter(difference)),
+)
+def test_what_was_measured_otherwise_is_no_baseline(baseline: dict[str, Any]) -> None:
+    found = ratios(
+        [
+            *rows("standard", {"l2_total_bytes": 2.0}, **baseline),
+            *rows("dpsgd", {"l2_total_bytes": 4.0}),
+        ]
+    )
+    assert pd.isna(only(found, "ratio", trainer="dpsgd"))
+    assert only(found, "ratio", trainer="standard") == 1.0
+
+
+def test_no_ratio_without_a_baseline() -> None:
+    assert ratios(rows("dpsgd", {"l2_total_bytes": 4.0})).ratio.isna().all()
+
+
+def test_no_ratio_to_a_baseline_that_moved_nothing() -> None:
+    found = ratios(
+        [*rows("standard", {"l2_atomic_bytes": 0.0}), *rows("dpsgd", {"l2_atomic_bytes": 4.0})]
+    )
+    assert found.ratio.isna().all()
+
+
+def test_ratios_keep_every_row_and_value_of_the_summary() -> None:
+    summary = summarise(
+        to_frame(
+            [*rows("dpsgd", {"l2_total_bytes": 4.0}), *rows("standard", {"l2_total_bytes": 2.0})]
+        )
+    )
+    pd.testing.assert_frame_equal(with_ratios(summary).drop(columns="ratio"), summary)
+
+
+# --- throughputs -----------------------------------------------------------------------------
+
+
+@quickly
+@given(st.lists(BYTES, min_size=1, max_size=3), st.lists(SECONDS, min_size=3, max_size=3))
+def test_throughput_is_mean_bytes_over_the_median_step_time(
+    counted: list[float], seconds: list[float]
+) -> None:
+    rates = throughputs(
+        summarise(
+            to_frame(
+                [
+                    *rows("dpsgd", {"dram_read_bytes": counted}),
+                    *rows("dpsgd", {"step_time_seconds": seconds}, instrument="timing"),
+                ]
+            )
+        )
+    )
+    mean, median = sum(counted) / len(counted), sorted(seconds)[1]
+    assert only(rates, metric="dram_read_throughput") == pytest.approx(mean / median)
+
+
+def test_throughput_says_that_its_factors_come_from_two_processes() -> None:
+    rates = throughputs(
+        summarise(
+            to_frame(
+                [
+                    *rows("dpsgd", {"dram_read_bytes": 6.0, "dram_write_bytes": 4.0}),
+                    *rows("dpsgd", {"step_time_seconds": 2.0}, instrument="timing"),
+                ]
+            )
+        )
+    )
+    assert dict(zip(rates.metric, rates.value, strict=True)) == {
+        "dram_read_throughput": 3.0,
+        "dram_write_throughput": 2.0,
+        "dram_throughput": 5.0,
+    }
+    assert set(rates.unit) == {"B/s"}
+    assert set(rates.instrument) == {"ncu bytes / timing seconds"}
+
+
+def test_no_throughput_without_a_step_time() -> None:
+    assert throughputs(summarise(to_frame(rows("dpsgd", {"dram_read_bytes": 6.0})))).empty
+
+
+def test_no_throughput_from_the_time_of_a_phase_or_the_bytes_of_another_instrument() -> None:
+    measurements = [
+        *rows("dpsgd", {"dram_read_bytes": 6.0}, phase="clip"),
+        *rows("dpsgd", {"peak_memory_bytes": 6.0}, instrument="timing"),
+        *rows("dpsgd", {"step_time_seconds": 2.0}, instrument="timing"),
+        *rows("standard", {"dram_read_bytes": 6.0}),
+        *rows("standard", {"step_time_seconds": 2.0}, instrument="timing", phase="clip"),
+    ]
+    assert throughputs(summarise(to_frame(measurements))).empty
+
+
+@pytest.mark.parametrize("other", [{"device": "A100"}, {"batch_size": 16}, {"precision": "bf16"}])
+def test_no_throughput_from_the_time_of_another_case_or_device(other: dict[str, Any]) -> None:
+    measurements = [
+        *rows("dpsgd", {"dram_read_bytes": 6.0}),
+        *rows("dpsgd", {"step_time_seconds": 2.0}, instrument="timing", **other),
+    ]
+    assert throughputs(summarise(to_frame(measurements))).empty

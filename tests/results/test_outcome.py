@@ -1,0 +1,280 @@
+"""What became of each case, and the run as one document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpbench.case import AXES, Case
+from dpbench.gpu import Gpu
+from dpbench.results.outcome import (
+    Outcome,
+    document,
+    environment,
+    summary_tables,
+    trainer_summary,
+    write_json,
+    write_markdown,
+    write_text,
+)
+from dpbench.results.rows import SCHEMA, STEP, Measurement
+
+UNITS = {"bytes": "B", "seconds": "s"}
+FIGURES = {
+    "dram_read_bytes": 5e9,
+    "dram_write_bytes": 3e9,
+    "step_time_seconds": 0.5,
+    "peak_memory_bytes": 7e9,
+}
+
+
+def ok(trainer: str = "dpsgd", metrics: dict[str, float] = FIGURES, **fields: Any) -> Outcome:
+    """The outcome of a case that succeeded, or that failed after these measurements."""
+    case = Case(trainer, batch_size=fields.pop("batch_size", 8), seq_len=256)
+    rows = tuple(
+        Measurement(
+            case,
+            "ncu" if metric.startswith("dram") else "timing",
+            STEP,
+            metric,
+            value,
+            UNITS[metric.rpartition("_")[2]],
+            0,
+            "H200",
+            "tool 1",
+        )
+        for metric, value in metrics.items()
+    )
+    return Outcome(case, rows, fields.pop("seconds", 1.5), **fields)
+
+
+def failed(trainer: str = "dpsgd", **fields: Any) -> Outcome:
+    """The outcome of a case that did not fit."""
+    return ok(
+        trainer,
+        fields.pop("metrics", {}),
+        error="CaseOutOfMemory",
+        message="CUDA out of memory",
+        log="ncu_reports/case.log",
+        log_tail="torch.OutOfMemoryError: …",
+        **fields,
+    )
+
+
+# --- one outcome -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [ok(), failed(), failed(metrics=FIGURES)])
+def test_outcome_survives_json(outcome: Outcome) -> None:
+    assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome
+
+
+@settings(deadline=None, max_examples=25)
+@given(message=st.text(), tail=st.text(), seconds=st.floats(0, 1e6), log=st.none() | st.text())
+def test_outcome_survives_json_whatever_was_said(
+    message: str, tail: str, seconds: float, log: str | None
+) -> None:
+    outcome = Outcome(
+        ok().case, (), seconds, error="CaseFailed", message=message, log=log, log_tail=tail
+    )
+    assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome
+
+
+def test_changing_the_json_leaves_the_outcome_alone() -> None:
+    outcome = ok()
+    data = outcome.as_json()
+    data["case"]["batch_size"] = 0
+    data["rows"].clear()
+    assert outcome == ok()
+
+
+# --- by trainer ------------------------------------------------------------------------------
+
+
+def test_trainer_summary_counts_what_succeeded_and_finds_the_largest_peak() -> None:
+    outcomes = [
+        ok("standard", {"peak_memory_bytes": 9e9}),
+        ok("dpsgd", {"peak_memory_bytes": 6e9}),
+        ok("standard", {"peak_memory_bytes": 4e9}, batch_size=16),
+        failed("dpsgd", batch_size=16),
+        failed("dpsgd_ghost"),
+    ]
+    assert trainer_summary(outcomes) == [
+        summary_line("standard", 2, 0, 1.0, 9e9),
+        summary_line("dpsgd", 1, 1, 0.5, 6e9),
+        summary_line("dpsgd_ghost", 0, 1, 0.0, None),
+    ]
+
+
+def summary_line(trainer: str, ok: int, failed: int, rate: float, peak: float | None) -> Any:
+    return {
+        "trainer": trainer,
+        "ok": ok,
+        "failed": failed,
+        "success_rate": rate,
+        "peak_memory_bytes": peak,
+    }
+
+
+def test_peak_of_a_case_that_failed_later_counts() -> None:
+    [line] = trainer_summary([failed(metrics={"peak_memory_bytes": 8e9})])
+    assert (line["failed"], line["peak_memory_bytes"]) == (1, 8e9)
+
+
+def test_nothing_run_has_no_summary() -> None:
+    assert trainer_summary([]) == []
+    assert summary_tables([]) == []
+
+
+def test_last_table_says_how_many_cases_of_each_trainer_succeeded_and_why_not() -> None:
+    table = summary_tables([ok("standard"), ok("dpsgd"), failed("dpsgd", batch_size=16)])[-1]
+    assert table.headers == ["trainer", "cases ok", "success", "peak memory GB"]
+    assert table.cells == [["standard", "1/1", "100%", "7.00"], ["dpsgd", "1/2", "50%", "7.00"]]
+    assert table.notes == ("CaseOutOfMemory: CUDA out of memory",)
+
+
+def test_peak_that_was_not_measured_is_a_dash() -> None:
+    assert summary_tables([failed()])[-1].cells == [["dpsgd", "0/1", "0%", "-"]]
+
+
+def test_tables_of_a_run_hold_all_its_cases() -> None:
+    titles = [table.title for table in summary_tables([ok("standard"), ok(batch_size=16)])]
+    assert [t.split(", ")[1] for t in titles if "GB per step" in t] == ["batch 8", "batch 16"]
+
+
+# --- the document ----------------------------------------------------------------------------
+
+
+def saved(*outcomes: Outcome) -> Any:
+    """The document as another program reads it; refuses what is not JSON."""
+    return json.loads(json.dumps(document(outcomes, {"python": "3"}), allow_nan=False))
+
+
+def test_document_has_every_measurement_as_a_row() -> None:
+    outcomes = [ok("standard"), ok("dpsgd"), failed("dpsgd_ghost")]
+    data = saved(*outcomes)
+    assert data["schema"] == SCHEMA
+    assert data["environment"] == {"python": "3"}
+    assert data["rows"] == [row.as_row() for outcome in outcomes for row in outcome.rows]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("trainer", "model_size", "batch_size", "seq_len", "precision"),
+        *("instrument", "phase", "metric", "value", "unit"),
+    ],
+)
+def test_every_row_of_the_document_has_the_fields_that_scripts_read(key: str) -> None:
+    data = saved(ok("DPGhostClippingTrainer"))
+    assert all(row[key] is not None for row in data["rows"])
+    assert {row["trainer"] for row in data["rows"]} == {"dpsgd_ghost"}
+
+
+def test_document_says_what_became_of_each_case() -> None:
+    done, broken = saved(ok("standard"), failed("dpsgd"))["cases"]
+    assert {axis: done[axis] for axis in AXES} == asdict(ok("standard").case)
+    assert (done["error"], done["seconds"]) == (None, 1.5)
+    assert broken["trainer"] == "dpsgd"
+    assert broken["error"] == "CaseOutOfMemory"
+    assert broken["message"] == "CUDA out of memory"
+    assert broken["log"] == "ncu_reports/case.log"
+
+
+def test_document_has_the_summary_by_trainer() -> None:
+    outcomes = [ok("standard"), failed("dpsgd")]
+    assert saved(*outcomes)["summary"] == trainer_summary(outcomes)
+
+
+def test_document_has_throughputs_with_their_premise() -> None:
+    rates = {rate["metric"]: rate for rate in saved(ok())["throughputs"]}
+    assert {metric: rate["value"] for metric, rate in rates.items()} == {
+        "dram_read_throughput": 10e9,
+        "dram_write_throughput": 6e9,
+        "dram_throughput": 16e9,
+    }
+    for rate in rates.values():
+        assert (rate["trainer"], rate["batch_size"], rate["unit"]) == ("dpsgd", 8, "B/s")
+        assert rate["instrument"] == "ncu bytes / timing seconds"
+
+
+@pytest.mark.parametrize("outcomes", [[], [failed()]])
+def test_document_of_a_run_that_measured_nothing_is_valid(outcomes: list[Outcome]) -> None:
+    data = saved(*outcomes)
+    assert data["rows"] == data["throughputs"] == []
+    assert len(data["cases"]) == len(outcomes)
+
+
+def test_outcomes_can_be_read_back_from_the_rows_of_a_document() -> None:
+    rows = tuple(Measurement.from_row(row) for row in saved(ok())["rows"])
+    assert rows == ok().rows
+
+
+# --- the machine -----------------------------------------------------------------------------
+
+
+def test_environment_says_which_software_and_machine() -> None:
+    gpu = Gpu("GPU-1", "NVIDIA H200", 150_000_000_000, "580.0")
+    data = json.loads(json.dumps(environment(gpu)))
+    assert data["gpu"] == asdict(gpu)
+    assert data["python"].startswith("3.")
+    assert {"dpbench", "torch", "opacus", "pandas", "ncu-report"} <= set(data["versions"])
+    assert data["versions"]["torch"] is not None
+
+
+def test_environment_without_a_gpu_says_so() -> None:
+    assert environment()["gpu"] is None
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def test_file_is_written_with_its_directories(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "today" / "run.txt"
+    write_text(path, "÷ std")
+    assert path.read_text(encoding="utf-8") == "÷ std"
+
+
+def test_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.txt"
+    for text in ("a longer first text", "second"):
+        write_text(path, text)
+    assert path.read_text() == "second"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writing_that_fails_leaves_the_earlier_file_and_no_part_of_the_new(tmp_path: Path) -> None:
+    path = tmp_path / "run.txt"
+    path.write_text("earlier")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "begins well \ud800")
+    assert path.read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_that_cannot_be_put_in_place_leaves_no_part(tmp_path: Path) -> None:
+    (tmp_path / "run.txt").mkdir()
+    with pytest.raises(OSError, match=r"run\.txt"):
+        write_text(tmp_path / "run.txt", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.txt"]
+
+
+def test_json_file_holds_the_document(tmp_path: Path) -> None:
+    outcomes = [ok("standard"), failed("dpsgd")]
+    write_json(tmp_path / "run.json", outcomes, {"python": "3"})
+    assert json.loads((tmp_path / "run.json").read_text()) == saved(*outcomes)
+
+
+def test_markdown_file_holds_every_table(tmp_path: Path) -> None:
+    outcomes = [ok("standard"), failed("dpsgd")]
+    write_markdown(tmp_path / "run.md", outcomes)
+    text = (tmp_path / "run.md").read_text(encoding="utf-8")
+    titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("#")]
+    assert titles == [table.title for table in summary_tables(outcomes)]
+    assert "CaseOutOfMemory: CUDA out of memory" in text

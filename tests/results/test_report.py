@@ -1,0 +1,207 @@
+"""One measured case as the object that a test asserts on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.results.report import CaseReport
+from dpbench.results.rows import STEP, Measurement
+
+UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}
+STEP_METRICS = {"dram_read_bytes": [5e9, 7e9], "dram_write_bytes": [2e9, 4e9]}
+
+
+def rows(
+    case: Case, metrics: dict[str, list[float]], *, phase: str = STEP, device: str = "H200"
+) -> list[Measurement]:
+    return [
+        Measurement(
+            case,
+            "timing" if "second" in metric else "ncu",
+            phase,
+            metric,
+            value,
+            UNITS[metric.rpartition("_")[2]],
+            repeat,
+            device,
+            "tool 1",
+        )
+        for metric, values in metrics.items()
+        for repeat, value in enumerate(values)
+    ]
+
+
+def report(
+    trainer: str = "dpsgd",
+    metrics: dict[str, list[float]] = STEP_METRICS,
+    *,
+    device: str = "H200",
+    **case: Any,
+) -> CaseReport:
+    chosen = Case(trainer, **{"batch_size": 8, "seq_len": 256, **case})
+    return CaseReport.of(chosen, rows(chosen, metrics, device=device))
+
+
+def phased(trainer: str, **phases: float) -> CaseReport:
+    """A report with DRAM bytes and times by phase."""
+    case = Case(trainer, batch_size=8, seq_len=256)
+    measured = [
+        row
+        for phase, value in phases.items()
+        for row in rows(
+            case,
+            {"dram_read_bytes": [value], "dram_write_bytes": [value], "step_time_seconds": [value]},
+            phase=phase,
+        )
+    ]
+    return CaseReport.of(case, measured)
+
+
+def refusal(attempt: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        attempt()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_value_is_the_mean_over_the_steps() -> None:
+    assert report().value("dram_read_bytes") == 6e9
+
+
+def test_time_is_the_median_over_the_steps() -> None:
+    assert report(metrics={"step_time_seconds": [1.0, 9.0, 2.0]}).value("step_time_seconds") == 2.0
+
+
+def test_dram_bytes_are_read_and_written() -> None:
+    assert report().dram_bytes == 9e9
+
+
+def test_metric_that_was_not_measured_is_refused_with_those_that_were() -> None:
+    assert refusal(lambda: report().value("l2_bytes")) == (
+        "dpsgd-bs8-seq256-1b-fp32: 'l2_bytes' was not measured for 'step'; "
+        "there is dram_bytes, dram_read_bytes, dram_write_bytes"
+    )
+
+
+def test_dram_bytes_without_one_of_the_parts_are_refused() -> None:
+    half = report(metrics={"dram_read_bytes": [5e9]})
+    assert refusal(lambda: half.dram_bytes).endswith("there is dram_read_bytes")
+
+
+def test_phase_that_was_not_measured_is_refused() -> None:
+    assert refusal(lambda: report().value("dram_bytes", "clip")).endswith(
+        "'dram_bytes' was not measured for 'clip'; there is nothing in phase 'clip'"
+    )
+
+
+def test_empty_report_is_refused_not_read_as_zero() -> None:
+    assert "there is nothing in phase 'step'" in refusal(lambda: report(metrics={}).dram_bytes)
+
+
+# --- phases ----------------------------------------------------------------------------------
+
+
+def test_phases_come_in_the_order_of_a_step() -> None:
+    phases = phased("dpsgd", outside=1, noise=2, optimizer=3, clip=4, backward=5, forward=6).phases
+    assert list(phases.index) == ["forward", "backward", "clip", "noise", "optimizer", "outside"]
+    assert list(phases.dram_bytes) == [12, 10, 8, 4, 6, 2]
+
+
+def test_phases_have_what_was_counted_and_no_times() -> None:
+    phases = phased("dpsgd", forward=1, backward=2).phases
+    assert set(phases.columns) == {"dram_read_bytes", "dram_write_bytes", "dram_bytes"}
+
+
+def test_phases_leave_out_the_whole_step_and_what_did_not_happen() -> None:
+    case = Case("standard", batch_size=8, seq_len=256)
+    measured = [*rows(case, STEP_METRICS), *rows(case, STEP_METRICS, phase="forward")]
+    assert list(CaseReport.of(case, measured).phases.index) == ["forward"]
+
+
+def test_counter_that_one_phase_lacks_is_not_a_number_there() -> None:
+    case = Case("standard", batch_size=8, seq_len=256)
+    measured = [
+        *rows(case, {"l2_total_bytes": [3.0]}, phase="forward"),
+        *rows(case, {"dram_read_bytes": [5.0]}, phase="backward"),
+    ]
+    phases = CaseReport.of(case, measured).phases
+    assert phases.loc["forward", "l2_total_bytes"] == 3.0
+    assert pd.isna(phases.loc["backward", "l2_total_bytes"])
+
+
+# --- ratios ----------------------------------------------------------------------------------
+
+
+def test_ratio_is_how_many_times_the_baseline() -> None:
+    baseline = report("standard", {"dram_read_bytes": [1e9], "dram_write_bytes": [2e9]})
+    assert report().ratio_to(baseline) == 3.0
+    assert report().ratio_to(baseline, "dram_read_bytes") == 6.0
+    assert baseline.ratio_to(baseline) == 1.0
+
+
+def test_ratio_can_be_that_of_a_phase() -> None:
+    dpsgd, standard = phased("dpsgd", backward=6), phased("standard", backward=2)
+    assert dpsgd.ratio_to(standard, phase="backward") == 3.0
+
+
+def test_two_private_trainers_can_be_compared() -> None:
+    assert report("dpsgd_ghost").ratio_to(report("dpsgd")) == 1.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"batch_size": 16},
+        {"seq_len": 512},
+        {"model_size": "small"},
+        {"precision": "bf16"},
+        {"attention": "dp_mha"},
+    ],
+    ids=lambda difference: next(iter(difference)),
+)
+def test_no_ratio_between_different_configurations(other: dict[str, Any]) -> None:
+    baseline = report("standard", **other)
+    message = refusal(lambda: report().ratio_to(baseline))
+    assert message.startswith(f"{report().case.id} and {baseline.case.id} differ")
+
+
+def test_no_ratio_between_different_devices() -> None:
+    message = refusal(lambda: report().ratio_to(report("standard", device="A100")))
+    assert "H200" in message
+    assert "A100" in message
+
+
+@pytest.mark.parametrize("missing", ["dpsgd", "standard"])
+def test_no_ratio_of_a_metric_that_one_of_them_lacks(missing: str) -> None:
+    full = {**STEP_METRICS, "l2_total_bytes": [5.0]}
+    reports = {
+        name: report(name, STEP_METRICS if name == missing else full)
+        for name in ("dpsgd", "standard")
+    }
+    message = refusal(lambda: reports["dpsgd"].ratio_to(reports["standard"], "l2_total_bytes"))
+    assert message.startswith(f"{missing}-bs8-seq256-1b-fp32: 'l2_total_bytes' was not measured")
+
+
+def test_no_ratio_to_a_baseline_that_moved_nothing() -> None:
+    idle = report("standard", {"l2_atomic_bytes": [0.0]})
+    busy = report("dpsgd", {"l2_atomic_bytes": [5.0]})
+    assert "standard-bs8" in refusal(lambda: busy.ratio_to(idle, "l2_atomic_bytes"))
+
+
+# --- for people ------------------------------------------------------------------------------
+
+
+def test_printed_report_is_its_tables() -> None:
+    text = str(report())
+    assert "1b fp32, batch 8, sequence 256, H200: GB per step" in text
+    assert "6.00" in text
+
+
+def test_report_in_an_assertion_is_one_line() -> None:
+    assert repr(report()).startswith("CaseReport(case=Case(trainer='dpsgd', batch_size=8")
+    assert "\n" not in repr(report())

@@ -1,0 +1,112 @@
+"""One number about one case, as a row of the long table."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpbench.case import ATTENTIONS, AXES, MODEL_SIZES, PHASES, PRECISIONS, Case
+from dpbench.errors import ConfigurationError
+from dpbench.registry import MODELS, TRAINERS
+from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows, saved_case
+
+CASES = st.builds(
+    Case,
+    trainer=st.sampled_from(["standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc"]),
+    batch_size=st.integers(1, 4096),
+    seq_len=st.integers(1, 4096),
+    model_size=st.sampled_from([*MODEL_SIZES, "32000x1024x12x16"]),
+    precision=st.sampled_from(PRECISIONS),
+    attention=st.sampled_from(ATTENTIONS),
+)
+MEASUREMENTS = st.builds(
+    Measurement,
+    case=CASES,
+    instrument=st.sampled_from(["ncu", "timing"]),
+    phase=st.sampled_from([STEP, *PHASES]),
+    metric=st.text(min_size=1),
+    value=st.floats(allow_nan=False),
+    unit=st.sampled_from(["B", "s", "1/s", ""]),
+    repeat=st.integers(0, 100),
+    device=st.text(),
+    tool=st.text(),
+)
+MEASUREMENT = Measurement(
+    Case("DPSGDTrainer", 8, 256), "ncu", STEP, "dram_read_bytes", 5.0, "B", 0, "H200", "ncu 2025.3"
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(MEASUREMENTS)
+def test_measurement_survives_json(measurement: Measurement) -> None:
+    assert Measurement.from_row(json.loads(json.dumps(measurement.as_row()))) == measurement
+
+
+def test_row_is_flat_and_spells_everything_out() -> None:
+    assert MEASUREMENT.as_row() == {
+        "trainer": "dpsgd",
+        "batch_size": 8,
+        "seq_len": 256,
+        "model_size": "1b",
+        "precision": "fp32",
+        "attention": "sdpa",
+        "model": "simple",
+        "instrument": "ncu",
+        "phase": "step",
+        "metric": "dram_read_bytes",
+        "value": 5.0,
+        "unit": "B",
+        "repeat": 0,
+        "device": "H200",
+        "tool": "ncu 2025.3",
+    }
+
+
+def test_columns_are_the_fields_of_a_row_with_the_case_first() -> None:
+    assert list(MEASUREMENT.as_row()) == COLUMNS
+    assert COLUMNS[: len(AXES)] == list(AXES)
+
+
+def test_changing_a_row_leaves_its_measurement_alone() -> None:
+    row = MEASUREMENT.as_row()
+    row["trainer"] = row["metric"] = "other"
+    assert MEASUREMENT.case.trainer == "dpsgd"
+    assert MEASUREMENT.metric == "dram_read_bytes"
+
+
+def test_reading_a_row_leaves_it_alone() -> None:
+    row = MEASUREMENT.as_row()
+    Measurement.from_row(row)
+    assert row == MEASUREMENT.as_row()
+
+
+def test_rows_come_in_the_order_of_their_measurements() -> None:
+    other = Measurement.from_row({**MEASUREMENT.as_row(), "repeat": 1})
+    assert as_rows(iter([MEASUREMENT, other])) == [MEASUREMENT.as_row(), other.as_row()]
+    assert as_rows([]) == []
+
+
+@pytest.mark.parametrize("field", ["trainer", "model"])
+def test_saved_row_may_name_a_class_that_this_process_does_not_know(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers, models = copy.deepcopy(TRAINERS), copy.deepcopy(MODELS)
+    for module in ("dpbench.case", "dpbench.results.rows"):
+        monkeypatch.setattr(f"{module}.TRAINERS", trainers)
+        monkeypatch.setattr(f"{module}.MODELS", models)
+    row = {**MEASUREMENT.as_row(), field: "theirs"}
+    with pytest.raises(ConfigurationError, match="unknown"):
+        Case(**asdict(MEASUREMENT.case) | {field: "theirs"})
+    assert Measurement.from_row(row).as_row() == row
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"precision": "fp8"}, {"model_size": "huge"}])
+def test_saved_case_is_checked_like_any_other(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        saved_case(asdict(MEASUREMENT.case) | wrong)

@@ -1,0 +1,154 @@
+"""Outcomes that the processes of a session share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import STEP, Measurement
+from dpbench.results.store import OutcomeStore
+
+CASE = Case("dpsgd", batch_size=8, seq_len=256)
+
+
+def measured(case: Case) -> Outcome:
+    row = Measurement(case, "ncu", STEP, "dram_read_bytes", 5.0, "B", 0, "H200", "ncu 2025.3")
+    return Outcome(case, (row,), seconds=1.0)
+
+
+def out_of_memory(case: Case) -> Outcome:
+    return Outcome(case, (), 1.0, error="CaseOutOfMemory", message="too big", log_tail="…")
+
+
+def never(case: Case) -> Outcome:
+    raise AssertionError(f"{case.id} was measured again")
+
+
+@pytest.mark.parametrize("measure", [measured, out_of_memory])
+def test_case_is_measured_once_whether_it_succeeds_or_fails(
+    tmp_path: Path, measure: Callable[[Case], Outcome]
+) -> None:
+    store = OutcomeStore(tmp_path)
+    first = store.once(CASE, measure)
+    assert first == measure(CASE)
+    assert store.once(CASE, never) == first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"trainer": "standard"},
+        {"batch_size": 16},
+        {"seq_len": 512},
+        {"precision": "bf16"},
+        {"attention": "dp_mha"},
+    ],
+    ids=lambda difference: next(iter(difference)),
+)
+def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, object]) -> None:
+    store = OutcomeStore(tmp_path)
+    store.once(CASE, measured)
+    different = replace(CASE, **other)  # type: ignore[arg-type]
+    assert store.once(different, out_of_memory) == out_of_memory(different)
+    assert store.once(CASE, never) == measured(CASE)
+
+
+def test_outcomes_survive_the_process_that_measured_them(tmp_path: Path) -> None:
+    OutcomeStore(tmp_path).once(CASE, measured)
+    later = OutcomeStore(tmp_path)
+    assert later.outcomes() == [measured(CASE)]
+    assert later.once(CASE, never) == measured(CASE)
+
+
+def test_measurement_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    def interrupted(case: Case) -> Outcome:
+        raise KeyboardInterrupt
+
+    store = OutcomeStore(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        store.once(CASE, interrupted)
+    assert store.outcomes() == []
+    assert store.once(CASE, measured) == measured(CASE)
+
+
+def test_outcomes_come_in_the_order_in_which_they_were_finished(tmp_path: Path) -> None:
+    store = OutcomeStore(tmp_path)
+    cases = [replace(CASE, batch_size=batch_size) for batch_size in (8, 16, 4)]
+    for second, case in enumerate(cases):
+        store.once(case, measured)
+        for path in tmp_path.glob(f"*bs{case.batch_size}-*.json"):
+            os.utime(path, (second, second))  # measuring takes longer than a clock tick
+    assert [outcome.case for outcome in store.outcomes()] == cases
+
+
+def test_nothing_measured_is_no_outcome(tmp_path: Path) -> None:
+    store = OutcomeStore(tmp_path)
+    with store.lock():
+        assert store.outcomes() == []
+
+
+def test_case_is_measured_once_among_threads(tmp_path: Path) -> None:
+    made: list[Case] = []
+
+    def count(case: Case) -> Outcome:
+        made.append(case)
+        return measured(case)
+
+    cases = [CASE, replace(CASE, batch_size=16)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda case: OutcomeStore(tmp_path).once(case, count), cases * 4))
+    assert sorted(made, key=lambda case: case.batch_size) == cases
+    assert found == [measured(case) for case in cases * 4]
+
+
+PROCESS = """
+import os, pathlib, sys, time
+from dpbench.case import Case
+from dpbench.results.outcome import Outcome
+from dpbench.results.store import OutcomeStore
+
+directory = pathlib.Path(sys.argv[1])
+
+def measure(case):
+    with open(directory / "measured", "a") as stream:
+        stream.write(f"{os.getpid()}\\n")
+    time.sleep(0.2)  # so that the other process asks meanwhile
+    return Outcome(case, (), 1.0, error="CaseFailed", message=str(os.getpid()))
+
+input()  # until both are ready
+store = OutcomeStore(directory)
+print(store.once(Case("dpsgd", batch_size=8, seq_len=256), measure).message)
+"""
+
+
+def test_case_is_measured_once_among_processes(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        answers = {process.communicate()[0].strip() for process in processes}
+    finally:
+        for process in processes:
+            process.kill()
+    [measurer] = (tmp_path / "measured").read_text().split()
+    assert answers == {measurer}
+    assert [outcome.message for outcome in OutcomeStore(tmp_path).outcomes()] == [measurer]
