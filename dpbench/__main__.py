@@ -1,0 +1,7 @@
+"""``python -m dpbench``."""
+
+import sys
+
+from dpbench.cli import main
+
+sys.exit(main())

@@ -1,0 +1,53 @@
+"""How it is measured: one file per instrument, behind the interface in ``base``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dpbench.instruments.base import Instrument
+from dpbench.instruments.child import Steps
+from dpbench.instruments.ncu import Ncu, find_ncu
+from dpbench.instruments.ncu_metrics import BYTE_METRICS, resolve
+from dpbench.instruments.timing import Timing
+
+INSTRUMENTS = ("timing", "ncu")
+"""The names of the instruments, in the order in which a case meets them: an unprofiled run is
+the cheaper way to find out that a case does not fit."""
+
+
+def choose(
+    names: Iterable[str],
+    *,
+    directory: Path,
+    ncu_path: str | None = None,
+    metrics: Iterable[str] | None = None,
+    device: str = "cuda",
+    timing_steps: Steps = Timing.steps,
+    ncu_steps: Steps = Ncu.steps,
+    timeout: float = Timing.timeout,
+) -> list[Instrument]:
+    """The instruments with these names, set up from what a user can say on a command line.
+
+    Args:
+        names: some of `INSTRUMENTS`.
+        directory: where reports and logs go.
+        ncu_path: the ``ncu`` program, or None to look for it.
+        metrics: metric names, possibly several to a string with commas; None for all of ours.
+        device: ``cuda`` or ``cpu``, for timing; counters exist on CUDA only.
+        timing_steps: warm-up and active steps of unprofiled children.
+        ncu_steps: warm-up and active steps of profiled children.
+        timeout: seconds a child may take.
+
+    Raises:
+        DpbenchError: a metric does not exist, or ``ncu`` was not found.
+    """
+    chosen = set(names)
+    found: list[Instrument] = []
+    if "timing" in chosen:
+        found.append(Timing(directory, device, timing_steps, timeout))
+    if "ncu" in chosen:
+        listed = [name.strip() for text in metrics or BYTE_METRICS for name in text.split(",")]
+        resolved = tuple(resolve(filter(None, listed)))
+        found.append(Ncu(directory, find_ncu(ncu_path), resolved, ncu_steps, timeout))
+    return found

@@ -1,0 +1,39 @@
+"""Cases in, outcomes out: one failure leaves the others running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpbench.case import Case
+from dpbench.errors import DpbenchError
+from dpbench.instruments.base import Instrument, InstrumentError, Running
+from dpbench.instruments.child import log_tail
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import Measurement
+
+
+def measure(case: Case, instruments: Sequence[Instrument]) -> Outcome:
+    """Measure one case with each instrument; an error ends the case, not the caller."""
+    start = time.monotonic()
+    rows: list[Measurement] = []
+    failure: dict[str, Any] = {}
+    running: list[Running] = []
+    try:
+        # All start at once and take turns on the GPU: one imports while another measures.
+        for instrument in instruments:
+            running.append(instrument.start(case))
+        for measurement in running:
+            rows += measurement.rows()
+    except DpbenchError as error:
+        failure = {"error": type(error).__name__, "message": str(error)}
+        if isinstance(error, InstrumentError) and isinstance(error.log, Path):
+            failure |= {"log": str(error.log), "log_tail": log_tail(error)}
+    except OSError as error:  # a full disk, say
+        failure = {"error": type(error).__name__, "message": f"{case.id}: {error}"}
+    finally:
+        for measurement in running:
+            measurement.cancel()
+    return Outcome(case, tuple(rows), time.monotonic() - start, **failure)

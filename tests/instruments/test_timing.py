@@ -1,0 +1,51 @@
+"""The timing instrument, on the CPU: the same process as on a GPU, without CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpbench import Case, CaseReport, ConfigurationError
+from dpbench.instruments.child import Steps
+from dpbench.instruments.timing import Timing, timing_rows
+
+CASE = Case("dpsgd", 4, 16, "tiny")
+RECORD = {
+    "torch": "2.11.0",
+    "device": "NVIDIA H200",
+    "phase_seconds": [{"forward": 0.1, "backward": 0.3}, {"forward": 0.2, "backward": 0.3}],
+    "peak_memory_bytes": 59_630_511_104,
+}
+
+
+def test_a_step_takes_as_long_as_its_phases_together() -> None:
+    report = CaseReport.of(CASE, timing_rows(CASE, RECORD))
+    assert report.value("step_time_seconds") == pytest.approx(0.45)
+    assert report.value("step_time_seconds", "forward") == pytest.approx(0.15)
+    assert report.value("peak_memory_bytes") == 59_630_511_104
+
+
+def test_samples_per_second_are_the_batch_over_the_step_time() -> None:
+    rates = [r.value for r in timing_rows(CASE, RECORD) if r.metric == "samples_per_second"]
+    assert rates == pytest.approx([4 / 0.4, 4 / 0.5])
+
+
+def test_peak_memory_is_left_out_where_it_is_not_known() -> None:
+    rows = timing_rows(CASE, {**RECORD, "peak_memory_bytes": None})
+    assert not [row for row in rows if row.metric == "peak_memory_bytes"]
+
+
+def test_a_case_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    rows = Timing(tmp_path, "cpu", Steps(warmup=1, active=2)).measure(CASE)
+    assert {row.device for row in rows} == {"cpu"}
+    assert {row.repeat for row in rows} == {0, 1}
+    assert {"forward", "backward", "clip", "noise", "optimizer"} < {row.phase for row in rows}
+    assert (tmp_path / "tiny-fp32" / "report_dpsgd_bs4_seq16.timing.log").exists()
+
+
+def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="no CUDA GPU"):
+        Timing(tmp_path).check()
+    Timing(tmp_path, device="cpu").check()

@@ -1,0 +1,275 @@
+"""The ``dpbench`` command, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import build_parser, hyphenated, main
+
+DATA = Path(__file__).parent / "data" / "tiny-fp32"
+TINY = ["--model-size", "tiny", "--batch-size", "4", "--seq-len", "16"]
+ON_CPU = ["run", "--instrument", "timing", "--device", "cpu", "--warmup", "0", "--active", "1"]
+
+TRAINERS = """
+import os, time
+from dpbench import StandardTrainer, SimpleBigModel, phase
+
+class Doubling(StandardTrainer):
+    def train_step(self, batch):
+        super().train_step(batch)
+        return super().train_step(batch)
+
+class Crashing(StandardTrainer):
+    def train_step(self, batch):
+        raise RuntimeError("the clipping kernel fell over")
+
+class Dying(StandardTrainer):
+    def train_step(self, batch):
+        os.abort()
+
+class Hanging(StandardTrainer):
+    def train_step(self, batch):
+        time.sleep(100)
+
+class Greedy(StandardTrainer):
+    def train_step(self, batch):
+        import torch
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 61.04 GiB.")
+
+class NarrowModel(SimpleBigModel):
+    pass
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another directory, with an outside module of trainers in it."""
+    (tmp_path / "outside.py").write_text(TRAINERS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def dpbench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dpbench", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def cases_of(path: Path) -> dict[str, str | None]:
+    return {case["trainer"]: case["error"] for case in json.loads(path.read_text())["cases"]}
+
+
+def test_smoke_says_which_trainers_work() -> None:
+    result = dpbench("smoke")
+    assert result.returncode == 0
+    assert result.stdout.splitlines() == [
+        "[TEST OK] StandardTrainer passed local test.",
+        "[TEST OK] DPSGDTrainer passed local test.",
+        "[TEST OK] DPGhostClippingTrainer passed local test.",
+        "[TEST OK] DPFastGradientClippingTrainer passed local test.",
+    ]
+
+
+def test_smoke_fails_when_a_trainer_does(elsewhere: Path) -> None:
+    result = dpbench("smoke", "--trainer", "standard", "--trainer", "outside:Crashing")
+    assert result.returncode == 1
+    assert "[TEST OK] StandardTrainer" in result.stdout
+    assert "[TEST FAILED] Crashing: RuntimeError: the clipping kernel fell over" in result.stdout
+
+
+def test_step_prints_one_json_line() -> None:
+    result = dpbench("step", "--trainer=dpsgd", *TINY, "--device=cpu", "--warmup=1", "--active=2")
+    record = json.loads(result.stdout)
+    assert record["case"]["trainer"] == "dpsgd"
+    assert record["parameters"] == 293_632
+    assert len(record["phase_seconds"]) == 2
+    assert set(record["phase_seconds"][0]) >= {"forward", "backward", "clip", "noise", "optimizer"}
+
+
+def test_underscored_spellings_are_accepted() -> None:
+    assert hyphenated("--batch_size=8") == "--batch-size=8"
+    assert hyphenated("--trainer=dpsgd_ghost") == "--trainer=dpsgd_ghost"
+    assert hyphenated("dpsgd_ghost") == "dpsgd_ghost"
+    options = ["--trainer", "dpsgd_fgc", "--batch_size", "2", "--seq_len=8", "--model_size=tiny"]
+    parsed = build_parser().parse_args(["step", *map(hyphenated, options)])
+    assert (parsed.trainer, parsed.batch_size, parsed.seq_len) == ("dpsgd_fgc", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["step", "--trainer", "sgd"], "unknown trainer 'sgd'; choose from standard, dpsgd"),
+        (["step", "--trainer", "dpsgd", "--model-size", "3b"], "unknown model size '3b'"),
+        (["step", "--trainer", "dpsgd", "--precision", "int8"], "choose from fp32, tf32, bf16"),
+        (["step", "--trainer", "dpsgd", "--batch-size", "0"], "batch size must be a positive"),
+        (["step", "--trainer", "dpsgd", "--seq-len", "-4"], "sequence length must be a positive"),
+        (["step", "--trainer", "dpsgd", "--model-size", "10x10x1x3"], "not divisible by heads 3"),
+        (["step", "--trainer", "no.such:Absent"], "no module named 'no'"),
+        (["step", "--trainer", "json:Nothing"], "module 'json' has no 'Nothing'"),
+        (["run", "--grid", "grid9"], "unknown grid 'grid9'; choose from grid1, grid2"),
+        (["run", "--instrument", "ncu", "--ncu-metrics", "dram"], "unknown metric 'dram'"),
+        (["run", "--ncu-path", "/nowhere/ncu"], "no program '/nowhere/ncu'"),
+        (["run", "--instrument", "timing"], "no CUDA GPU is visible"),
+        (["show", "nothing.ncu-rep"], "expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(arguments) in (1, 2)
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 1
+    assert shown[0].startswith(f"dpbench {arguments[0]}: ")
+    assert words in shown[0]
+
+
+def test_configuration_errors_end_with_exit_code_2() -> None:
+    result = dpbench("run", "--trainer", "sgd")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trainer = [", "grid file bad.toml: "),
+        ("trainer = 'dpsgd'\nbatch = 4", "unknown key 'batch'; choose from trainer, batch_size"),
+        ("trainer = 'dpsgd'\nbatch_size = '4'\nseq_len = 8", "batch_size must be int"),
+        ("trainer = 'dpsgd'", "missing batch_size, seq_len"),
+        ("trainer = 'adam'\nbatch_size = 4\nseq_len = 8", "unknown trainer 'adam'"),
+    ],
+)
+def test_a_malformed_grid_file_is_named_with_its_key(
+    elsewhere: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bad.toml").write_text(text)
+    assert main(["run", "--grid", "bad.toml"]) == 2
+    shown = capsys.readouterr().err
+    assert "grid file bad.toml: " in shown
+    assert words in shown
+
+
+def test_run_measures_a_grid_file_and_writes_what_it_shows(elsewhere: Path) -> None:
+    Path("mine.toml").write_text(
+        "trainer = ['standard', 'dpsgd']\nbatch_size = 4\nseq_len = 16\nmodel_size = 'tiny'\n"
+    )
+    result = dpbench(*ON_CPU, "--grid=mine.toml", "--json=out/run.json", "--markdown=out/run.md")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(Path("out/run.json").read_text())
+    assert {row["metric"] for row in document["rows"]} == {
+        "step_time_seconds",
+        "samples_per_second",
+    }
+    assert {row["device"] for row in document["rows"]} == {"cpu"}
+    assert "tiny fp32, batch 4, sequence 16, cpu" in result.stdout
+    assert "### tiny fp32, batch 4, sequence 16, cpu" in Path("out/run.md").read_text()
+    assert result.stderr.count("$ env ") == 2  # each process, as a command to paste
+
+
+def test_options_replace_axes_of_the_grid(elsewhere: Path) -> None:
+    result = dpbench(*ON_CPU, *TINY, "--trainer", "standard", "--json", "run.json")
+    assert result.returncode == 0, result.stderr
+    cases = json.loads(Path("run.json").read_text())["cases"]
+    found = [(c["trainer"], c["batch_size"], c["seq_len"], c["model_size"]) for c in cases]
+    assert found == [("standard", 4, 16, "tiny")]
+
+
+def test_failures_of_every_kind_leave_the_other_cases_running(elsewhere: Path) -> None:
+    names = ["Crashing", "Dying", "Hanging", "Greedy"]
+    trainers = [text for name in names for text in ("--trainer", f"outside:{name}")]
+    result = dpbench(
+        *ON_CPU, *TINY, *trainers, "--trainer", "standard", "--timeout", "15", "--json", "run.json"
+    )
+    assert result.returncode == 1
+    assert cases_of(Path("run.json")) == {
+        "Crashing": "CaseFailed",
+        "Dying": "CaseFailed",
+        "Hanging": "CaseTimedOut",
+        "Greedy": "CaseOutOfMemory",
+        "standard": None,
+    }
+    shown = " ".join(result.stdout.split())
+    assert "the clipping kernel fell over" in shown
+    assert "killed by SIGABRT" in shown
+    summary = json.loads(Path("run.json").read_text())["summary"]
+    assert {line["trainer"]: line["success_rate"] for line in summary} == {
+        **dict.fromkeys(names, 0.0),
+        "standard": 1.0,
+    }
+    log = Path("ncu_reports/tiny-fp32/report_Crashing_bs4_seq16.timing.log").read_text()
+    assert "Traceback" in log
+
+
+def test_an_outside_trainer_and_model_run_through_every_command(elsewhere: Path) -> None:
+    trainer, model = "twice=outside:Doubling", "narrow=outside:NarrowModel"
+    assert dpbench("smoke", "--trainer", trainer).returncode == 0
+    stepped = dpbench("step", "--trainer", trainer, "--model", model, *TINY, "--device", "cpu")
+    assert json.loads(stepped.stdout)["case"]["trainer"] == "twice"
+    result = dpbench(*ON_CPU, *TINY, "--trainer", trainer, "--model", model, "--json", "run.json")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(Path("run.json").read_text())["rows"]
+    assert {(row["trainer"], row["model"]) for row in rows} == {("twice", "narrow")}
+    folder = elsewhere / "tiny-fp32-narrow"
+    folder.mkdir()
+    report = folder / "report_twice_bs4_seq16.ncu-rep"
+    report.write_bytes((DATA / "report_standard_bs4_seq64.ncu-rep").read_bytes())
+    shown = dpbench("show", str(report))
+    assert shown.returncode == 0
+    assert "twice" in shown.stdout
+    assert "narrow" in shown.stdout
+
+
+def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(elsewhere: Path) -> None:
+    command = [sys.executable, "-m", "dpbench", *ON_CPU, *TINY, "--json", "run.json"]
+    command += ["--trainer", "standard", "--trainer", "outside:Hanging"]
+    with Path("err").open("w") as stream:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream)
+    log = Path("ncu_reports/tiny-fp32/report_Hanging_bs4_seq16.timing.log")
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "dpbench: measuring" in log.read_text()):
+        assert time.monotonic() < deadline, Path("err").read_text()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert cases_of(Path("run.json")) == {"standard": None}
+    assert "dpbench run: interrupted" in Path("err").read_text()
+    left = [
+        process
+        for process in Path("/proc").glob("[0-9]*")
+        if int(process.name) != os.getpid() and _directory_of(process) == elsewhere
+    ]
+    assert not left
+
+
+def _directory_of(process: Path) -> Path | None:
+    try:
+        return (process / "cwd").readlink()
+    except OSError:
+        return None
+
+
+def test_show_prints_tables_from_saved_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", *map(str, sorted(DATA.glob("*.ncu-rep")))]) == 0
+    shown = capsys.readouterr().out
+    assert "tiny fp32, batch 4, sequence 64, NVIDIA H200: GB per step" in shown
+    assert shown.index("standard ") < shown.index("dpsgd ")
+    assert "WARNING: at this size the data stays in the L2 cache" in shown
+
+
+@pytest.mark.parametrize("command", ["smoke", "step", "run", "show"])
+def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"dpbench {command}" in capsys.readouterr().out.partition("examples:")[2]
