@@ -1,0 +1,46 @@
+"""A worker that dies takes nothing with it that was measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.plugin.conftest import RunSuite
+
+
+def test_rows_survive_the_worker_that_measured_them(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        test_suite="""
+        import os
+        def test_measures_then_dies(ncu):
+            ncu("standard", batch_size=4, seq_len=64, model_size="tiny")
+            os._exit(1)
+        def test_measures(ncu):
+            ncu("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
+        """
+    )
+    result = project("-n2", "--dpbench-json=run.json")
+    result.assert_outcomes(passed=1, failed=1)
+    document = json.loads((pytester.path / "run.json").read_text())
+    assert {row["trainer"] for row in document["rows"]} == {"standard", "dpsgd"}
+    assert result.stdout.str().count("GB per step") == 1
+
+
+def test_a_killed_session_keeps_what_it_had_measured(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        test_suite="""
+        import os
+        def test_measures(ncu):
+            ncu("standard", batch_size=4, seq_len=64, model_size="tiny")
+        def test_kills_the_session():
+            os._exit(1)
+        """
+    )
+    project("-p", "no:xdist", "-p", "no:randomly", "--dpbench-json=run.json")
+    document = json.loads((pytester.path / "run.json").read_text())
+    assert {row["trainer"] for row in document["rows"]} == {"standard"}

@@ -1,0 +1,41 @@
+"""The ``ncu`` fixture, as any project that installs dpbench can use it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plugin.conftest import RunSuite
+
+
+def test_it_takes_a_case_or_the_fields_of_one(project: RunSuite, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_suite="""
+        from dpbench import Case
+        def test_report(ncu):
+            cell = {"batch_size": 4, "seq_len": 64, "model_size": "tiny"}
+            standard = ncu("StandardTrainer", **cell)
+            dpsgd = ncu(Case("dpsgd", **cell))
+            assert dpsgd.dram_bytes == dpsgd.phases.dram_bytes.sum()
+            assert list(dpsgd.phases.index)[:3] == ["forward", "backward", "clip"]
+            assert dpsgd.ratio_to(standard) == dpsgd.dram_bytes / standard.dram_bytes
+            assert dpsgd.ratio_to(standard, "l2_total_bytes", phase="backward") > 1
+            assert set(dpsgd.frame.instrument) == {"ncu"}
+            assert "GB per step" in str(dpsgd)
+        """
+    )
+    project().assert_outcomes(passed=1)
+
+
+def test_a_ratio_between_different_configurations_is_refused(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        test_suite="""
+        def test_report(ncu):
+            cell = {"batch_size": 4, "model_size": "tiny"}
+            ncu("dpsgd", seq_len=64, **cell).ratio_to(ncu("standard", seq_len=32, **cell))
+        """
+    )
+    result = project()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*differ in more than the trainer*"])
