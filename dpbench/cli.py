@@ -12,7 +12,7 @@ from typing import Any
 
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Case, Grid
 from dpbench.errors import ConfigurationError, DpbenchError, check_writable
-from dpbench.instruments import INSTRUMENTS, choose
+from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
@@ -162,7 +162,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--instrument",
         action="append",
         choices=INSTRUMENTS,
-        help="repeatable; default both",
+        help="repeatable; default timing and ncu, without a GPU logical",
     )
     how.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="for timing alone")
     how.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
@@ -173,6 +173,16 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--timeout", type=float, default=1800.0, help="seconds a case (1800)")
     parser.add_argument("--json", type=Path, help="write every row here")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
+
+
+def _instruments_here(options: argparse.Namespace) -> tuple[str, ...]:
+    """Hardware where there is any, or where it was asked for; logical counting elsewhere."""
+    from dpbench.gpu import visible_gpus
+
+    if visible_gpus() or options.ncu_path or options.ncu_metrics:
+        return ON_GPU
+    print("dpbench run: no CUDA GPU here, so logical bytes are counted instead", file=sys.stderr)
+    return ("logical",)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -191,7 +201,7 @@ def _run(options: argparse.Namespace) -> int:
 
     grid = Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
     instruments = choose(
-        options.instrument or INSTRUMENTS,
+        options.instrument or _instruments_here(options),
         directory=options.ncu_dir,
         ncu_path=options.ncu_path,
         metrics=options.ncu_metrics,
@@ -307,6 +317,8 @@ examples:
 
 Bytes come from hardware counters under Nsight Compute, times and peak memory from a second,
 unprofiled process. A case that fails leaves the others running; the exit code is 1 then.
+Without a GPU, or with --instrument logical, nothing is measured: the bytes that each operator
+must move are counted, with neither a GPU nor the memory. The tables say which it was.
 
 A grid file is TOML with one key per axis, a value or a list of values:
 
@@ -319,6 +331,7 @@ examples:
   dpbench run --grid grid1 --json run.json --markdown run.md
   dpbench run --trainer standard --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench run --ncu-metrics dram_read_throughput,gld_throughput
+  dpbench run --instrument logical --batch-size 8 --seq-len 256
   dpbench run --instrument timing --device cpu --model-size tiny --batch-size 4 --seq-len 32""",
     ),
     (

@@ -7,7 +7,8 @@ import math
 import torch
 
 from dpbench.case import Case
-from dpbench.step import build, pick_device
+from dpbench.step import pick_device
+from dpbench.training.build import build
 
 
 def smoke_test(case: Case, *, device: str = "cpu") -> None:

@@ -178,6 +178,20 @@ def test_run_measures_a_grid_file_and_writes_what_it_shows(elsewhere: Path) -> N
     assert result.stderr.count("$ env ") == 2  # each process, as a command to paste
 
 
+def test_without_a_gpu_a_run_counts_logical_bytes_and_says_so(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = dpbench("run", *TINY, "--trainer=standard", "--trainer=dpsgd", "--json=run.json")
+    assert result.returncode == 0, result.stderr
+    assert "no CUDA GPU here, so logical bytes are counted instead" in result.stderr
+    assert "tiny fp32, batch 4, sequence 16, logical (no hardware): GB per step" in result.stdout
+    assert "DRAM" not in result.stdout
+    rows = json.loads(Path("run.json").read_text())["rows"]
+    assert {row["instrument"] for row in rows} == {"logical"}
+    assert {row["device"] for row in rows} == {"logical (no hardware)"}
+
+
 def test_options_replace_axes_of_the_grid(elsewhere: Path) -> None:
     result = dpbench(*ON_CPU, *TINY, "--trainer", "standard", "--json", "run.json")
     assert result.returncode == 0, result.stderr
@@ -190,7 +204,7 @@ def test_failures_of_every_kind_leave_the_other_cases_running(elsewhere: Path) -
     names = ["Crashing", "Dying", "Hanging", "Greedy"]
     trainers = [text for name in names for text in ("--trainer", f"outside:{name}")]
     result = dpbench(
-        *ON_CPU, *TINY, *trainers, "--trainer", "standard", "--timeout", "15", "--json", "run.json"
+        *ON_CPU, *TINY, *trainers, "--trainer", "standard", "--timeout", "12", "--json", "run.json"
     )
     assert result.returncode == 1
     assert cases_of(Path("run.json")) == {

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dpbench import Case, ConfigurationError
-from dpbench.step import PhaseTimes, build, pick_device, run_case
+from dpbench.step import PhaseTimes, pick_device, run_case
+from dpbench.training.build import build
 from dpbench.training.phases import observed_step, phase
 
 CASE = Case("dpsgd_ghost", 4, 16, "tiny")

@@ -11,9 +11,11 @@ from dpbench.instruments.ncu import Ncu, find_ncu
 from dpbench.instruments.ncu_metrics import BYTE_METRICS, resolve
 from dpbench.instruments.timing import Timing
 
-INSTRUMENTS = ("timing", "ncu")
-"""The names of the instruments, in the order in which a case meets them: an unprofiled run is
-the cheaper way to find out that a case does not fit."""
+INSTRUMENTS = ("timing", "ncu", "logical")
+"""The names of the instruments."""
+
+ON_GPU = ("timing", "ncu")
+"""What measures a case on a GPU: times without a profiler, and bytes with it."""
 
 
 def choose(
@@ -50,4 +52,8 @@ def choose(
         listed = [name.strip() for text in metrics or BYTE_METRICS for name in text.split(",")]
         resolved = tuple(resolve(filter(None, listed)))
         found.append(Ncu(directory, find_ncu(ncu_path), resolved, ncu_steps, timeout))
+    if "logical" in chosen:
+        from dpbench.instruments.logical import Logical  # loads torch, which the others do not
+
+        found.append(Logical())
     return found

@@ -15,7 +15,10 @@ CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 EXPECTED_RATIOS = {"dram_bytes": (2.0, 5.0), "l2_total_bytes": (1.5, 3.0)}
 """What DP training was expected to move, as a multiple of standard training."""
 
-_SUMS = {"dram_bytes": ("dram_read_bytes", "dram_write_bytes")}
+_SUMS = {
+    "dram_bytes": ("dram_read_bytes", "dram_write_bytes"),
+    "logical_bytes": ("logical_read_bytes", "logical_write_bytes"),
+}
 """Metrics that are the sum of measured ones."""
 
 _TIMES = ("step_time_seconds", "samples_per_second")

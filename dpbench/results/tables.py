@@ -68,7 +68,8 @@ def tables(frame: pd.DataFrame) -> list[Table]:
     for cell, rows in _cells(summary):
         found += [
             _step_table(cell, rows),
-            *_phase_table(cell, rows),
+            *_phase_table(cell, rows, "dram_bytes", "DRAM"),
+            *_phase_table(cell, rows, "logical_bytes", "logical"),
             *_throughput_table(cell, rows),
         ]
     return [*found, *_other_metrics(summary)]
@@ -94,29 +95,36 @@ def _cells(summary: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         yield f"{what}, batch {cell['batch_size']}, sequence {cell['seq_len']}, {where}", rows
 
 
+MEASURED = [
+    ("DRAM\nread", "dram_read_bytes", "value"),
+    ("DRAM\nwrite", "dram_write_bytes", "value"),
+    ("DRAM\ntotal", "dram_bytes", "value"),
+    ("DRAM\n÷ std", "dram_bytes", "ratio"),
+    ("L2\ntotal", "l2_total_bytes", "value"),
+    ("L2\n÷ std", "l2_total_bytes", "ratio"),
+    ("peak\nmem.", "peak_memory_bytes", "value"),
+    ("step\nms", "step_time_seconds", "value"),
+]
+COUNTED = [
+    ("logical\nread", "logical_read_bytes", "value"),
+    ("logical\nwrite", "logical_write_bytes", "value"),
+    ("logical\ntotal", "logical_bytes", "value"),
+    ("logical\n÷ std", "logical_bytes", "ratio"),
+    ("peak\nmem.", "peak_memory_bytes", "value"),
+]
+"""Header, metric and whether its value or its ratio: of hardware, and of logical counting. The
+two never share a table, for their rows name different devices."""
+
+
 def _step_table(title: str, rows: pd.DataFrame) -> Table:
     step = rows[rows.phase == STEP]
-    columns = [
-        ("DRAM\nread", "dram_read_bytes", "value"),
-        ("DRAM\nwrite", "dram_write_bytes", "value"),
-        ("DRAM\ntotal", "dram_bytes", "value"),
-        ("DRAM\n÷ std", "dram_bytes", "ratio"),
-        ("L2\ntotal", "l2_total_bytes", "value"),
-        ("L2\n÷ std", "l2_total_bytes", "ratio"),
-        ("peak\nmem.", "peak_memory_bytes", "value"),
-        ("step\nms", "step_time_seconds", "value"),
-    ]
+    columns = COUNTED if (step.metric == "logical_bytes").any() else MEASURED
     cells = [
         [str(trainer), *(_cell(group, metric, column) for _, metric, column in columns)]
         for trainer, group in step.groupby("trainer", sort=False)
     ]
     headers = ["trainer"] + [header for header, _, _ in columns]
-    return Table(
-        f"{title}: GB per step",
-        headers,
-        cells,
-        tuple(_notes(step)),
-    )
+    return Table(f"{title}: GB per step", headers, cells, tuple(_notes(step)))
 
 
 def _notes(step: pd.DataFrame) -> Iterator[str]:
@@ -136,9 +144,9 @@ def _notes(step: pd.DataFrame) -> Iterator[str]:
         yield "WARNING: at this size the data stays in the L2 cache; DRAM ratios mean nothing."
 
 
-def _phase_table(title: str, rows: pd.DataFrame) -> list[Table]:
-    """DRAM bytes by trainer and phase, with the ratio to the same phase of the baseline."""
-    counted = rows[rows.metric == "dram_bytes"]
+def _phase_table(title: str, rows: pd.DataFrame, metric: str, name: str) -> list[Table]:
+    """Bytes by trainer and phase, with the ratio to the same phase of the baseline."""
+    counted = rows[rows.metric == metric]
     smallest = counted.value.max() * SHOWN_SHARE
     phases = [p for p in (*PHASES, OUTSIDE) if (counted[counted.phase == p].value > smallest).any()]
     cells = []
@@ -146,13 +154,13 @@ def _phase_table(title: str, rows: pd.DataFrame) -> list[Table]:
         line = [str(trainer)]
         for phase in phases:
             found = group[group.phase == phase]
-            value = _cell(found, "dram_bytes", "value")
-            ratio = _cell(found, "dram_bytes", "ratio")
+            value = _cell(found, metric, "value")
+            ratio = _cell(found, metric, "ratio")
             line.append(value if ratio == ABSENT else f"{value} ({ratio})")
         cells.append(line)
     if not phases:
         return []
-    return [Table(f"{title}: DRAM GB by phase (÷ standard)", ["trainer", *phases], cells)]
+    return [Table(f"{title}: {name} GB by phase (÷ standard)", ["trainer", *phases], cells)]
 
 
 def _throughput_table(title: str, rows: pd.DataFrame) -> list[Table]:

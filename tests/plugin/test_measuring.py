@@ -9,7 +9,7 @@ import pytest
 
 from tests.plugin.conftest import RunSuite
 
-pytestmark = pytest.mark.parametrize("workers", [["-p", "no:xdist"], ["-n0"], ["-n2"]], ids=str)
+pytestmark = pytest.mark.parametrize("workers", [["-p", "no:xdist"], ["-n2"]], ids=str)
 
 
 def measured(folder: Path) -> list[str]:

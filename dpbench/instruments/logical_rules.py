@@ -1,0 +1,311 @@
+"""How many bytes one ATen operator must read and write, and why.
+
+The count is a floor: what an ideal execution moves that runs one operator after another, has
+no cache that outlives an operator, and inside an operator never fetches a byte twice. A real
+GPU moves more where a kernel reads its operands again (large matrix products), and less where
+a tensor is still in the L2 cache when the next operator wants it.
+
+The general rule
+    Each distinct region of memory among the inputs is read once; each output, and each argument
+    that the operator's schema marks as mutated, is written once. A region is what a tensor
+    addresses, not how: ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension
+    counts once, and overlapping strides never count more than the span that they cover.
+    In-place operators read and write their target; the tensors in lists (``_foreach_*``,
+    ``cat``) count one by one.
+
+Free
+    Views, ``detach``, ``alias``, ``_unsafe_view`` touch metadata only. Allocation (``empty*``,
+    ``resize_``, ``set_``) writes nothing. A tensor that comes out as it went in is not written.
+
+Not read
+    The target of a pure overwriter (``copy_``, ``fill_``, ``zero_``, random ``normal_`` …) and
+    every ``out=`` argument: their old content cannot matter. The argument of ``zeros_like`` and
+    its kin, and arguments that a backward formula takes for their shape alone (logits in
+    ``nll_loss_backward``, bias in ``native_layer_norm_backward``), see `UNREAD`. Gradients in
+    ``_fused_*`` optimizers are marked mutable for the sake of ``grad_scale``: without one they
+    are not written.
+
+Gathers
+    ``embedding``, ``index_select``, ``gather``, indexing: of the source only what comes out, at
+    most the whole source. ``nll_loss_forward`` reads one logit for each target.
+
+Scatters in place
+    ``scatter_*``, ``index_add_``, ``index_put_`` …: of the target only what the indices touch,
+    at most the whole target; read as well only if they accumulate. Their out-of-place forms
+    produce a whole new tensor and follow the general rule, as does ``embedding_dense_backward``,
+    which writes the whole weight gradient, zeros included.
+
+Fused attention
+    The kernels read query, key and value and write output and logsumexp; the backward
+    reads those five and the output's gradient and writes three gradients: the general rule.
+
+Scratch memory inside an operator is not counted: another kernel could do without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
+"""Storage, offset in elements, and ``(size, stride)`` of each dimension that cannot be merged."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that one call must read and write."""
+
+    read: int
+    write: int
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FREE = _names(
+    """
+    alias detach detach_ lift_fresh _unsafe_view _reshape_alias view_as_real view_as_complex
+    empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_
+    set_ squeeze_ unsqueeze_ transpose_ t_ as_strided_ is_same_size record_stream
+    """
+)
+"""Operators that touch metadata only, beside those whose schema says that they are views."""
+
+OVERWRITERS = _names(
+    """
+    copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_
+    cauchy_ _foreach_copy_ _foreach_zero_ eye_
+    """
+)
+"""In-place operators after which nothing of the target's old content is left."""
+
+UNREAD: Mapping[str, str] = {
+    "nll_loss_backward": "self",
+    "nll_loss2d_backward": "self",
+    "native_layer_norm_backward": "bias",
+}
+"""Tensor arguments that are there for their shape and dtype alone."""
+
+GATHERS: Mapping[str, str] = {
+    "embedding": "weight",
+    "index_select": "self",
+    "gather": "self",
+    "index": "self",
+    "take": "self",
+}
+"""Operators that read of this argument only what comes out."""
+
+SCATTERS = _names(
+    "scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_put_"
+)
+"""In-place operators that touch of their target only what their indices name."""
+
+ACCUMULATING = frozenset({"scatter_add_", "scatter_reduce_", "index_add_"})
+"""Scatters that add to what is there, and so read it; others may, by an argument."""
+
+REVIEWED = _names(
+    """
+    mm addmm bmm baddbmm addbmm addmv mv dot outer addr
+    _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+    convolution convolution_backward
+    relu threshold_backward gelu gelu_backward silu silu_backward tanh tanh_backward sigmoid
+    sigmoid_backward softplus softplus_backward leaky_relu leaky_relu_backward
+    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
+    mse_loss mse_loss_backward native_dropout native_dropout_backward
+    embedding embedding_dense_backward index_select gather take index index_put index_add
+    index_copy index_fill scatter scatter_add scatter_reduce slice_backward select_backward
+    slice_scatter select_scatter unique_dim _unique2 unique_consecutive nonzero masked_select
+    add sub rsub mul div addcmul addcdiv lerp neg abs sign reciprocal sqrt rsqrt exp log log1p
+    pow square sin cos erf floor ceil round remainder fmod maximum minimum clamp clamp_min
+    clamp_max where masked_fill tril triu eq ne lt le gt ge logical_not logical_and logical_or
+    bitwise_not bitwise_and bitwise_or isnan isinf isfinite
+    sum mean var var_mean std prod amax amin max min any all argmax argmin norm
+    linalg_vector_norm cumsum sort topk powsum
+    cat stack clone copy fill zero _to_copy flip roll constant_pad_nd repeat repeat_interleave
+    split_with_sizes_copy _local_scalar_dense
+    zeros ones full arange eye scalar_tensor linspace rand randn randint randperm normal uniform
+    bernoulli multinomial random exponential lift_fresh_copy
+    zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
+    _fused_sgd _fused_adam _fused_adamw _fused_adagrad
+    _amp_foreach_non_finite_check_and_unscale
+    """
+)
+"""Operators (without ``_foreach_`` and the in-place ``_``) whose rule was thought about. What is
+not here, nor free, nor an overwriter is counted by the general rule and reported as such."""
+
+
+class Argument(NamedTuple):
+    """One argument in an operator's schema."""
+
+    name: str
+    read: bool  # False for out=
+    written: bool
+
+
+class Limits(NamedTuple):
+    """At most how many bytes of an argument are read and written, where that is not all."""
+
+    reads: Mapping[str, int]
+    writes: Mapping[str, int]
+
+
+def is_free(func: OpOverload) -> bool:
+    """Whether an operator moves no tensor data."""
+    return bool(func.is_view) or operator_name(func) in FREE
+
+
+def is_reviewed(func: OpOverload) -> bool:
+    """Whether an operator's rule was thought about; if not, the general rule is a guess."""
+    name = operator_name(func)
+    base = name.removeprefix("_foreach_").removesuffix("_")
+    return is_free(func) or name in OVERWRITERS or name in REVIEWED or base in REVIEWED
+
+
+def traffic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Traffic:
+    """The bytes that one finished call had to read and write.
+
+    Args:
+        func: the operator.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        out: what it returned.
+    """
+    if is_free(func):
+        return Traffic(0, 0)
+    arguments = schema_arguments(func)
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    given.update(kwargs)
+    limits = limits_of(operator_name(func), given, out)
+    storages: set[int] = set()
+    reads: dict[Region, int] = {}
+    writes: dict[Region, int] = {}
+    for argument in arguments:
+        for tensor in tensors(given.get(argument.name)):
+            region, size = region_of(tensor)
+            storages.add(region[0])
+            if argument.read:
+                most = limits.reads.get(argument.name, size)
+                reads[region] = max(reads.get(region, 0), min(size, most))
+            if argument.written:
+                most = limits.writes.get(argument.name, size)
+                writes[region] = max(writes.get(region, 0), min(size, most))
+    for tensor in tensors(out):
+        region, size = region_of(tensor)
+        if region[0] not in storages:  # a new tensor, not an argument that is returned
+            writes[region] = size
+    return Traffic(sum(reads.values()), sum(writes.values()))
+
+
+def limits_of(name: str, given: Mapping[str, Any], out: Any) -> Limits:
+    """Where an operator departs from the general rule.
+
+    Args:
+        name: see `operator_name`.
+        given: its arguments by name.
+        out: what it returned.
+    """
+    if name in OVERWRITERS or name.endswith("_like") or name.startswith("new_"):
+        return Limits({"self": 0}, {})
+    if name in UNREAD:
+        return Limits({UNREAD[name]: 0}, {})
+    if name in GATHERS:
+        return Limits({GATHERS[name]: region_of(out)[1]}, {})
+    if name in SCATTERS:
+        touched = _touched_elements(name, given) * given["self"].itemsize
+        accumulates = name in ACCUMULATING or given.get("accumulate") or "reduce" in given
+        return Limits({"self": touched if accumulates else 0}, {"self": touched})
+    if name in ("nll_loss_forward", "nll_loss2d_forward"):
+        return Limits({"self": given["target"].numel() * given["self"].itemsize}, {})
+    if name.startswith("_fused_") and given.get("grad_scale") is None:
+        return Limits({}, {"grads": 0})
+    return Limits({}, {})
+
+
+def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
+    """How many elements of its target a scatter touches if its indices are distinct."""
+    target: Tensor = given["self"]
+    if name == "index_put_":
+        indices = [index for index in given["indices"] if index is not None]
+        is_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+        if is_mask:  # what a mask selects depends on the data
+            return target.numel()
+        indexed = [dim for dim, index in enumerate(given["indices"]) if index is not None]
+        rest = target.numel() // max(1, math.prod(target.shape[dim] for dim in indexed))
+        together = torch.broadcast_shapes(*(index.shape for index in indices))
+        count: int = together.numel() * rest
+        return count
+    if name in ("index_add_", "index_copy_"):
+        source: Tensor = given["source"]
+        return source.numel()
+    index: Tensor = given["index"]
+    rest = target.numel() // max(1, target.shape[given["dim"]]) if name == "index_fill_" else 1
+    return index.numel() * rest
+
+
+@cache
+def operator_name(func: OpOverload) -> str:
+    """``clone`` for ``aten::clone``; with its namespace, ``library::name``, for all others."""
+    return str(func._schema.name).removeprefix("aten::")
+
+
+@cache
+def schema_arguments(func: OpOverload) -> tuple[Argument, ...]:
+    """The arguments of an operator in the order of its schema."""
+    return tuple(
+        Argument(
+            argument.name,
+            read=not argument.is_out,
+            written=argument.alias_info is not None and argument.alias_info.is_write,
+        )
+        for argument in func._schema.arguments
+    )
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an argument or a result: one, a list of them, or none."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def region_of(tensor: Tensor) -> tuple[Region, int]:
+    """What a tensor addresses, and how many bytes that is; transposing changes neither."""
+    dims, elements = _layout(tuple(tensor.shape), tensor.stride())
+    storage = tensor.untyped_storage()._cdata
+    return (storage, int(tensor.storage_offset()), dims), elements * tensor.itemsize
+
+
+@lru_cache(maxsize=8192)
+def _layout(
+    shape: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The shape and stride of an index set in a form of its own, and its number of elements.
+
+    Two tensors that address the same elements of a storage through `view`, `expand` or
+    `transpose` have the same form: dimensions by falling stride, neighbours merged.
+    """
+    if 0 in shape:
+        return (), 0
+    merged: list[tuple[int, int]] = []
+    dims = [(size, step) for size, step in zip(shape, stride, strict=True) if size > 1 and step]
+    for size, step in sorted(dims, key=lambda dim: -dim[1]):
+        if merged and merged[-1][1] == size * step:
+            merged[-1] = (merged[-1][0] * size, step)
+        else:
+            merged.append((size, step))
+    span = 1 + sum((size - 1) * step for size, step in merged)
+    return tuple(merged), min(span, math.prod(size for size, _ in merged))
