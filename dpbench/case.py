@@ -31,6 +31,8 @@ OUTSIDE = "outside"
 def _require_positive(what: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}")
+    if value >= 2**31:
+        raise ConfigurationError(f"{what} must be below 2^31, not {value}")
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,10 @@ class Grid:
             pass
 
     def cases(self) -> Iterator[Case]:
-        """The cases, those that share a baseline next to each other, trainers in order."""
+        """The cases, each once, those that share a baseline together, trainers in order."""
+        yield from dict.fromkeys(self._combinations())
+
+    def _combinations(self) -> Iterator[Case]:
         outer = [axis for axis in AXES if axis != "trainer"]
         for values in product(*(getattr(self, axis) for axis in outer)):
             for trainer in self.trainer:

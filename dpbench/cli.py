@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Case, Grid
-from dpbench.errors import ConfigurationError, DpbenchError, check_writable
+from dpbench.errors import ConfigurationError, DpbenchError, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
 from dpbench.registry import MODELS, TRAINERS
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 _Command = Callable[[argparse.Namespace], int]
 _Adds = Callable[[argparse.ArgumentParser], None]
@@ -24,8 +27,12 @@ _Adds = Callable[[argparse.ArgumentParser], None]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 good, 1 a failure, 2 bad input)."""
+    if str(Path.cwd()) not in sys.path:  # as with python -m: an outside trainer may lie here
+        sys.path.insert(0, str(Path.cwd()))
     arguments = [hyphenated(text) for text in (sys.argv[1:] if argv is None else argv)]
     options = build_parser().parse_args(arguments)
+    # A batch system's signal must end the measured processes too, as Ctrl-C does.
+    handlers = {s: signal.signal(s, signal.default_int_handler) for s in ENDING_SIGNALS}
     try:
         return int(options.command(options))
     except DpbenchError as error:
@@ -34,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"dpbench {options.command_name}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def hyphenated(text: str) -> str:
@@ -117,6 +127,7 @@ def _step(options: argparse.Namespace) -> int:
         attention=options.attention,
         model=options.model,
     )
+    Steps(options.warmup, options.active)  # refuses what makes no sense
     from dpbench.step import run_case
 
     try:
@@ -129,7 +140,8 @@ def _step(options: argparse.Namespace) -> int:
         )
     except Exception as error:  # whoever started this process learns why from the record
         kind = type(error).__name__
-        message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {error}"
+        first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
+        message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
         _print_record(error={"kind": kind, "message": message})
         raise
     _print_record(**record)
@@ -211,7 +223,7 @@ def _run(options: argparse.Namespace) -> int:
         timeout=options.timeout,
     )
     for path in filter(None, (options.json, options.markdown)):
-        check_writable(path.parent)
+        check_writable_file(path)
     for instrument in instruments:
         instrument.check()
     gpu = next(iter(visible_gpus()), None)
@@ -250,7 +262,15 @@ def _show(options: argparse.Namespace) -> int:
     from dpbench.results.frame import to_frame
     from dpbench.results.tables import as_text, tables
 
-    rows = [row for path in options.reports for row in read(path, case_of(path))]
+    paths: dict[Case, Path] = {}
+    for path in options.reports:
+        case = case_of(path)
+        if case in paths:
+            raise ConfigurationError(
+                f"{paths[case]} and {path} are the same case; show them one at a time"
+            )
+        paths[case] = path
+    rows = [row for case, path in paths.items() for row in read(path, case)]
     print(as_text(tables(to_frame(rows))))
     return 0
 

@@ -29,6 +29,17 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
     )
 
 
+def check_writable_file(path: Path) -> None:
+    """Find out before a GPU minute is spent whether a file can be written.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not path.name or path.is_dir():
+        raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
+    check_writable(path.parent)
+
+
 def check_writable(directory: Path) -> None:
     """Make a directory, and find out before a GPU minute is spent whether it can be written.
 

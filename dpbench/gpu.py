@@ -17,11 +17,11 @@ from filelock import FileLock
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVML knows it; ``memory_bytes`` is the whole card's."""
+    """A GPU as NVML knows it; ``memory_bytes`` is the whole card's, None if it does not say."""
 
     uuid: str
     name: str
-    memory_bytes: int
+    memory_bytes: int | None
     driver: str
 
 
@@ -45,7 +45,7 @@ def visible_gpus() -> list[Gpu]:
             Gpu(
                 uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
                 name=_text(pynvml.nvmlDeviceGetName(handle)),
-                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                memory_bytes=_memory_bytes(handle),
                 driver=driver,
             )
             for handle in handles
@@ -89,6 +89,15 @@ def _mig_parents(handles: list[object], gpus: list[Gpu]) -> dict[str, Gpu]:
         except pynvml.NVMLError:  # no MIG on this GPU, or no further slice
             continue
     return parents
+
+
+def _memory_bytes(handle: object) -> int | None:
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError:  # some integrated GPUs do not say
+        return None
 
 
 def _text(value: str | bytes) -> str:

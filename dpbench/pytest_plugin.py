@@ -6,6 +6,7 @@ Everything heavy is imported inside functions: ``pytest --help`` loads no torch 
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.case import AXES, GRIDS, Case, Grid
-from dpbench.errors import DpbenchError, check_writable
+from dpbench.errors import DpbenchError, check_writable_file
 from dpbench.gpu import Gpu, visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
@@ -182,8 +183,10 @@ class Manager:
             instrument.check()
         for path in (self.options.dpbench_json, self.options.dpbench_markdown):
             if path is not None:
-                check_writable((self.config.invocation_params.dir / path).parent)
+                check_writable_file(self.config.invocation_params.dir / path)
         self.directory = Path(tempfile.mkdtemp(prefix="dpbench-"))
+        # A batch system's signal must end the measured processes too, as Ctrl-C does.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -233,7 +236,8 @@ class Manager:
         if self.is_worker or self.directory is None:
             return
         self._write()
-        if not any(outcome.rows for outcome in self.outcomes()):
+        interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
+        if not interrupted and not any(outcome.rows for outcome in self.outcomes()):
             self.problems.append(
                 "--ncu was given and nothing was measured; "
                 "select tests that use the ncu fixture, e.g. -m gpu"

@@ -7,8 +7,10 @@ The only code that touches CUDA in a measured process. A person can run it by ha
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import time
+import traceback
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -157,8 +159,11 @@ def run_case(
         print(f"{gpu.MEASURING}, after {waited:.1f} s", file=sys.stderr, flush=True)
         try:
             return _run(case, target, warmup, active, nvtx)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the model, and its memory
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
+            raise
         finally:
             if target.type == "cuda":  # before the next process gets the GPU
                 gc.collect()
@@ -195,7 +200,7 @@ def _run(case: Case, device: torch.device, warmup: int, active: int, nvtx: bool)
         "warmup": warmup,
         "active": active,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "loss": float(loss),
+        "loss": value if math.isfinite(value := float(loss)) else None,
         "phase_seconds": None if nvtx else times.seconds(),
         "peak_memory_bytes": None,
     }

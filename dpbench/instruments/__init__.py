@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu import Ncu, find_ncu
@@ -44,6 +45,8 @@ def choose(
     Raises:
         DpbenchError: a metric does not exist, or ``ncu`` was not found.
     """
+    if timeout <= 0:
+        raise ConfigurationError(f"the time-out must be positive, not {timeout:g} s")
     chosen = set(names)
     found: list[Instrument] = []
     if "timing" in chosen:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import ATTENTIONS, Case
+from dpbench.errors import ConfigurationError
 from dpbench.gpu import NVTX_DOMAIN, NVTX_END
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.ncu_metrics import BYTE_METRICS, NcuMetric, counters
@@ -109,15 +110,13 @@ def case_of(path: Path) -> Case:
         raise ForeignReport(f"{path}: expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
     rest = {part in ATTENTIONS: part for part in folder[2:]}
     attention, model = rest.get(True, "sdpa"), MODELS.admit(rest.get(False, "simple"))
-    return Case(
-        TRAINERS.admit(name["trainer"]),
-        int(name["bs"]),
-        int(name["seq"]),
-        folder[0],
-        folder[1],
-        attention,
-        model,
-    )
+    trainer = TRAINERS.admit(name["trainer"])
+    try:
+        return Case(
+            trainer, int(name["bs"]), int(name["seq"]), folder[0], folder[1], attention, model
+        )
+    except ConfigurationError as error:
+        raise ForeignReport(f"{path}: {error}") from error
 
 
 def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
@@ -134,14 +133,13 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     except Exception as error:  # the library raises bare RuntimeError and more
         raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
     labels = [_label(action) for action in actions]
-    for action, label in zip(actions, labels, strict=True):
-        if label is None:
-            raise ForeignReport(f"{path}: {action.name()!r} is in no range of dpbench")
+    if None in labels:
+        raise ForeignReport(f"{path}: it holds a range without dpbench's mark")
     # The library reads a truncated file as a report with fewer ranges, without an error.
     if actions and labels[-1] != NVTX_END:
         raise ReportUnreadable(f"{path}: the report is incomplete, its last range is missing")
     if len(actions) < 2:
-        raise NothingProfiled(f"{path}: the report holds no range")
+        raise NothingProfiled(f"{path}: the report holds no range, or is cut off")
     for action, label in zip(actions[:-1], labels[:-1], strict=True):
         step, _, phase = str(label).partition(".")
         yield int(step), phase, action

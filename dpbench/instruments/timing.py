@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError
+from dpbench.errors import ConfigurationError, check_writable
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import child
 from dpbench.instruments.base import Instrument
@@ -36,6 +36,7 @@ class Timing(Instrument):
         """See `Instrument.check`."""
         if self.device == "cuda" and not visible_gpus():
             raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
+        check_writable(self.directory)
 
     def start(self, case: Case) -> child.Child:
         """Start a process whose rows are times by phase, samples per second, peak memory."""

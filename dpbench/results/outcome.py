@@ -64,14 +64,14 @@ def environment(gpu: Gpu | None = None) -> dict[str, Any]:
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each trainer: cases that succeeded and failed, and the largest peak memory."""
+    """For each trainer: cases that succeeded and failed, and the largest measured peak memory."""
     counts: dict[str, Counter[str]] = {}
     peaks: dict[str, float] = {}
     for outcome in outcomes:
         trainer = outcome.case.trainer
         counts.setdefault(trainer, Counter())["failed" if outcome.error else "ok"] += 1
         for row in outcome.rows:
-            if row.metric == "peak_memory_bytes":
+            if row.metric == "peak_memory_bytes" and row.instrument == "timing":
                 peaks[trainer] = max(row.value, peaks.get(trainer, 0.0))
     return [
         {
