@@ -315,4 +315,4 @@ def test_show_prints_tables_from_saved_reports(capsys: pytest.CaptureFixture[str
 def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    assert f"dpbench {command}" in capsys.readouterr().out.partition("examples:")[2]
+    assert f"dpbench {command}" in capsys.readouterr().out.partition("Examples:")[2]

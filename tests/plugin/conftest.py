@@ -11,12 +11,12 @@ import pytest
 REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
 
 CONFTEST = """
-import dpbench.gpu, dpbench.instruments.ncu, dpbench.instruments.timing, dpbench.pytest_plugin
+import dpbench.gpu, dpbench.instruments.ncu, dpbench.instruments.timing, dpbench.plugin.manager
 
 def one_gpu():
     return [dpbench.gpu.Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")]
 
-for module in (dpbench.instruments.ncu, dpbench.instruments.timing, dpbench.pytest_plugin):
+for module in (dpbench.instruments.ncu, dpbench.instruments.timing, dpbench.plugin.manager):
     module.visible_gpus = one_gpu
 """
 

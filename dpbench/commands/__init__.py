@@ -1,0 +1,1 @@
+"""The commands of ``dpbench``, one module each: its help, its arguments, what it does."""

@@ -1,0 +1,137 @@
+"""Measure the cases of a grid and print tables.
+
+Bytes come from hardware counters under Nsight Compute, times and peak memory from a second,
+unprofiled process. A case that fails leaves the others running; the exit code is 1 then.
+Without a GPU, or with --instrument logical, nothing is measured: the bytes that each operator
+must move are counted, with neither a GPU nor the memory. The tables say which it was.
+
+A grid file is TOML with one key per axis, a value or a list of values:
+
+  trainer = ["standard", "dpsgd"]
+  batch_size = [8, 16]
+  seq_len = 256
+  model_size = "medium"
+
+Examples:
+  dpbench run --grid grid1 --json run.json --markdown run.md
+  dpbench run --trainer standard --trainer dpsgd --batch-size 8 --seq-len 256
+  dpbench run --ncu-metrics dram_read_throughput,gld_throughput
+  dpbench run --instrument logical --batch-size 8 --seq-len 256
+  dpbench run --instrument timing --device cpu --model-size tiny --batch-size 4 --seq-len 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dpbench.case import ATTENTIONS, AXES, GRIDS, PRECISIONS, Grid
+from dpbench.commands.options import (
+    METRICS_HELP,
+    MODEL_HELP,
+    SIZE_HELP,
+    TRAINER_HELP,
+    add_steps,
+    one_of,
+)
+from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
+from dpbench.instruments.child import Steps
+from dpbench.instruments.ncu import Ncu
+from dpbench.instruments.timing import Timing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument(
+        "--grid", default="grid1", help=f"{one_of(GRIDS)}, or a .toml file (default grid1)"
+    )
+    narrow = parser.add_argument_group("cases", "each replaces one axis of the grid; repeatable")
+    narrow.add_argument("--trainer", action="append", help=TRAINER_HELP)
+    narrow.add_argument("--batch-size", action="append", type=int)
+    narrow.add_argument("--seq-len", action="append", type=int)
+    narrow.add_argument("--model-size", action="append", help=SIZE_HELP)
+    narrow.add_argument("--precision", action="append", help=one_of(PRECISIONS))
+    narrow.add_argument("--attention", action="append", help=one_of(ATTENTIONS))
+    narrow.add_argument("--model", action="append", help=MODEL_HELP)
+    how = parser.add_argument_group("measuring")
+    how.add_argument(
+        "--instrument",
+        action="append",
+        choices=INSTRUMENTS,
+        help="repeatable; default timing and ncu, without a GPU logical",
+    )
+    how.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="for timing alone")
+    how.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
+    how.add_argument("--ncu-dir", type=Path, default=Path("ncu_reports"), help="for reports, logs")
+    how.add_argument("--ncu-metrics", action="append", help=METRICS_HELP)
+    add_steps(how, "unprofiled", Timing.steps)
+    add_steps(how, "profiled", Ncu.steps, prefix="ncu-")
+    how.add_argument("--timeout", type=float, default=1800.0, help="seconds a case (1800)")
+    parser.add_argument("--json", type=Path, help="write every row here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+
+
+def _instruments_here(options: argparse.Namespace) -> tuple[str, ...]:
+    """Hardware where there is any, or where it was asked for; logical counting elsewhere."""
+    from dpbench.gpu import visible_gpus
+
+    if visible_gpus() or options.ncu_path or options.ncu_metrics:
+        return ON_GPU
+    print("dpbench run: no CUDA GPU here, so logical bytes are counted instead", file=sys.stderr)
+    return ("logical",)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from tqdm import tqdm
+
+    from dpbench.gpu import visible_gpus
+    from dpbench.results.outcome import (
+        Outcome,
+        environment,
+        summary_tables,
+        write_json,
+        write_markdown,
+    )
+    from dpbench.results.tables import as_text
+    from dpbench.runner import measure
+
+    grid = Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
+    instruments = choose(
+        options.instrument or _instruments_here(options),
+        directory=options.ncu_dir,
+        ncu_path=options.ncu_path,
+        metrics=options.ncu_metrics,
+        device=options.device,
+        timing_steps=Steps(options.warmup, options.active),
+        ncu_steps=Steps(options.ncu_warmup, options.ncu_active),
+        timeout=options.timeout,
+    )
+    for path in filter(None, (options.json, options.markdown)):
+        check_writable_file(path)
+    for instrument in instruments:
+        instrument.check()
+    gpu = next(iter(visible_gpus()), None)
+    outcomes: list[Outcome] = []
+
+    def write_files() -> None:
+        if options.json:
+            write_json(options.json, outcomes, environment(gpu))
+        if options.markdown:
+            write_markdown(options.markdown, outcomes)
+
+    try:
+        with tqdm(list(grid.cases()), unit="case", disable=None, file=sys.stderr) as progress:
+            for case in progress:
+                progress.set_description(case.id)
+                outcomes.append(measure(case, instruments))
+                write_files()  # at once, so that a killed run keeps what it has
+                if outcomes[-1].error:
+                    progress.write(outcomes[-1].message, file=sys.stderr)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
+    finally:  # an interrupted run shows what it has
+        print(as_text(summary_tables(outcomes)))
+    return 1 if any(outcome.error for outcome in outcomes) else 0

@@ -1,0 +1,1 @@
+"""What the pytest plugin is made of; `dpbench.pytest_plugin` is where pytest finds it."""

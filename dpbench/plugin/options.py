@@ -1,0 +1,73 @@
+"""The plugin's options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpbench.case import AXES, GRIDS
+from dpbench.instruments.ncu import Ncu
+from dpbench.instruments.timing import Timing
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options; their defaults are the instruments' own."""
+    group = parser.getgroup("dpbench", "I/O cost of differentially private training (dpbench)")
+    group.addoption("--ncu", action="store_true", help="measure cases under NVIDIA Nsight Compute")
+    group.addoption("--ncu-path", metavar="PROGRAM", help="the ncu program, if not on PATH")
+    group.addoption(
+        "--ncu-dir",
+        type=Path,
+        default=Path("ncu_reports"),
+        metavar="DIR",
+        help="where .ncu-rep reports and logs go (default ncu_reports)",
+    )
+    group.addoption(
+        "--ncu-metrics",
+        action="append",
+        metavar="NAMES",
+        help="what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
+        "(default: DRAM, L2 and global load/store bytes)",
+    )
+    for prefix, whose, steps in (
+        ("ncu", "profiled", Ncu.steps),
+        ("dpbench", "unprofiled", Timing.steps),
+    ):
+        for name, default in vars(steps).items():
+            group.addoption(
+                f"--{prefix}-{name}",
+                type=int,
+                default=default,
+                metavar="N",
+                help=f"{name} steps of the {whose} process (default {default})",
+            )
+    group.addoption(
+        "--dpbench-grid",
+        default="grid1",
+        metavar="GRID",
+        help=f"cases of the dpbench_case fixture: {', '.join(GRIDS)}, or a .toml file "
+        "(default grid1)",
+    )
+    for axis in AXES:
+        group.addoption(
+            f"--dpbench-{axis.replace('_', '-')}",
+            action="append",
+            type=int if axis in ("batch_size", "seq_len") else str,
+            metavar=axis.upper(),
+            help=f"replaces the grid's {axis.replace('_', ' ')}; repeatable",
+        )
+    group.addoption(
+        "--dpbench-no-timing",
+        action="store_true",
+        help="count bytes only: no second, unprofiled process for step time and peak memory",
+    )
+    group.addoption(
+        "--dpbench-timeout",
+        type=float,
+        default=Timing.timeout,
+        metavar="SECONDS",
+        help="end a case's process after this long on the GPU (default %(default)g)",
+    )
+    group.addoption("--dpbench-json", type=Path, metavar="FILE", help="write every row here")
+    group.addoption("--dpbench-markdown", type=Path, metavar="FILE", help="write the tables here")
