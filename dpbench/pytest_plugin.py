@@ -1,4 +1,4 @@
-"""The pytest plugin: options, the ``ncu`` fixture, the grid's cases, one table at the end.
+"""The pytest plugin: options, fixtures that measure and count, one table at the end.
 
 Everything heavy is imported inside functions: ``pytest --help`` loads no torch and no pandas.
 """
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dpbench.results.report import CaseReport
 
 __all__ = [
+    "logical_io",
     "ncu",
     "pytest_addoption",
     "pytest_collection_modifyitems",
@@ -79,3 +80,19 @@ def ncu(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
     """
     manager: Manager = pytestconfig.pluginmanager.getplugin(NAME)
     return manager.measure
+
+
+@pytest.fixture
+def logical_io(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
+    """Count the logical bytes of a case; needs neither a GPU nor the case's memory.
+
+    Called with a `Case` or with a case's fields; returns a `CaseReport`. However many tests,
+    fixtures or xdist workers ask for a case, it is counted once a session::
+
+        def test_ghost_clipping_saves_bytes(logical_io):
+            cell = {"batch_size": 8, "seq_len": 256, "model_size": "1b"}
+            standard = logical_io("standard", **cell)
+            assert logical_io("dpsgd_ghost", **cell).ratio_to(standard, "logical_bytes") < 3
+    """
+    manager: Manager = pytestconfig.pluginmanager.getplugin(NAME)
+    return manager.count

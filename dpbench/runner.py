@@ -36,4 +36,5 @@ def measure(case: Case, instruments: Sequence[Instrument]) -> Outcome:
     finally:
         for measurement in running:
             measurement.cancel()
-    return Outcome(case, tuple(rows), time.monotonic() - start, **failure)
+    names = tuple(instrument.name for instrument in instruments)
+    return Outcome(case, tuple(rows), time.monotonic() - start, instruments=names, **failure)

@@ -249,6 +249,8 @@ def untouched_torch() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         # Opacus's fast gradient clipping deep-copies gradients, and copying looks at the address.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        # Opacus puts full backward hooks on embeddings, whose inputs never need gradients.
+        warnings.filterwarnings("ignore", "Full backward hook is firing")
         torch.set_default_dtype(torch.float32)
         yield
 

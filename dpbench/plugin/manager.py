@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,19 @@ NEEDS_NCU = "needs --ncu"
 NAME = "dpbench-manager"
 """The manager's name among pytest's plugins."""
 
+RUNS_NO_TEST = (
+    *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
+    *("collectonly", "setuponly", "setupplan"),
+)
+"""Options of pytest with which no test runs, so that there is nothing to measure."""
+
 
 class Manager:
-    """The session's grid, instruments and outcomes, in each process that runs tests."""
+    """The session's grid, instruments and outcomes, in each process that runs tests.
+
+    Outcomes of all its processes lie in one directory, which exists from the start under xdist
+    and with ``--ncu``, and otherwise from when a test first asks for a case.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -36,14 +47,22 @@ class Manager:
         grid = Grid.named(self.options.dpbench_grid)
         self.grid = grid.narrow(**{axis: getattr(self.options, f"dpbench_{axis}") for axis in AXES})
         self.instruments: list[Instrument] = []
+        """What the ``ncu`` fixture measures with; none without ``--ncu``."""
         self.directory: Path | None = None
         self.gpu: Gpu | None = None
         self.problems: list[str] = []
-        runs = not (config.option.collectonly or config.option.help)
-        if self.options.ncu and runs:
-            self._prepare()
+        if self.is_worker:
+            self.directory = Path(config.workerinput["dpbench_directory"])  # type: ignore[attr-defined]
+        self.runs_tests = not any(getattr(self.options, name, False) for name in RUNS_NO_TEST)
+        if not self.runs_tests:
+            return
+        if self.options.ncu:
+            self._prepare_ncu()
+        if not self.is_worker:
+            for path in filter(None, (self.options.dpbench_json, self.options.dpbench_markdown)):
+                check_writable_file(self.config.invocation_params.dir / path)
 
-    def _prepare(self) -> None:
+    def _prepare_ncu(self) -> None:
         self.instruments = choose(
             ("ncu",) if self.options.dpbench_no_timing else ("timing", "ncu"),
             directory=Path(self.config.invocation_params.dir / self.options.ncu_dir),
@@ -55,54 +74,64 @@ class Manager:
         )
         self.gpu = next(iter(visible_gpus()), None)
         if self.is_worker:
-            self.directory = Path(self.config.workerinput["dpbench_directory"])  # type: ignore[attr-defined]
             return
         for instrument in self.instruments:
             instrument.check()
-        for path in (self.options.dpbench_json, self.options.dpbench_markdown):
-            if path is not None:
-                check_writable_file(self.config.invocation_params.dir / path)
-        self.directory = Path(tempfile.mkdtemp(prefix="dpbench-"))
         # A batch system's signal must end the measured processes too, as Ctrl-C does.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell an xdist worker where the session's outcomes are."""
-        node.workerinput["dpbench_directory"] = str(self.directory)
+        node.workerinput["dpbench_directory"] = str(self._made_directory())
+
+    def _made_directory(self) -> Path:
+        if self.directory is None:
+            self.directory = Path(tempfile.mkdtemp(prefix="dpbench-"))
+        return self.directory
 
     def measure(self, case: Case | str, **fields: Any) -> CaseReport:
         """What the ``ncu`` fixture returns is this; see there."""
+        assert self.instruments, "a test that measures is skipped without --ncu"
+        return self._report(_case(case, fields), self.instruments)
+
+    def count(self, case: Case | str, **fields: Any) -> CaseReport:
+        """What the ``logical_io`` fixture returns is this; see there."""
+        from dpbench.instruments.logical import Logical
+
+        return self._report(_case(case, fields), [Logical()])
+
+    def _report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
+        """The case by these instruments, by this process or whichever asked first."""
         from dpbench.results.report import CaseReport
         from dpbench.results.store import OutcomeStore
         from dpbench.runner import measure
 
-        if not isinstance(case, Case):
-            case = Case(case, **fields)
-        assert self.directory is not None, "a test that measures is skipped without --ncu"
-        store = OutcomeStore(self.directory)
         fresh: list[Outcome] = []
 
         def measure_now(case: Case) -> Outcome:
-            fresh.append(measure(case, self.instruments))
+            fresh.append(measure(case, instruments))
             return fresh[0]
 
-        outcome = store.once(case, measure_now)
+        by = "+".join(instrument.name for instrument in instruments)
+        outcome = OutcomeStore(self._made_directory()).once(case, measure_now, by=by)
         if fresh:
             self._write()  # at once, so that a killed session keeps what it has
         if outcome.error:
             pytest.fail(_failure(outcome), pytrace=False)
-        return CaseReport.of(case, outcome.rows)
+        return CaseReport.of_outcome(outcome)
 
     def outcomes(self) -> list[Outcome]:
-        """What the session has measured, by any of its processes."""
+        """What the session has measured and counted, by any of its processes."""
+        if self.directory is None or not any(self.directory.glob("*.json")):
+            return []  # without pandas: most sessions of most projects have nothing
         from dpbench.results.store import OutcomeStore
 
-        return OutcomeStore(self.directory).outcomes() if self.directory else []
+        return OutcomeStore(self.directory).outcomes()
 
     def pytest_report_header(self) -> str | None:
         """Say what will be measured, and with what."""
-        if self.directory is None:
+        if not self.instruments:
             return None
         count = sum(1 for _ in self.grid.cases())
         where = f"{self.gpu.name} (driver {self.gpu.driver})" if self.gpu else "no GPU"
@@ -111,11 +140,11 @@ class Manager:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the files; a ``--ncu`` session that measured nothing must not look green."""
-        if self.is_worker or self.directory is None:
+        if self.is_worker or not self.runs_tests:
             return
         self._write()
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        if not interrupted and not any(outcome.rows for outcome in self.outcomes()):
+        if self.instruments and not interrupted and not self._measured_under_ncu():
             self.problems.append(
                 "--ncu was given and nothing was measured; "
                 "select tests that use the ncu fixture, e.g. -m gpu"
@@ -126,15 +155,19 @@ class Manager:
         ):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
+    def _measured_under_ncu(self) -> bool:
+        return any(outcome.rows and "ncu" in outcome.instruments for outcome in self.outcomes())
+
     def _write(self) -> None:
         """Bring the files that were asked for up to date."""
+        if not (self.options.dpbench_json or self.options.dpbench_markdown):
+            return
         from dpbench.results.outcome import environment, write_json, write_markdown
         from dpbench.results.store import OutcomeStore
 
-        assert self.directory is not None
         base = self.config.invocation_params.dir
         try:
-            with OutcomeStore(self.directory).lock():
+            with OutcomeStore(self._made_directory()).lock():
                 outcomes = self.outcomes()
                 if self.options.dpbench_json:
                     write_json(base / self.options.dpbench_json, outcomes, environment(self.gpu))
@@ -152,14 +185,14 @@ class Manager:
         )
         if waiting:
             terminalreporter.write_line(f"dpbench: {waiting} tests measure with --ncu")
-        if self.directory is None:
-            return
-        from dpbench.results.outcome import summary_tables
-        from dpbench.results.tables import as_text
-
         outcomes = self.outcomes()
+        if not (outcomes or self.problems):
+            return
         terminalreporter.section("dpbench")
         if outcomes:
+            from dpbench.results.outcome import summary_tables
+            from dpbench.results.tables import as_text
+
             terminalreporter.write_line(as_text(summary_tables(outcomes)))
         for problem in self.problems:
             terminalreporter.write_line(f"ERROR: dpbench: {problem}", red=True)
@@ -168,6 +201,11 @@ class Manager:
         """Leave nothing behind."""
         if self.directory is not None and not self.is_worker:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _case(case: Case | str, fields: dict[str, Any]) -> Case:
+    """A case, given as one or as its fields."""
+    return case if isinstance(case, Case) else Case(case, **fields)
 
 
 def _failure(outcome: Outcome) -> str:

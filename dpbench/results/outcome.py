@@ -24,6 +24,7 @@ class Outcome:
     """What became of one case.
 
     ``error`` is the class of what went wrong, or None; rows measured before it are kept.
+    ``instruments`` are the names of those that were to measure it.
     """
 
     case: Case
@@ -33,16 +34,19 @@ class Outcome:
     message: str = ""
     log: str | None = None
     log_tail: str = ""
+    instruments: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types; the inverse of `from_json`."""
         rest = {k: v for k, v in vars(self).items() if k not in ("case", "rows")}
+        rest["instruments"] = list(self.instruments)
         return {"case": asdict(self.case), **rest, "rows": as_rows(self.rows)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """The outcome that `as_json` described."""
         rest = {k: v for k, v in data.items() if k not in ("case", "rows")}
+        rest["instruments"] = tuple(rest["instruments"])
         rows = tuple(Measurement.from_row(row) for row in data["rows"])
         return cls(case=saved_case(data["case"]), rows=rows, **rest)
 

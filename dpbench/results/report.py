@@ -11,6 +11,7 @@ import pandas as pd
 from dpbench.case import OUTSIDE, PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.tables import as_text, tables
 
@@ -31,6 +32,11 @@ class CaseReport:
     def of(cls, case: Case, rows: Iterable[Measurement]) -> CaseReport:
         """The report of a case from its measurements."""
         return cls(case, to_frame(rows))
+
+    @classmethod
+    def of_outcome(cls, outcome: Outcome) -> CaseReport:
+        """The report of a case that was measured."""
+        return cls.of(outcome.case, outcome.rows)
 
     @cached_property
     def summary(self) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from dpbench.results.outcome import Outcome, write_text
 
 
 class OutcomeStore:
-    """A directory with one file per case.
+    """A directory with one file per case and way to measure it.
 
     A process that dies takes nothing with it: what it had measured is there.
     """
@@ -21,9 +21,17 @@ class OutcomeStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def once(self, case: Case, measure: Callable[[Case], Outcome]) -> Outcome:
-        """The outcome of a case: measured by whoever asks first, while others wait."""
-        name = case.id.replace("/", "_")
+    def once(
+        self, case: Case, measure: Callable[[Case], Outcome], *, by: str = "measured"
+    ) -> Outcome:
+        """The outcome of a case: measured by whoever asks first, while others wait.
+
+        Args:
+            case: the case.
+            measure: how to measure it, if nobody has.
+            by: what it is measured with; outcomes by different instruments are kept apart.
+        """
+        name = f"{case.id}.{by}".replace("/", "_")
         saved = self.directory / f"{name}.json"
         with FileLock(self.directory / f"{name}.lock"):
             if saved.exists():

@@ -143,9 +143,15 @@ def test_the_header_says_what_will_be_measured(project: RunSuite) -> None:
     project().stdout.fnmatch_lines(["dpbench: cell, 2 cases, NVIDIA H200 (driver 580.159.03)"])
 
 
-def test_collecting_measures_nothing(project: RunSuite, pytester: pytest.Pytester) -> None:
-    result = project("--collect-only")
+@pytest.mark.parametrize("question", ["--collect-only", "--fixtures"])
+def test_what_runs_no_test_needs_no_ncu_and_writes_nothing(
+    project: RunSuite, pytester: pytest.Pytester, question: str
+) -> None:
+    pytester.makeconftest("")
+    result = project(question, "--ncu", "--dpbench-json=run.json", replayed=False)
     assert result.ret == 0
+    assert not (pytester.path / "run.json").exists()
+    assert not (pytester.path / "ncu_reports").exists()
     assert not (pytester.path / "ncu_reports").exists()
 
 

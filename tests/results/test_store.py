@@ -62,6 +62,14 @@ def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, objec
     assert store.once(CASE, never) == measured(CASE)
 
 
+def test_instruments_do_not_mix(tmp_path: Path) -> None:
+    store = OutcomeStore(tmp_path)
+    store.once(CASE, measured, by="timing+ncu")
+    assert store.once(CASE, out_of_memory, by="logical") == out_of_memory(CASE)
+    assert store.once(CASE, never, by="timing+ncu") == measured(CASE)
+    assert store.outcomes() == [measured(CASE), out_of_memory(CASE)]
+
+
 def test_outcomes_survive_the_process_that_measured_them(tmp_path: Path) -> None:
     OutcomeStore(tmp_path).once(CASE, measured)
     later = OutcomeStore(tmp_path)
