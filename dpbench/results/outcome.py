@@ -14,9 +14,15 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.gpu import Gpu
+from dpbench.results.code_state import code_state
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
 from dpbench.results.tables import Table, as_markdown, gigabytes, tables
+
+COMPLETE = "complete"
+INTERRUPTED = "interrupted"
+STATUSES = (COMPLETE, INTERRUPTED)
+"""How a session ended. A document says ``interrupted`` until its session is over."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,16 @@ class Outcome:
         return cls(case=saved_case(data["case"]), rows=rows, **rest)
 
 
-def environment(gpu: Gpu | None = None) -> dict[str, Any]:
-    """Which software and machine made a run; versions are read without importing anything."""
+def environment(
+    gpu: Gpu | None = None, *, ncu: str | None = None, project: Path | None = None
+) -> dict[str, Any]:
+    """Which software and machine made a run; versions are read without importing anything.
+
+    Args:
+        gpu: what measured, if a GPU did; it knows its driver.
+        ncu: the version of Nsight Compute, if it was used.
+        project: a directory of the measured project, whose commit is to be recorded.
+    """
     versions: dict[str, str | None] = {}
     for package in ("dpbench", "torch", "opacus", "pandas", "ncu-report"):
         try:
@@ -62,8 +76,10 @@ def environment(gpu: Gpu | None = None) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": versions,
+        "machine": {"architecture": platform.machine(), "cpus": os.cpu_count()},
+        "versions": {**versions, "ncu": ncu},
         "gpu": vars(gpu) if gpu else None,
+        "code": code_state(project) if project else None,
     }
 
 
@@ -89,8 +105,15 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     ]
 
 
-def document(outcomes: Sequence[Outcome], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """A run as plain JSON types, every measurement under ``rows``."""
+def document(
+    outcomes: Sequence[Outcome],
+    environment: Mapping[str, Any],
+    session: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A run as plain JSON types, every measurement under ``rows``.
+
+    ``session`` says how it came about; see `dpbench.results.run.Run.session`.
+    """
     rows = [row for outcome in outcomes for row in outcome.rows]
     derived = throughputs(summarise(to_frame(rows))) if rows else to_frame([])
     cases = []
@@ -101,6 +124,7 @@ def document(outcomes: Sequence[Outcome], environment: Mapping[str, Any]) -> dic
     return {
         "schema": SCHEMA,
         "environment": dict(environment),
+        "session": dict(session or {}),
         "summary": trainer_summary(outcomes),
         "cases": cases,
         "rows": as_rows(rows),
@@ -140,9 +164,14 @@ def write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def write_json(path: Path, outcomes: Sequence[Outcome], environment: Mapping[str, Any]) -> None:
+def write_json(
+    path: Path,
+    outcomes: Sequence[Outcome],
+    environment: Mapping[str, Any],
+    session: Mapping[str, Any] | None = None,
+) -> None:
     """Write a run's document."""
-    write_text(path, json.dumps(document(outcomes, environment), indent=1) + "\n")
+    write_text(path, json.dumps(document(outcomes, environment, session), indent=1) + "\n")
 
 
 def write_markdown(path: Path, outcomes: Sequence[Outcome]) -> None:

@@ -1,0 +1,180 @@
+"""A run: everything that one session measured, as one JSON document on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pandas.api.types import infer_dtype
+
+from dpbench.case import AXES, Case
+from dpbench.errors import ConfigurationError
+from dpbench.results.outcome import COMPLETE, STATUSES, Outcome
+from dpbench.results.rows import COLUMNS, SCHEMA, Measurement, saved_case
+
+_KINDS = {
+    "batch_size": ("integer",),
+    "seq_len": ("integer",),
+    "repeat": ("integer",),
+    "value": ("integer", "floating", "mixed-integer-float"),
+}
+"""What a column of the long table holds, in `infer_dtype`'s words, where it is not text."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One saved session; everything in it was checked when it was loaded.
+
+    Args:
+        path: the file.
+        name: the file's name without its ending, e.g. ``0001_before``.
+        document: what `dpbench.results.outcome.document` made.
+        frame: the long table, with the columns of `Measurement.as_row`.
+    """
+
+    path: Path
+    name: str
+    document: Mapping[str, Any] = field(repr=False)
+    frame: pd.DataFrame = field(repr=False, compare=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """Read a saved run, or a document of ``--dpbench-json``.
+
+        Raises:
+            ConfigurationError: the file cannot be read, is no run, or has a newer schema; the
+                message names it. Nothing is read by half.
+        """
+        path = Path(path)
+        document = _read(path)
+        try:
+            _check_parts(document)
+            frame = _frame(document["rows"])
+            measured = frame[list(AXES)].drop_duplicates().to_dict("records")
+            for case in [*measured, *_cases(document)]:
+                saved_case({axis: case[axis] for axis in AXES})
+        except (ConfigurationError, KeyError, TypeError) as error:
+            what = f"lacks {error}" if isinstance(error, KeyError) else error
+            raise ConfigurationError(f"run file {path} is damaged: {what}") from error
+        return cls(path, path.stem, document, frame)
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Machine, GPU with its driver, versions, and the measured project's code."""
+        found: Mapping[str, Any] = self.document.get("environment", {})
+        return found
+
+    @property
+    def session(self) -> Mapping[str, Any]:
+        """Grid, settings, workers, when and how long; empty in documents of older versions."""
+        found: Mapping[str, Any] = self.document.get("session", {})
+        return found
+
+    @property
+    def status(self) -> str:
+        """``complete``, or ``interrupted``: then it holds what was finished until then."""
+        return str(self.session.get("status", COMPLETE))
+
+    @property
+    def regressed(self) -> bool:
+        """Whether a comparison failed in its session; such a run is no reference by default."""
+        return bool(self.session.get("regressed", False))
+
+    @property
+    def started(self) -> str:
+        """When the session began, ISO 8601 in UTC; empty if the document does not say."""
+        return str(self.session.get("started", ""))
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the session took, s; None if the document does not say."""
+        return self.session.get("seconds")
+
+    @cached_property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """Each (device, instrument) that has rows, sorted."""
+        pairs = self.frame[["device", "instrument"]].drop_duplicates()
+        return tuple(sorted(pairs.itertuples(index=False, name=None)))
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that have rows, sorted."""
+        return tuple(sorted({device for device, _ in self.sources}))
+
+    @cached_property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """What became of each case, in the order of the document."""
+        rows: dict[Case, list[Measurement]] = {}
+        for row in self.document["rows"]:
+            measurement = Measurement.from_row({column: row[column] for column in COLUMNS})
+            rows.setdefault(measurement.case, []).append(measurement)
+        found = []
+        for data in _cases(self.document):
+            case = saved_case({axis: data[axis] for axis in AXES})
+            rest = {f.name: data[f.name] for f in fields(Outcome) if f.name in data}
+            found.append(Outcome(case, tuple(rows.pop(case, ())), rest.pop("seconds", 0.0), **rest))
+        return (*found, *(Outcome(case, tuple(left), 0.0) for case, left in rows.items()))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The document in a file, if its schema is one that this version knows."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"run file {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"run file {path} is damaged: {error}") from error
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if type(schema) is not int or schema < 1:
+        raise ConfigurationError(f"run file {path} is damaged: no document of dpbench")
+    if schema > SCHEMA:
+        raise ConfigurationError(
+            f"run file {path} has schema {schema}, and this dpbench reads up to {SCHEMA}; "
+            f"upgrade dpbench"
+        )
+    assert isinstance(document, dict)
+    return document
+
+
+def _check_parts(document: Mapping[str, Any]) -> None:
+    """The parts of a document have the types that everything else relies on."""
+    parts = {"rows": list, "cases": list, "environment": dict, "session": dict}
+    for name, kind in parts.items():
+        if not isinstance(document.get(name, kind()), kind):
+            raise ConfigurationError(f"{name!r} is not a {kind.__name__}")
+    for name in ("rows", "cases"):
+        if not all(isinstance(entry, dict) for entry in document.get(name, ())):
+            raise ConfigurationError(f"{name!r} holds something that is no object")
+    status = document.get("session", {}).get("status", COMPLETE)
+    if status not in STATUSES:
+        raise ConfigurationError(f"status {status!r} is none of {', '.join(STATUSES)}")
+
+
+def _cases(document: Mapping[str, Any]) -> list[dict[Any, Any]]:
+    found: list[dict[Any, Any]] = document.get("cases", [])
+    return found
+
+
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The long table of saved rows, column by column: 10 000 rows in a blink.
+
+    Raises:
+        ConfigurationError: a column is missing somewhere, or holds what it must not.
+    """
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    if frame.empty:
+        return frame
+    for column in COLUMNS:
+        expected = _KINDS.get(column, ("string",))
+        found = infer_dtype(frame[column], skipna=False)
+        if found not in expected or frame[column].isna().any():
+            raise ConfigurationError(f"a row lacks {column!r}, or it is not {expected[0]}")
+    if not np.isfinite(frame.value.to_numpy(dtype=float)).all():
+        raise ConfigurationError("a row's 'value' is not finite")
+    return frame.astype({"value": float})

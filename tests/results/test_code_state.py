@@ -1,0 +1,49 @@
+"""Which code was measured."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dpbench.results.code_state import code_state
+
+
+def git(directory: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", "-C", str(directory), *identity, *arguments], check=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "trainer.py").write_text("x = 1\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    return tmp_path
+
+
+def test_committed_code_is_clean_whatever_results_lie_around(project: Path) -> None:
+    (project / ".dpbench").mkdir()
+    (project / ".dpbench" / "0001_run.json").write_text("{}")
+    state = code_state(project)
+    assert state is not None
+    assert (state["dirty"], state["changes"]) == (False, None)
+    assert len(state["commit"]) == 40
+
+
+def test_two_different_changes_are_told_apart_also_in_untracked_code(project: Path) -> None:
+    seen = []
+    for name, text in (("trainer.py", "x = 2\n"), ("trainer.py", "x = 3\n"), ("own.py", "y = 1")):
+        (project / name).write_text(text)
+        state = code_state(project)
+        assert state is not None
+        assert state["dirty"]
+        seen.append(state["changes"])
+    assert len(set(seen)) == 3
+    assert code_state(project) == state
+
+
+def test_directory_without_git_has_no_code_state(tmp_path: Path) -> None:
+    assert code_state(tmp_path) is None

@@ -1,0 +1,121 @@
+"""A saved run is read whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.results.frame import to_frame
+from dpbench.results.outcome import INTERRUPTED, Outcome, environment, write_json
+from dpbench.results.rows import SCHEMA, STEP, Measurement
+from dpbench.results.run import Run
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+CASE = Case("dpsgd", batch_size=8, seq_len=256)
+ROWS = tuple(
+    Measurement(CASE, "ncu", phase, "dram_read_bytes", value, "B", 0, "NVIDIA H200", "ncu 2025.3")
+    for phase, value in ((STEP, 5.0), ("clip", 2.0))
+)
+OUTCOMES = [
+    Outcome(CASE, ROWS, 1.5),
+    Outcome(Case("standard", 8, 256), (), 2.0, error="CaseOutOfMemory", message="too big"),
+]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "0001_before.json"
+    write_json(path, OUTCOMES, environment(), {"status": INTERRUPTED, "regressed": True})
+    return path
+
+
+def test_run_is_what_was_saved(saved: Path) -> None:
+    run = Run.load(saved)
+    assert run.name == "0001_before"
+    assert list(run.outcomes) == OUTCOMES
+    pd.testing.assert_frame_equal(run.frame, to_frame(ROWS), check_dtype=False)
+    assert (run.status, run.regressed) == (INTERRUPTED, True)
+    assert run.sources == (("NVIDIA H200", "ncu"),)
+
+
+@pytest.mark.parametrize("name", ["h200-grid1", "h200-precisions"])
+def test_committed_documents_of_the_first_version_are_runs(name: str) -> None:
+    run = Run.load(RESULTS / f"{name}.json")
+    assert run.devices == ("NVIDIA H200",)
+    assert (run.status, run.regressed, run.started) == ("complete", False, "")
+    rows = [row.as_row() for outcome in run.outcomes for row in outcome.rows]
+    assert sorted(map(str, rows)) == sorted(map(str, run.document["rows"]))
+    assert [outcome.seconds for outcome in run.outcomes] == [
+        case["seconds"] for case in run.document["cases"]
+    ]
+
+
+def test_trainer_that_this_process_does_not_know_is_read(saved: Path) -> None:
+    saved.write_text(saved.read_text().replace('"dpsgd"', '"someone_elses"'))
+    assert {outcome.case.trainer for outcome in Run.load(saved).outcomes} == {
+        "someone_elses",
+        "standard",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is damaged"),
+        ('{"schema": 1, "rows": [{"tra', "is damaged"),
+        ("[1, 2]", "is damaged: no document of dpbench"),
+        ("[" * 100_000, "is damaged"),
+        (b"\xff\xfe", "is damaged"),
+        ('{"schema": 1}', "is damaged: lacks 'rows'"),
+        ('{"schema": true, "rows": []}', "is damaged"),
+        (json.dumps({"schema": SCHEMA + 1, "rows": []}), "reads up to 1; upgrade dpbench"),
+    ],
+    ids=["empty", "cut off", "a list", "deep", "binary", "no rows", "no schema", "newer"],
+)
+def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: str) -> None:
+    path = tmp_path / "0007_bad.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigurationError) as caught:
+        Run.load(path)
+    assert str(path) in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data["rows"][1].pop("metric"),
+        lambda data: data["rows"][1].update(value="5"),
+        lambda data: data["rows"][1].update(value=None),
+        lambda data: data["rows"][1].update(value=float("nan")),
+        lambda data: data["rows"][1].update(value=True),
+        lambda data: data["rows"][1].update(repeat=0.5),
+        lambda data: data["rows"][1].update(batch_size=-8),
+        lambda data: data["rows"][1].update(device=None),
+        lambda data: data["rows"].append(3),
+        lambda data: data["cases"][0].pop("seq_len"),
+        lambda data: data["cases"][0].update(precision="fp3"),
+        lambda data: data["session"].update(status="half"),
+        lambda data: data.update(environment=[]),
+    ],
+)
+def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(
+    saved: Path, damage: Callable[[Any], object]
+) -> None:
+    data = json.loads(saved.read_text())
+    damage(data)
+    saved.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match=r"0001_before\.json is damaged"):
+        Run.load(saved)
+
+
+def test_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"absent\.json: No such file"):
+        Run.load(tmp_path / "absent.json")
