@@ -9,19 +9,28 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
+from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument, InstrumentError, Running
 from dpbench.instruments.child import log_tail
+from dpbench.instruments.fit import check_fits
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
 
-def measure(case: Case, instruments: Sequence[Instrument]) -> Outcome:
-    """Measure one case with each instrument; an error ends the case, not the caller."""
+def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = None) -> Outcome:
+    """Measure one case with each instrument; an error ends the case, not the caller.
+
+    Args:
+        case: what to measure.
+        instruments: how.
+        gpu: a case that cannot fit this GPU is not started, see `check_fits`; None to try it.
+    """
     start = time.monotonic()
     rows: list[Measurement] = []
     failure: dict[str, Any] = {}
     running: list[Running] = []
     try:
+        check_fits(case, gpu)
         # All start at once and take turns on the GPU: one imports while another measures.
         for instrument in instruments:
             running.append(instrument.start(case))

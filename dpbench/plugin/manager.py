@@ -93,7 +93,8 @@ class Manager:
     def measure(self, case: Case | str, **fields: Any) -> CaseReport:
         """What the ``ncu`` fixture returns is this; see there."""
         assert self.instruments, "a test that measures is skipped without --ncu"
-        return self._report(_case(case, fields), self.instruments)
+        gpu = None if self.options.dpbench_try_anyway else self.gpu
+        return self._report(_case(case, fields), self.instruments, gpu)
 
     def count(self, case: Case | str, **fields: Any) -> CaseReport:
         """What the ``logical_io`` fixture returns is this; see there."""
@@ -101,7 +102,9 @@ class Manager:
 
         return self._report(_case(case, fields), [Logical()])
 
-    def _report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
+    def _report(
+        self, case: Case, instruments: Sequence[Instrument], gpu: Gpu | None = None
+    ) -> CaseReport:
         """The case by these instruments, by this process or whichever asked first."""
         from dpbench.results.report import CaseReport
         from dpbench.results.store import OutcomeStore
@@ -110,13 +113,15 @@ class Manager:
         fresh: list[Outcome] = []
 
         def measure_now(case: Case) -> Outcome:
-            fresh.append(measure(case, instruments))
+            fresh.append(measure(case, instruments, gpu=gpu))
             return fresh[0]
 
         by = "+".join(instrument.name for instrument in instruments)
         outcome = OutcomeStore(self._made_directory()).once(case, measure_now, by=by)
         if fresh:
             self._write()  # at once, so that a killed session keeps what it has
+        if outcome.skipped:
+            pytest.skip(outcome.message)
         if outcome.error:
             pytest.fail(_failure(outcome), pytrace=False)
         return CaseReport.of_outcome(outcome)

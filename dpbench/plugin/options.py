@@ -69,5 +69,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="end a case's process after this long on the GPU (default %(default)g)",
     )
+    group.addoption(
+        "--dpbench-try-anyway",
+        action="store_true",
+        help="start cases whose predicted peak memory does not fit the GPU, instead of skipping",
+    )
     group.addoption("--dpbench-json", type=Path, metavar="FILE", help="write every row here")
     group.addoption("--dpbench-markdown", type=Path, metavar="FILE", help="write the tables here")

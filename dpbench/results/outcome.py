@@ -42,6 +42,11 @@ class Outcome:
     log_tail: str = ""
     instruments: tuple[str, ...] = ()
 
+    @property
+    def skipped(self) -> bool:
+        """Whether it was not even tried, because it cannot fit the GPU."""
+        return self.error == "DoesNotFit"
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types; the inverse of `from_json`."""
         rest = {k: v for k, v in vars(self).items() if k not in ("case", "rows")}
@@ -98,11 +103,16 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             "trainer": trainer,
             "ok": count["ok"],
             "failed": count["failed"],
-            "success_rate": count["ok"] / count.total(),
+            "skipped": count["skipped"],
+            "success_rate": _share(count["ok"], count["ok"] + count["failed"]),
             "peak_memory_bytes": peaks.get(trainer),
         }
         for trainer, count in counts.items()
     ]
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def document(
@@ -141,8 +151,9 @@ def summary_tables(outcomes: Sequence[Outcome]) -> list[Table]:
         cells.append(
             [
                 line["trainer"],
-                f"{line['ok']}/{line['ok'] + line['failed']}",
-                f"{line['success_rate']:.0%}",
+                f"{line['ok']}/{line['ok'] + line['failed']}"
+                + (f", {line['skipped']} skipped" if line["skipped"] else ""),
+                f"{line['success_rate']:.0%}" if line["success_rate"] is not None else "-",
                 gigabytes(peak) if peak is not None else "-",
             ]
         )

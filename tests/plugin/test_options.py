@@ -174,3 +174,16 @@ def test_help_lists_the_options(pytester: pytest.Pytester) -> None:
         "--dpbench-timeout",
     ):
         assert option in text
+
+
+def test_a_case_that_cannot_fit_is_skipped_unless_asked_for(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    conftest = pytester.path / "conftest.py"
+    conftest.write_text(conftest.read_text().replace("141 * 10**9", "10**6"))
+    result = project("-rs")
+    result.assert_outcomes(skipped=4)
+    result.stdout.fnmatch_lines(
+        ["*does not fit: needs about * GB of * GB*", "*nothing was measured*"]
+    )
+    project("--dpbench-try-anyway").assert_outcomes(passed=4)

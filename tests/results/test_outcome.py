@@ -117,6 +117,7 @@ def summary_line(trainer: str, ok: int, failed: int, rate: float, peak: float | 
         "trainer": trainer,
         "ok": ok,
         "failed": failed,
+        "skipped": 0,
         "success_rate": rate,
         "peak_memory_bytes": peak,
     }
