@@ -5,14 +5,16 @@ Everything heavy is imported inside functions: ``pytest --help`` loads no torch 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
 from dpbench.errors import DpbenchError
-from dpbench.plugin.manager import NAME, NEEDS_NCU, Manager
+from dpbench.plugin.manager import NAME, NEEDS_NCU, Manager, asked_grid
 from dpbench.plugin.options import pytest_addoption
+from dpbench.plugin.workers import Workers, expected_cost, useful_workers
 
 if TYPE_CHECKING:
     from dpbench.results.report import CaseReport
@@ -24,6 +26,7 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_generate_tests",
+    "pytest_xdist_auto_num_workers",
 ]
 
 
@@ -35,6 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
     except DpbenchError as error:
         raise pytest.UsageError(f"dpbench: {error}") from error
     config.pluginmanager.register(manager, NAME)
+    if config.option.ncu:
+        config.pluginmanager.register(Workers(manager.grid))
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """What ``-n auto`` means with ``--ncu``; None leaves it to xdist."""
+    if not config.option.ncu or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    try:
+        return useful_workers(asked_grid(config.option)) or None
+    except DpbenchError:  # asked before `pytest_configure`, which will say what is wrong
+        return None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -49,10 +65,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what measures under ncu unless ``--ncu`` was given: it takes minutes of a GPU.
 
     Tests of one case come one after the other: xdist workers then measure different cases,
-    instead of waiting for each other's.
+    instead of waiting for each other's. They begin with the cases that take longest, so that no
+    GPU is left with one of those while the others have nothing to do.
     """
     manager: Manager = config.pluginmanager.getplugin(NAME)
-    position = {case.id: place for place, case in enumerate(manager.grid.cases())}
+    cases = list(manager.grid.cases())
+    if manager.is_worker:
+        cases.sort(key=expected_cost, reverse=True)
+    position = {case.id: place for place, case in enumerate(cases)}
 
     def place(item: pytest.Item) -> int:
         callspec = getattr(item, "callspec", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import signal
 import tempfile
@@ -33,6 +34,16 @@ RUNS_NO_TEST = (
 """Options of pytest with which no test runs, so that there is nothing to measure."""
 
 
+def asked_grid(options: argparse.Namespace) -> Grid:
+    """The grid that a session's options describe.
+
+    Raises:
+        ConfigurationError: there is no such grid or case.
+    """
+    grid = Grid.named(options.dpbench_grid)
+    return grid.narrow(**{axis: getattr(options, f"dpbench_{axis}") for axis in AXES})
+
+
 class Manager:
     """The session's grid, instruments and outcomes, in each process that runs tests.
 
@@ -44,8 +55,7 @@ class Manager:
         self.config = config
         self.options = config.option
         self.is_worker = hasattr(config, "workerinput")
-        grid = Grid.named(self.options.dpbench_grid)
-        self.grid = grid.narrow(**{axis: getattr(self.options, f"dpbench_{axis}") for axis in AXES})
+        self.grid = asked_grid(self.options)
         self.instruments: list[Instrument] = []
         """What the ``ncu`` fixture measures with; none without ``--ncu``."""
         self.directory: Path | None = None
@@ -139,8 +149,12 @@ class Manager:
         if not self.instruments:
             return None
         count = sum(1 for _ in self.grid.cases())
-        where = f"{self.gpu.name} (driver {self.gpu.driver})" if self.gpu else "no GPU"
-        return f"dpbench: {self.grid.name}, {count} cases, {where}"
+        return f"dpbench: {self.grid.name}, {count} cases, {self._gpus_in_words()}"
+
+    def _gpus_in_words(self) -> str:
+        gpus = visible_gpus()
+        times = f"{len(gpus)} x " if len(gpus) > 1 else ""
+        return f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

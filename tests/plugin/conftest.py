@@ -11,13 +11,23 @@ import pytest
 REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
 
 CONFTEST = """
-import dpbench.gpu, dpbench.instruments.ncu, dpbench.instruments.timing, dpbench.plugin.manager
+import os
+import dpbench.instruments.ncu, dpbench.instruments.timing
+import dpbench.plugin.manager, dpbench.plugin.workers
+from dpbench.gpu import Gpu, select
 
-def one_gpu():
-    return [dpbench.gpu.Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")]
+def replayed_gpus():
+    count = int(os.environ.get("REPLAYED_GPUS", 1))
+    gpus = [Gpu(f"GPU-{i}", "NVIDIA H200", 141 * 10**9, "580.159.03") for i in range(count)]
+    return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
-for module in (dpbench.instruments.ncu, dpbench.instruments.timing, dpbench.plugin.manager):
-    module.visible_gpus = one_gpu
+for module in (
+    dpbench.instruments.ncu,
+    dpbench.instruments.timing,
+    dpbench.plugin.manager,
+    dpbench.plugin.workers,
+):
+    module.visible_gpus = replayed_gpus
 """
 
 SUITE = """
