@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from dpbench.case import MODEL_SIZES
+from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
 from dpbench.instruments.child import Steps
 from dpbench.registry import MODELS, TRAINERS
 
@@ -22,6 +22,30 @@ def add_steps(
             metavar="N",
             help=f"{whose} {name} steps (default {default})",
         )
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Declare which cases: a grid, and what replaces its axes."""
+    parser.add_argument(
+        "--grid", default="grid1", help=f"{one_of(GRIDS)}, or a .toml file (default grid1)"
+    )
+    narrow = parser.add_argument_group("cases", "each replaces one axis of the grid; repeatable")
+    narrow.add_argument("--trainer", action="append", help=TRAINER_HELP)
+    narrow.add_argument("--batch-size", action="append", type=int)
+    narrow.add_argument("--seq-len", action="append", type=int)
+    narrow.add_argument("--model-size", action="append", help=SIZE_HELP)
+    narrow.add_argument("--precision", action="append", help=one_of(PRECISIONS))
+    narrow.add_argument("--attention", action="append", help=one_of(ATTENTIONS))
+    narrow.add_argument("--model", action="append", help=MODEL_HELP)
+
+
+def chosen_grid(options: argparse.Namespace) -> Grid:
+    """The grid that the options of `add_cases` describe.
+
+    Raises:
+        ConfigurationError: it does not exist, or a value in it does not.
+    """
+    return Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
 
 
 def one_of(names: Iterable[str]) -> str:

@@ -26,15 +26,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dpbench.case import ATTENTIONS, AXES, GRIDS, PRECISIONS, Grid
-from dpbench.commands.options import (
-    METRICS_HELP,
-    MODEL_HELP,
-    SIZE_HELP,
-    TRAINER_HELP,
-    add_steps,
-    one_of,
-)
+from dpbench.commands.options import METRICS_HELP, add_cases, add_steps, chosen_grid
 from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.child import Steps
@@ -44,17 +36,7 @@ from dpbench.instruments.timing import Timing
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument(
-        "--grid", default="grid1", help=f"{one_of(GRIDS)}, or a .toml file (default grid1)"
-    )
-    narrow = parser.add_argument_group("cases", "each replaces one axis of the grid; repeatable")
-    narrow.add_argument("--trainer", action="append", help=TRAINER_HELP)
-    narrow.add_argument("--batch-size", action="append", type=int)
-    narrow.add_argument("--seq-len", action="append", type=int)
-    narrow.add_argument("--model-size", action="append", help=SIZE_HELP)
-    narrow.add_argument("--precision", action="append", help=one_of(PRECISIONS))
-    narrow.add_argument("--attention", action="append", help=one_of(ATTENTIONS))
-    narrow.add_argument("--model", action="append", help=MODEL_HELP)
+    add_cases(parser)
     how = parser.add_argument_group("measuring")
     how.add_argument(
         "--instrument",
@@ -101,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.results.tables import as_text
     from dpbench.runner import measure
 
-    grid = Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
+    grid = chosen_grid(options)
     instruments = choose(
         options.instrument or _instruments_here(options),
         directory=options.ncu_dir,

@@ -65,7 +65,7 @@ def tables(frame: pd.DataFrame) -> list[Table]:
         return []
     summary = in_order(with_ratios(summarise(frame)))
     found: list[Table] = []
-    for cell, rows in _cells(summary):
+    for cell, rows in by_cell(summary):
         found += [
             _step_table(cell, rows),
             *_phase_table(cell, rows, "dram_bytes", "DRAM"),
@@ -85,7 +85,7 @@ def in_order(summary: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _cells(summary: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+def by_cell(summary: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows that share a baseline, with a title that says which and where they were measured."""
     for values, rows in summary.groupby([*CONFIGURATION, "device"], sort=False):
         cell = dict(zip([*CONFIGURATION, "device"], map(str, values), strict=True))

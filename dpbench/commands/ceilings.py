@@ -1,0 +1,38 @@
+"""Measure what this GPU reaches, beside its data sheet.
+
+Times a copy far larger than the L2 cache, and a large matrix product at each precision, while
+no other dpbench process measures on this GPU. The JSON file serves dpbench roofline as roofs.
+
+Examples:
+  dpbench ceilings
+  dpbench ceilings --json ceilings.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dpbench.errors import ConfigurationError, check_writable_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for dpbench roofline --ceilings")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from dpbench.ceilings import measure_ceilings
+    from dpbench.gpu import visible_gpus
+    from dpbench.results.outcome import write_text
+
+    if not visible_gpus():
+        raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
+    if options.json:
+        check_writable_file(options.json)
+    ceilings = measure_ceilings()
+    print(ceilings.table().as_text())
+    if options.json:
+        write_text(options.json, ceilings.as_json())
+    return 0

@@ -1,0 +1,195 @@
+"""The roofline: which roof of a card, bandwidth or arithmetic, bounds each phase of a step.
+
+A phase that does F operations and moves M bytes takes at least ``max(F / peak, M / bandwidth)``
+seconds; F / M, its arithmetic intensity, says which of the two it is (Williams, Waterman and
+Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009).
+
+Operations are counted, not measured: those of matrix products and attention, by PyTorch's own
+counter. Bytes are DRAM bytes where they were measured, logical bytes elsewhere; the two never
+share a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.errors import ConfigurationError
+from dpbench.results.cards import Roofs
+from dpbench.results.frame import summarise
+from dpbench.results.rows import STEP
+from dpbench.results.tables import ABSENT, SHOWN_SHARE, Table, by_cell, gigabytes, in_order
+
+MEASURED_BYTES = "measured DRAM bytes"
+COUNTED_BYTES = "logical bytes"
+"""Where the bytes of a row come from: the column ``bytes_are``."""
+
+BANDWIDTH = "bandwidth"
+ARITHMETIC = "arithmetic"
+"""What can bound a phase: the column ``bound_by``."""
+
+
+def intensities(frame: pd.DataFrame) -> pd.DataFrame:
+    """Operations, bytes and, if it was measured, time of each phase and of the step.
+
+    Args:
+        frame: the long table of any number of cases; each needs rows of the ``logical``
+            instrument, for the operations. DRAM bytes of ``ncu`` and times of ``timing`` are
+            used where they are.
+
+    Returns:
+        One row per case, device and phase: the case's fields, ``device``, ``phase``,
+        ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` (NaN where no
+        time was measured).
+
+    Raises:
+        ConfigurationError: operations of a case or a phase were not counted.
+    """
+    summary = summarise(frame)
+    flops = _values(summary, "flops", "flops").drop(columns="device")
+    logical = _values(summary, "logical_bytes", "logical")
+    dram = _values(summary, "dram_bytes", "dram")
+    seconds = _values(summary, "step_time_seconds", "seconds")
+    on_hardware = pd.concat([dram, seconds])[[*AXES, "device"]].drop_duplicates()
+    counted_only = _without(logical, on_hardware)
+    parts = [
+        dram.assign(bytes_are=MEASURED_BYTES).rename(columns={"dram": "bytes"}),
+        # Timed, but not under the profiler: the logical bytes of the case, on its device.
+        _without(on_hardware, dram, [*AXES, "device"])
+        .merge(logical.drop(columns="device"), on=AXES)
+        .assign(bytes_are=COUNTED_BYTES)
+        .rename(columns={"logical": "bytes"}),
+        counted_only.assign(bytes_are=COUNTED_BYTES).rename(columns={"logical": "bytes"}),
+    ]
+    table = pd.concat([part for part in parts if not part.empty] or parts, ignore_index=True)
+    table = table.merge(flops, on=[*AXES, "phase"], how="left")
+    table = table.merge(seconds, on=[*AXES, "device", "phase"], how="left")
+    _check_counted(table, _without(on_hardware, flops))
+    return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
+
+
+def _values(summary: pd.DataFrame, metric: str, column: str) -> pd.DataFrame:
+    """One metric as a column, by case, device and phase."""
+    found = summary[summary.metric == metric]
+    return found[[*AXES, "device", "phase", "value"]].rename(columns={"value": column})
+
+
+def _without(
+    table: pd.DataFrame, other: pd.DataFrame, keys: list[str] | None = None
+) -> pd.DataFrame:
+    """The rows of a table whose keys (the case's fields) do not occur in another."""
+    keys = keys or list(AXES)
+    if other.empty:
+        return table
+    return table[~pd.MultiIndex.from_frame(table[keys]).isin(pd.MultiIndex.from_frame(other[keys]))]
+
+
+def _check_counted(table: pd.DataFrame, uncounted: pd.DataFrame) -> None:
+    """Every case and phase must have operations: a missing count is an error, never zero."""
+    missing = [*uncounted.to_dict("records"), *table[table.flops.isna()].to_dict("records")]
+    if missing:
+        case = missing[0]
+        raise ConfigurationError(
+            f"no operations were counted for {case['trainer']} batch {case['batch_size']} sequence "
+            f"{case['seq_len']}, phase {case.get('phase', STEP)}: count the same case with the "
+            f"logical instrument"
+        )
+
+
+def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
+    """What `intensities` returned, under the roofs of one card.
+
+    Returns:
+        The table with ``bound_by``, ``least_seconds``, ``share`` (``least_seconds / seconds``),
+        and what was achieved, ``flops_per_second`` and ``bytes_per_second``. The least time of
+        a step is the sum over its phases, because they run one after the other.
+
+    Raises:
+        ConfigurationError: rows were measured on another card.
+    """
+    measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
+    roofs.require(measured.device)
+    arithmetic = table.flops / table.precision.map(roofs.flops)
+    bandwidth = table.bytes / roofs.bandwidth
+    table = table.assign(
+        bound_by=np.where(arithmetic > bandwidth, ARITHMETIC, BANDWIDTH),
+        least_seconds=np.maximum(arithmetic, bandwidth),
+    )
+    keys = [*AXES, "device", "bytes_are"]
+    phases = table[table.phase != STEP].groupby(keys, as_index=False).least_seconds.sum()
+    table = table.merge(phases, on=keys, how="left", suffixes=("", "_of_phases"))
+    is_sum = (table.phase == STEP) & table.least_seconds_of_phases.notna()
+    least = table.least_seconds.mask(is_sum, table.least_seconds_of_phases)
+    return table.drop(columns="least_seconds_of_phases").assign(
+        least_seconds=least,
+        share=least / table.seconds,
+        flops_per_second=table.flops / table.seconds,
+        bytes_per_second=table.bytes / table.seconds,
+    )
+
+
+def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
+    """What `under` returned, as tables to read: one per cell of the grid and kind of bytes."""
+    found = []
+    for (premise,), group in table.groupby(["bytes_are"], sort=False):
+        for title, rows in by_cell(in_order(group)):
+            precision = str(rows.precision.iloc[0])
+            found.append(
+                Table(
+                    f"{title}: roofline of {premise}",
+                    _headers(rows),
+                    list(_lines(rows)),
+                    (_note(roofs, precision),),
+                )
+            )
+    return found
+
+
+def _headers(rows: pd.DataFrame) -> list[str]:
+    headers = ["trainer\n· phase", "TFLOP", "GB", "FLOP\n/ B", "bound by", "least\nms"]
+    return [*headers, "time\nms", "% of\nroof"] if rows.seconds.notna().any() else headers
+
+
+def _lines(rows: pd.DataFrame) -> Iterator[list[str]]:
+    """For each trainer a line for the step, then one per phase that matters to any of them."""
+    timed = rows.seconds.notna().any()
+    matters = set(rows[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()].phase)
+    for trainer, group in rows.groupby("trainer", sort=False):
+        by_phase = {str(row["phase"]): row for row in group.to_dict("records")}
+        for phase in (STEP, *PHASES, OUTSIDE):
+            row = by_phase.get(phase)
+            if row is None or phase not in matters:
+                continue
+            line = [
+                str(trainer) if phase == STEP else f"· {phase}",
+                gigabytes(row["flops"] / 1e3),
+                gigabytes(row["bytes"]),
+                _number(row["intensity"], ".1f"),
+                row["bound_by"],
+                milliseconds(row["least_seconds"]),
+            ]
+            if timed:
+                line += [milliseconds(row["seconds"]), _number(row["share"], ".0%")]
+            yield line
+
+
+def _number(value: float, style: str) -> str:
+    return ABSENT if pd.isna(value) else format(value, style)
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds, with one digit after the point or three in all."""
+    return _number(seconds * 1e3, ".1f" if seconds >= 1e-4 else ".3g")
+
+
+def _note(roofs: Roofs, precision: str) -> str:
+    peak = roofs.flops[precision]
+    return (
+        f"Roofs of {roofs.name}: {roofs.bandwidth / 1e9:.4g} GB/s and {peak / 1e12:.4g} TFLOP/s "
+        f"at {precision}, which meet at {roofs.ridge(precision):.1f} FLOP/B ({roofs.premise}). "
+        f"FLOP are counted: matrix products and attention. The step's least time is the sum of "
+        f"its phases'."
+    )
