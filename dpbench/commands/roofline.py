@@ -1,7 +1,7 @@
 """Say which roof of a card, bandwidth or arithmetic, bounds each phase.
 
 Counts the operations and bytes of each case, without a GPU, and holds them against what a card
-can do. With FILE, a document of measured rows (dpbench run --json), the bytes are the measured
+can do. With FILE, a saved run (dpbench run --json), the bytes are the measured
 ones, and the time of each phase stands beside the least that the roofs allow; only the
 operations are counted then. The case options choose among the cases of a FILE.
 
@@ -17,9 +17,9 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,14 +27,15 @@ from dpbench.case import AXES, Case
 from dpbench.commands.options import add_cases, chosen_grid, one_of
 from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.results.cards import CARDS, Roofs, find_card
+from dpbench.results.rows import Measurement, saved_case
 
 if TYPE_CHECKING:
-    from dpbench.results.rows import Measurement
+    import pandas as pd
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="saved rows (JSON)")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="a saved run (JSON)")
     roofs = parser.add_mutually_exclusive_group()
     roofs.add_argument("--card", help=f"{one_of(CARDS)}, or its name in nvidia-smi")
     roofs.add_argument(
@@ -46,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    import pandas as pd
+
     from dpbench.results.frame import to_frame
     from dpbench.results.outcome import write_text
     from dpbench.results.roofline import intensities, roofline_tables, under
@@ -54,17 +57,19 @@ def run(options: argparse.Namespace) -> int:
     named = _named_roofs(options)
     if options.markdown:
         check_writable_file(options.markdown)
-    saved = [row for path in options.files for row in saved_rows(path)]
-    cases = set(_cases(options, saved))
-    rows = [row for row in saved if row.case in cases]
-    measured_on = {row.device for row in rows if row.instrument != "logical"}
+    saved = _saved(options) if options.files else to_frame([])
+    cases = _cases_of(saved) if options.files else list(chosen_grid(options).cases())
+    measured_on = sorted(set(saved[saved.instrument != "logical"].device))
     if named:
         named.require(measured_on)  # before anything is counted
     devices: list[str | None] = [*measured_on] if measured_on else [None]
     roofs = {device: named or _roofs_of(device) for device in devices}
-    done = {row.case for row in rows if row.metric == "flops"}
-    counted, failed = _count(case for case in _cases(options, saved) if case not in done)
-    table = intensities(to_frame(row for row in [*rows, *counted] if row.case not in failed))
+    done = set(_cases_of(saved[saved.metric == "flops"]))
+    counted, failed = _count(case for case in cases if case not in done)
+    for case in failed:
+        saved = saved[(saved[list(AXES)] != pd.Series(asdict(case))).any(axis="columns")]
+    parts = [part for part in (saved, to_frame(counted)) if len(part)]
+    table = intensities(pd.concat(parts or [saved], ignore_index=True))
     found = []
     for device, group in table.groupby("device", sort=False):
         bounds = roofs.get(str(device)) or named or _roofs_of(None)
@@ -75,43 +80,39 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def saved_rows(path: Path) -> list[Measurement]:
-    """The rows of a document that dpbench wrote.
+def _saved(options: argparse.Namespace) -> pd.DataFrame:
+    """The rows of the files, of the cases that the case options choose."""
+    import pandas as pd
+
+    from dpbench.results.run import Run
+
+    frame = pd.concat([Run.load(path).frame for path in options.files], ignore_index=True)
+    names = ", ".join(map(str, options.files))
+    same = [*AXES, "instrument", "phase", "metric", "repeat", "device"]
+    if frame.duplicated(same).any():
+        raise ConfigurationError(f"{names}: the same case is in two of them; name one")
+    for axis in AXES:
+        if (values := getattr(options, axis)) is not None:
+            frame = frame[frame[axis].isin([_spelled(axis, value) for value in values])]
+    if frame.empty:
+        raise ConfigurationError(f"{names}: no rows of the cases that were asked for")
+    return frame
+
+
+def _spelled(axis: str, value: object) -> object:
+    """A value of an axis as rows spell it.
 
     Raises:
-        ConfigurationError: it cannot be read, or is no such document.
+        ConfigurationError: it does not exist.
     """
-    from dpbench.results.rows import Measurement
-
-    try:
-        return [Measurement.from_row(row) for row in json.loads(path.read_bytes())["rows"]]
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path}: not a document of dpbench's rows ({error})") from error
-
-
-def _cases(options: argparse.Namespace, saved: list[Measurement]) -> list[Case]:
-    """The cases of the grid, or those of the saved rows that the case options choose."""
-    if not options.files:
-        return list(chosen_grid(options).cases())
-    wanted = {
-        axis: {getattr(_probe(axis, value), axis) for value in getattr(options, axis)}
-        for axis in AXES
-        if getattr(options, axis) is not None
-    }
-    cases = dict.fromkeys(row.case for row in saved)
-    chosen = [c for c in cases if all(getattr(c, axis) in wanted[axis] for axis in wanted)]
-    if not chosen:
-        names = ", ".join(map(str, options.files))
-        raise ConfigurationError(f"{names}: no rows of the cases that were asked for")
-    return chosen
-
-
-def _probe(axis: str, value: object) -> Case:
-    """A case with this value, which checks it and spells it as saved rows do."""
     case: dict[str, object] = {"trainer": "standard", "batch_size": 1, "seq_len": 1, axis: value}
-    return Case(**case)  # type: ignore[arg-type]
+    return getattr(Case(**case), axis)  # type: ignore[arg-type]
+
+
+def _cases_of(frame: pd.DataFrame) -> list[Case]:
+    """The cases of rows, each once."""
+    fields = frame[list(AXES)].drop_duplicates()
+    return [saved_case(dict(zip(AXES, row, strict=True))) for row in fields.to_numpy(object)]
 
 
 def _count(cases: Iterable[Case]) -> tuple[list[Measurement], set[Case]]:

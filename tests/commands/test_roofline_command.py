@@ -84,15 +84,23 @@ def test_a_case_that_cannot_be_counted_leaves_the_others(
     assert "nowhere_to_be_found" not in shown.out
 
 
+def test_nothing_but_cases_that_cannot_be_counted_is_a_failure() -> None:
+    rows = json.loads(saved(DPSGD).read_text())["rows"]
+    unknown = [{**row, "trainer": "nowhere_to_be_found"} for row in rows]
+    Path("run.json").write_text(json.dumps({"schema": 1, "rows": unknown}))
+    assert main(["roofline", "run.json"]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (TINY, "no CUDA GPU is visible here, so name a card with --card: a100-40gb"),
         ([*TINY, "--card", "h300"], "unknown card 'h300'; choose from a100-40gb"),
-        (["none.json"], "none.json: No such file"),
-        (["text.json"], "text.json: not a document of dpbench's rows"),
+        (["none.json"], "run file none.json: No such file"),
+        (["text.json"], "run file text.json is damaged"),
         (["run.json", "--trainer", "dpsgd"], "run.json: no rows of the cases that were asked for"),
         (["run.json", "--trainer", "adam"], "unknown trainer 'adam'"),
+        (["run.json", "run.json"], "run.json, run.json: the same case is in two of them"),
         (["run.json", "--card", "l4"], "measured on NVIDIA H200, not on NVIDIA L4"),
         (["run.json", "--ceilings", "run.json"], "not a document of dpbench ceilings"),
         (["run.json", "--markdown", "/"], "is a directory; name a file"),
