@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dpbench.gpu import visible_gpus
 
 pytest_plugins = ["pytester"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compute with one thread, here and in child processes: the models of the tests are tiny.
+
+    More threads spend ten times as long waiting for each other. Left alone with ``--ncu``, where
+    a measured process shall be as its user would start it.
+    """
+    if not config.option.ncu:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
