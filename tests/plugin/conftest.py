@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from dpbench import MODELS, TRAINERS
+from dpbench.gpu import visible_gpus
 
 REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
 
@@ -45,9 +51,55 @@ def test_dram(dpbench_case, ncu):
 RunSuite = Callable[..., pytest.RunResult]
 
 
+class Imports:
+    """What sessions have imported in this process; pytester forgets it, after each and at last.
+
+    Libraries such as NumPy and torch cannot be imported a second time.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, ModuleType] = {}
+
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        for name, module in sys.modules.items():
+            file = getattr(module, "__file__", None)
+            if not (file and Path(file).is_relative_to(config.rootpath)):  # not the project's own
+                self.modules[name] = module
+
+    def restore(self) -> None:
+        for name, module in self.modules.items():
+            sys.modules.setdefault(name, module)
+
+
+@pytest.fixture(autouse=True)
+def imports() -> Iterator[Imports]:
+    """Ends after ``pytester``, because it starts first."""
+    kept = Imports()
+    yield kept
+    kept.restore()
+
+
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> RunSuite:
-    """Run pytest in a user's project; ``replayed`` cases are tiny, standard and dpsgd."""
+def temporary(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the project's processes put their temporary files."""
+    directory = pytester.mkdir("temporary")
+    monkeypatch.setenv("TMPDIR", str(directory))
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))  # this process has read TMPDIR
+    return directory
+
+
+@pytest.fixture
+def project(
+    pytester: pytest.Pytester,
+    temporary: Path,
+    imports: Imports,
+    monkeypatch: pytest.MonkeyPatch,
+) -> RunSuite:
+    """Run pytest in a user's project; ``replayed`` cases are tiny, standard and dpsgd.
+
+    The session runs in this process, which costs a tenth of a new one, unless it has workers or
+    is to be ``alone``.
+    """
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     ncu = pytester.path / "ncu"
@@ -62,9 +114,36 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> RunSu
         cell="trainer = ['standard', 'dpsgd']\nbatch_size = 4\nseq_len = 64\nmodel_size = 'tiny'",
     )
 
-    def run(*arguments: str, replayed: bool = True) -> pytest.RunResult:
+    def run(*arguments: str, replayed: bool = True, alone: bool = False) -> pytest.RunResult:
         measured = ["--ncu", "--ncu-path", str(ncu), "--dpbench-no-timing"] if replayed else []
         grid = [] if any("--dpbench-grid" in a for a in arguments) else ["--dpbench-grid=cell.toml"]
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *grid, *measured, *arguments)
+        everything = [*WITHOUT, *grid, *measured, *arguments]
+        if alone or any(a.startswith("-n") and a != "-n0" for a in arguments):
+            # Predicting a case's memory would load torch in each of the new processes.
+            return pytester.runpytest_subprocess(*everything, "--dpbench-try-anyway")
+        return in_this_process(pytester, everything, imports)
 
     return run
+
+
+WITHOUT = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+"""Pytest plugins that a project does not need; loading Hypothesis takes half a second."""
+
+
+def in_this_process(
+    pytester: pytest.Pytester, arguments: list[str], imports: Imports
+) -> pytest.RunResult:
+    """Run a session and leave this process as it was: its GPUs, registries, signal handler."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("dpbench.") and "visible_gpus" in vars(module):
+                patch.setattr(module, "visible_gpus", visible_gpus)  # CONFTEST sets another
+        for registry in (TRAINERS, MODELS):
+            patch.setattr(registry, "_targets", dict(registry._targets))
+            patch.setattr(registry, "_labels", set(registry._labels))
+        try:
+            return pytester.runpytest_inprocess(*arguments, plugins=[imports])
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            imports.restore()

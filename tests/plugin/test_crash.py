@@ -41,6 +41,6 @@ def test_a_killed_session_keeps_what_it_had_measured(
             os._exit(1)
         """
     )
-    project("-p", "no:xdist", "-p", "no:randomly", "--dpbench-json=run.json")
+    project("-p", "no:xdist", "-p", "no:randomly", "--dpbench-json=run.json", alone=True)
     document = json.loads((pytester.path / "run.json").read_text())
     assert {row["trainer"] for row in document["rows"]} == {"standard"}

@@ -134,7 +134,8 @@ def test_no_timing_leaves_times_out_and_timing_is_on_by_default(
     project()
     folder = pytester.path / "ncu_reports/tiny-fp32"
     assert not list(folder.glob("*.timing.log"))
-    result = project("--ncu", f"--ncu-path={pytester.path / 'ncu'}", replayed=False)
+    ncu = ["--ncu", f"--ncu-path={pytester.path / 'ncu'}", "--dpbench-trainer=standard"]
+    result = project(*ncu, replayed=False)
     assert list(folder.glob("*.timing.log"))  # and it fails, for there is no GPU
     result.stdout.fnmatch_lines(["*no CUDA GPU*"])
 
