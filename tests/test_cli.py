@@ -8,17 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dpbench import MODELS, TRAINERS
 from dpbench.cli import build_parser, hyphenated, main
+from dpbench.gpu import Gpu
 
 DATA = Path(__file__).parent / "data" / "tiny-fp32"
 TINY = ["--model-size", "tiny", "--batch-size", "4", "--seq-len", "16"]
 ON_CPU = ["run", "--instrument", "timing", "--device", "cpu", "--warmup", "0", "--active", "1"]
 
-TRAINERS = """
+OUTSIDE = """
 import time
 from dpbench import StandardTrainer, SimpleBigModel, phase
 
@@ -45,12 +48,53 @@ class NarrowModel(SimpleBigModel):
 """
 
 
+NCU = f"""#!{sys.executable}
+# Replays a recorded run; trainers that fail do so as ncu and the process under it would.
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import replay_ncu
+
+command = " ".join(sys.argv)
+if "Crashing" in command:
+    sys.exit(1)
+if "Hanging" in command:
+    print("dpbench: measuring", flush=True)
+    time.sleep(100)
+if "Greedy" in command:
+    print("torch.OutOfMemoryError: CUDA out of memory.")
+    sys.exit(9)
+sys.exit(replay_ncu.main())
+"""
+REPLAYED = ["run", "--instrument=ncu", "--ncu-path=./ncu", "--json=run.json"]
+REPLAYED += ["--model-size=tiny", "--batch-size=4", "--seq-len=64"]
+
+WITH_A_GPU = """
+import sys
+import dpbench.gpu, dpbench.instruments.ncu
+from dpbench.cli import main
+
+def one_gpu():
+    return [dpbench.gpu.Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
+
+for module in (dpbench.gpu, dpbench.instruments.ncu):
+    module.visible_gpus = one_gpu
+sys.exit(main())
+"""
+
+
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another directory, with an outside module of trainers in it."""
-    (tmp_path / "outside.py").write_text(TRAINERS)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Another directory, with an outside module of trainers and a replaying ``ncu`` in it."""
+    (tmp_path / "outside.py").write_text(OUTSIDE)
+    (tmp_path / "ncu").write_text(NCU)
+    (tmp_path / "ncu").chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.syspath_prepend(tmp_path)
+    for registry in (TRAINERS, MODELS):
+        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+        monkeypatch.setattr(registry, "_labels", set(registry._labels))
+    yield tmp_path
+    sys.modules.pop("outside", None)
 
 
 def dpbench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,10 +107,9 @@ def cases_of(path: Path) -> dict[str, str | None]:
     return {case["trainer"]: case["error"] for case in json.loads(path.read_text())["cases"]}
 
 
-def test_smoke_says_which_trainers_work() -> None:
-    result = dpbench("smoke")
-    assert result.returncode == 0
-    assert result.stdout.splitlines() == [
+def test_smoke_says_which_trainers_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["smoke"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
         "[TEST OK] StandardTrainer passed local test.",
         "[TEST OK] DPSGDTrainer passed local test.",
         "[TEST OK] DPGhostClippingTrainer passed local test.",
@@ -74,11 +117,13 @@ def test_smoke_says_which_trainers_work() -> None:
     ]
 
 
-def test_smoke_fails_when_a_trainer_does(elsewhere: Path) -> None:
-    result = dpbench("smoke", "--trainer", "standard", "--trainer", "outside:Crashing")
-    assert result.returncode == 1
-    assert "[TEST OK] StandardTrainer" in result.stdout
-    assert "[TEST FAILED] Crashing: RuntimeError: the clipping kernel fell over" in result.stdout
+def test_smoke_fails_when_a_trainer_does(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["smoke", "--trainer", "standard", "--trainer", "outside:Crashing"]) == 1
+    shown = capsys.readouterr().out
+    assert "[TEST OK] StandardTrainer" in shown
+    assert "[TEST FAILED] Crashing: RuntimeError: the clipping kernel fell over" in shown
 
 
 def test_step_prints_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +134,21 @@ def test_step_prints_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["parameters"] == 293_632
     assert len(record["phase_seconds"]) == 2
     assert set(record["phase_seconds"][0]) >= {"forward", "backward", "clip", "noise", "optimizer"}
+
+
+def test_a_step_that_fails_says_why_in_its_record(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*TINY, "--device=cpu", "--warmup=0", "--active=1"]
+    with pytest.raises(RuntimeError):
+        main(["step", "--trainer=outside:Crashing", *options])
+    message = "RuntimeError: the clipping kernel fell over"
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error == {"kind": "RuntimeError", "message": message}
+    assert main(["step", "--trainer=outside:Greedy", *options]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    message = "CUDA out of memory. Tried to allocate 61.04 GiB."
+    assert error == {"kind": "OutOfMemory", "message": message}
 
 
 def test_underscored_spellings_are_accepted() -> None:
@@ -162,21 +222,29 @@ def test_a_malformed_grid_file_is_named_with_its_key(
     assert words in shown
 
 
-def test_run_measures_a_grid_file_and_writes_what_it_shows(elsewhere: Path) -> None:
+def test_run_measures_a_grid_file_and_writes_what_it_shows(
+    elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With an outside model, a trainer that works and one that does not, on the CPU."""
     Path("mine.toml").write_text(
-        "trainer = ['standard', 'dpsgd']\nbatch_size = 4\nseq_len = 16\nmodel_size = 'tiny'\n"
+        "trainer = ['outside:Crashing', 'twice=outside:Doubling']\n"
+        "model = 'narrow=outside:NarrowModel'\n"
+        "batch_size = 4\nseq_len = 16\nmodel_size = 'tiny'\n"
     )
-    result = dpbench(*ON_CPU, "--grid=mine.toml", "--json=out/run.json", "--markdown=out/run.md")
-    assert result.returncode == 0, result.stderr
-    document = json.loads(Path("out/run.json").read_text())
-    assert {row["metric"] for row in document["rows"]} == {
-        "step_time_seconds",
-        "samples_per_second",
-    }
-    assert {row["device"] for row in document["rows"]} == {"cpu"}
-    assert "tiny fp32, batch 4, sequence 16, cpu" in result.stdout
-    assert "### tiny fp32, batch 4, sequence 16, cpu" in Path("out/run.md").read_text()
-    assert result.stderr.count("$ env ") == 2  # each process, as a command to paste
+    outputs = ["--json=out/run.json", "--markdown=out/run.md"]
+    assert main([*ON_CPU, "--grid=mine.toml", *outputs]) == 1
+    rows = json.loads(Path("out/run.json").read_text())["rows"]
+    assert {row["metric"] for row in rows} == {"step_time_seconds", "samples_per_second"}
+    assert {row["device"] for row in rows} == {"cpu"}
+    assert {(row["trainer"], row["model"]) for row in rows} == {("twice", "narrow")}
+    assert cases_of(Path("out/run.json")) == {"Crashing": "CaseFailed", "twice": None}
+    log = Path("ncu_reports/tiny-fp32-narrow/report_Crashing_bs4_seq16.timing.log").read_text()
+    assert "Traceback" in log
+    shown = capfd.readouterr()
+    assert "tiny fp32, narrow, batch 4, sequence 16, cpu" in shown.out
+    assert "the clipping kernel fell over" in " ".join(shown.out.split())
+    assert "### tiny fp32, narrow, batch 4, sequence 16, cpu" in Path("out/run.md").read_text()
+    assert shown.err.count("$ env ") == 2  # each process, as a command to paste
 
 
 def test_without_a_gpu_a_run_counts_logical_bytes_and_says_so(
@@ -202,58 +270,65 @@ def test_options_replace_axes_of_the_grid(elsewhere: Path) -> None:
     assert found == [("standard", 4, 16, "tiny")]
 
 
-def test_failures_of_every_kind_leave_the_other_cases_running(elsewhere: Path) -> None:
+def test_failures_of_every_kind_leave_the_other_cases_running(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("dpbench.gpu", "dpbench.instruments.ncu"):
+        gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
+        monkeypatch.setattr(f"{module}.visible_gpus", lambda gpus=gpus: gpus)
     names = ["Crashing", "Hanging", "Greedy"]
-    trainers = [text for name in names for text in ("--trainer", f"outside:{name}")]
-    result = dpbench(
-        *ON_CPU, *TINY, *trainers, "--trainer", "standard", "--timeout", "10", "--json", "run.json"
-    )
-    assert result.returncode == 1
+    trainers = [f"--trainer=outside:{name}" for name in names]
+    assert main([*REPLAYED, *trainers, "--trainer=standard", "--timeout=3"]) == 1
     assert cases_of(Path("run.json")) == {
         "Crashing": "CaseFailed",
         "Hanging": "CaseTimedOut",
         "Greedy": "CaseOutOfMemory",
         "standard": None,
     }
-    shown = " ".join(result.stdout.split())
-    assert "the clipping kernel fell over" in shown
+    assert "did not finish within 3 s" in " ".join(capsys.readouterr().out.split())
     summary = json.loads(Path("run.json").read_text())["summary"]
     assert {line["trainer"]: line["success_rate"] for line in summary} == {
         **dict.fromkeys(names, 0.0),
         "standard": 1.0,
     }
-    log = Path("ncu_reports/tiny-fp32/report_Crashing_bs4_seq16.timing.log").read_text()
-    assert "Traceback" in log
 
 
-def test_an_outside_trainer_and_model_run_through_every_command(elsewhere: Path) -> None:
+def test_an_outside_trainer_and_model_run_through_every_command(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For ``run``, see the grid file above."""
     trainer, model = "twice=outside:Doubling", "narrow=outside:NarrowModel"
-    assert dpbench("smoke", "--trainer", trainer).returncode == 0
-    stepped = dpbench("step", "--trainer", trainer, "--model", model, *TINY, "--device", "cpu")
-    assert json.loads(stepped.stdout)["case"]["trainer"] == "twice"
-    result = dpbench(*ON_CPU, *TINY, "--trainer", trainer, "--model", model, "--json", "run.json")
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(Path("run.json").read_text())["rows"]
-    assert {(row["trainer"], row["model"]) for row in rows} == {("twice", "narrow")}
+    assert main(["smoke", "--trainer", trainer]) == 0
+    assert capsys.readouterr().out == "[TEST OK] Doubling passed local test.\n"
+    steps = ["--warmup=0", "--active=1"]
+    named = ["--trainer", trainer, "--model", model]
+    assert main(["step", *named, *TINY, "--device=cpu", *steps]) == 0
+    case = json.loads(capsys.readouterr().out)["case"]
+    assert (case["trainer"], case["model"]) == ("twice", "narrow")
+
+
+def test_show_needs_no_class_for_the_names_in_a_report(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = elsewhere / "tiny-fp32-narrow"
     folder.mkdir()
     report = folder / "report_twice_bs4_seq16.ncu-rep"
     report.write_bytes((DATA / "report_standard_bs4_seq64.ncu-rep").read_bytes())
-    shown = dpbench("show", str(report))
-    assert shown.returncode == 0
-    assert "twice" in shown.stdout
-    assert "narrow" in shown.stdout
+    assert main(["show", str(report)]) == 0
+    shown = capsys.readouterr().out
+    assert "twice" in shown
+    assert "narrow" in shown
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(
     elsewhere: Path, ending: signal.Signals
 ) -> None:
-    command = [sys.executable, "-m", "dpbench", *ON_CPU, *TINY, "--json", "run.json"]
+    command = [sys.executable, "-c", WITH_A_GPU, *REPLAYED]
     command += ["--trainer", "standard", "--trainer", "outside:Hanging"]
     with Path("err").open("w") as stream:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream)
-    log = Path("ncu_reports/tiny-fp32/report_Hanging_bs4_seq16.timing.log")
+    log = Path("ncu_reports/tiny-fp32/report_Hanging_bs4_seq64.log")
     deadline = time.monotonic() + 60
     while not (log.exists() and "dpbench: measuring" in log.read_text()):
         assert time.monotonic() < deadline, Path("err").read_text()
