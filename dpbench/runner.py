@@ -13,6 +13,7 @@ from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument, InstrumentError, Running
 from dpbench.instruments.child import log_tail
 from dpbench.instruments.fit import check_fits
+from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
@@ -27,6 +28,8 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     """
     start = time.monotonic()
     rows: list[Measurement] = []
+    operators: list[OperatorCount] = []
+    notes: list[str] = []
     failure: dict[str, Any] = {}
     running: list[Running] = []
     try:
@@ -36,6 +39,8 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
             running.append(instrument.start(case))
         for measurement in running:
             rows += measurement.rows()
+            operators += measurement.operators
+            notes += measurement.notes
     except DpbenchError as error:
         failure = {"error": type(error).__name__, "message": str(error)}
         if isinstance(error, InstrumentError) and isinstance(error.log, Path):
@@ -45,5 +50,12 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     finally:
         for measurement in running:
             measurement.cancel()
-    names = tuple(instrument.name for instrument in instruments)
-    return Outcome(case, tuple(rows), time.monotonic() - start, instruments=names, **failure)
+    return Outcome(
+        case,
+        tuple(rows),
+        time.monotonic() - start,
+        instruments=tuple(instrument.name for instrument in instruments),
+        operators=tuple(operators),
+        notes=tuple(notes),
+        **failure,
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
+from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
 
 
@@ -46,6 +48,12 @@ class Instrument(ABC):
 
 class Running(Protocol):
     """A measurement under way."""
+
+    operators: Sequence[OperatorCount]
+    """What each operator did, once the rows are there; empty if the instrument sees none."""
+
+    notes: Sequence[str]
+    """What was assumed for the rows, once they are there."""
 
     def rows(self) -> list[Measurement]:
         """Wait for it to end, and return what was measured.

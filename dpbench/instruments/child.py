@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.gpu import MEASURING, WAITING, child_environment
 from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, CaseTimedOut, InstrumentError
 from dpbench.registry import MODELS, TRAINERS, child_python_path
+from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
 
 POLL_SECONDS = 0.05
@@ -73,6 +74,9 @@ class Child:
             that (imports) has as many seconds of its own, waiting for the GPU any number.
         read: makes rows of the record that the child printed.
     """
+
+    operators: Sequence[OperatorCount] = ()
+    notes: Sequence[str] = ()
 
     def __init__(
         self,

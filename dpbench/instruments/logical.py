@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from dpbench.case import OUTSIDE, PHASES, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.instruments.base import CaseFailed, Instrument
 from dpbench.instruments.logical_counter import ByteCounter, without_data
+from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.build import build
 from dpbench.training.phases import observed_step
@@ -34,32 +35,6 @@ each example's norms after the first step: kilobytes, whose making costs nothing
 
 DEVICE = "logical (no hardware)"
 """What stands in the rows for the name of a processor."""
-
-
-@dataclass(frozen=True)
-class OperatorCount:
-    """What one operator did in one phase. A list of them makes a ``pandas.DataFrame``.
-
-    Args:
-        phase: a phase of the step.
-        operator: e.g. ``aten.clone``.
-        calls: how often it ran.
-        read_bytes: logical bytes read, B.
-        write_bytes: logical bytes written, B.
-        flops: floating-point operations, a multiply-add counting as two.
-    """
-
-    phase: str
-    operator: str
-    calls: int
-    read_bytes: int
-    write_bytes: int
-    flops: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Logical bytes read and written, B."""
-        return self.read_bytes + self.write_bytes
 
 
 @dataclass(frozen=True)
@@ -149,16 +124,23 @@ class Logical(Instrument):
         counter.notes[f"step {self.most_steps} still added {after - before:,} B to what lives"] = 1
 
 
-@dataclass(frozen=True)
 class Counting:
     """A case to be counted, as a `Running`."""
 
-    instrument: Logical
-    case: Case
+    def __init__(self, instrument: Logical, case: Case) -> None:
+        self.instrument, self.case = instrument, case
+        self.operators: Sequence[OperatorCount] = ()
+        self.notes: Sequence[str] = ()
 
     def rows(self) -> list[Measurement]:
         """The rows of `Logical.count`, which happens here, in this process."""
-        return list(self.instrument.count(self.case).rows)
+        result = self.instrument.count(self.case)
+        self.operators = result.operators
+        unreviewed = (
+            f"{name}: counted by the general rule" for name in result.general_rule_operators
+        )
+        self.notes = (*result.notes, *unreviewed)
+        return list(result.rows)
 
     def cancel(self) -> None:
         """Nothing runs beside this process."""
@@ -201,31 +183,6 @@ def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
             or isinstance(group.get("lr"), torch.Tensor)
         ):
             group["foreach"] = True
-
-
-def growth(before: LogicalResult, after: LogicalResult) -> list[OperatorCount]:
-    """By phase and operator, what ``after`` has beyond ``before``; what grew most comes first.
-
-    Only what changed is listed; what shrank is negative.
-    """
-    earlier = {(count.phase, count.operator): count for count in before.operators}
-    later = {(count.phase, count.operator): count for count in after.operators}
-    changes = []
-    for phase, operator in earlier.keys() | later.keys():
-        nothing = OperatorCount(phase, operator, 0, 0, 0, 0)
-        old = earlier.get((phase, operator), nothing)
-        new = later.get((phase, operator), nothing)
-        change = OperatorCount(
-            phase,
-            operator,
-            new.calls - old.calls,
-            new.read_bytes - old.read_bytes,
-            new.write_bytes - old.write_bytes,
-            new.flops - old.flops,
-        )
-        if change != nothing:
-            changes.append(change)
-    return sorted(changes, key=lambda change: (-change.total_bytes, change.phase, change.operator))
 
 
 @contextmanager

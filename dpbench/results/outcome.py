@@ -16,6 +16,7 @@ from dpbench.case import Case
 from dpbench.gpu import Gpu
 from dpbench.results.code_state import code_state
 from dpbench.results.frame import summarise, throughputs, to_frame
+from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
 from dpbench.results.tables import Table, as_markdown, gigabytes, tables
 
@@ -30,7 +31,8 @@ class Outcome:
     """What became of one case.
 
     ``error`` is the class of what went wrong, or None; rows measured before it are kept.
-    ``instruments`` are the names of those that were to measure it.
+    ``instruments`` are the names of those that were to measure it; ``operators`` is what they saw
+    each operator do, and ``notes`` what they had to assume.
     """
 
     case: Case
@@ -41,6 +43,8 @@ class Outcome:
     log: str | None = None
     log_tail: str = ""
     instruments: tuple[str, ...] = ()
+    operators: tuple[OperatorCount, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> bool:
@@ -51,6 +55,8 @@ class Outcome:
         """Plain JSON types; the inverse of `from_json`."""
         rest = {k: v for k, v in vars(self).items() if k not in ("case", "rows")}
         rest["instruments"] = list(self.instruments)
+        rest["operators"] = [asdict(count) for count in self.operators]
+        rest["notes"] = list(self.notes)
         return {"case": asdict(self.case), **rest, "rows": as_rows(self.rows)}
 
     @classmethod
@@ -58,6 +64,8 @@ class Outcome:
         """The outcome that `as_json` described."""
         rest = {k: v for k, v in data.items() if k not in ("case", "rows")}
         rest["instruments"] = tuple(rest["instruments"])
+        rest["operators"] = tuple(OperatorCount(**count) for count in rest["operators"])
+        rest["notes"] = tuple(rest["notes"])
         rows = tuple(Measurement.from_row(row) for row in data["rows"])
         return cls(case=saved_case(data["case"]), rows=rows, **rest)
 
@@ -89,25 +97,29 @@ def environment(
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each trainer: cases that succeeded and failed, and the largest measured peak memory."""
-    counts: dict[str, Counter[str]] = {}
-    peaks: dict[str, float] = {}
+    """For each trainer: cases that succeeded and failed, and the largest measured peak memory.
+
+    Cases that were measured and cases that were counted have lines of their own.
+    """
+    counts: dict[tuple[str, tuple[str, ...]], Counter[str]] = {}
+    peaks: dict[tuple[str, tuple[str, ...]], float] = {}
     for outcome in outcomes:
-        trainer = outcome.case.trainer
-        counts.setdefault(trainer, Counter())["failed" if outcome.error else "ok"] += 1
+        key = outcome.case.trainer, outcome.instruments
+        counts.setdefault(key, Counter())["failed" if outcome.error else "ok"] += 1
         for row in outcome.rows:
             if row.metric == "peak_memory_bytes" and row.instrument == "timing":
-                peaks[trainer] = max(row.value, peaks.get(trainer, 0.0))
+                peaks[key] = max(row.value, peaks.get(key, 0.0))
     return [
         {
             "trainer": trainer,
+            "instruments": list(instruments),
             "ok": count["ok"],
             "failed": count["failed"],
             "skipped": count["skipped"],
             "success_rate": _share(count["ok"], count["ok"] + count["failed"]),
-            "peak_memory_bytes": peaks.get(trainer),
+            "peak_memory_bytes": peaks.get((trainer, instruments)),
         }
-        for trainer, count in counts.items()
+        for (trainer, instruments), count in counts.items()
     ]
 
 
@@ -129,7 +141,7 @@ def document(
     cases = []
     for outcome in outcomes:
         data = outcome.as_json()
-        del data["rows"], data["log_tail"]
+        del data["rows"], data["operators"], data["log_tail"]
         cases.append({**data.pop("case"), **data})
     return {
         "schema": SCHEMA,
@@ -138,12 +150,20 @@ def document(
         "summary": trainer_summary(outcomes),
         "cases": cases,
         "rows": as_rows(rows),
+        "operators": [
+            {**asdict(outcome.case), **asdict(count)}
+            for outcome in outcomes
+            for count in outcome.operators
+        ],
         "throughputs": json.loads(derived.to_json(orient="records", double_precision=15)),
     }
 
 
 def summary_tables(outcomes: Sequence[Outcome]) -> list[Table]:
-    """Every table of a run, then how many cases of each trainer succeeded, and why not."""
+    """Every table of a run, then how many cases of each trainer succeeded, and why not.
+
+    Below are the notes: what was assumed about values that logical counting does not have.
+    """
     found = tables(to_frame(row for outcome in outcomes for row in outcome.rows))
     cells = []
     for line in trainer_summary(outcomes):
@@ -151,6 +171,7 @@ def summary_tables(outcomes: Sequence[Outcome]) -> list[Table]:
         cells.append(
             [
                 line["trainer"],
+                ", ".join(line["instruments"]),
                 f"{line['ok']}/{line['ok'] + line['failed']}"
                 + (f", {line['skipped']} skipped" if line["skipped"] else ""),
                 f"{line['success_rate']:.0%}" if line["success_rate"] is not None else "-",
@@ -158,9 +179,10 @@ def summary_tables(outcomes: Sequence[Outcome]) -> list[Table]:
             ]
         )
     failures = tuple(f"{o.error}: {o.message}" for o in outcomes if o.error)
+    assumed = tuple(f"{o.case.id}: {note}." for o in outcomes for note in o.notes)
     if cells:
-        headers = ["trainer", "cases ok", "success", "peak memory GB"]
-        found.append(Table("Cases by trainer", headers, cells, failures))
+        headers = ["trainer", "instruments", "cases ok", "success", "peak memory GB"]
+        found.append(Table("Cases by trainer", headers, cells, (*failures, *assumed)))
     return found
 
 

@@ -1,9 +1,9 @@
-"""One measured case as an object: what a test asserts on."""
+"""One measured or counted case as an object: what a test asserts on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 import pandas as pd
@@ -11,22 +11,30 @@ import pandas as pd
 from dpbench.case import OUTSIDE, PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
+from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.tables import as_text, tables
 
+BY_PHASE = ("ncu", "logical")
+"""Instruments whose metrics have values by phase that add up to the step."""
+
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What was measured of one case.
+    """What was measured or counted of one case.
 
     Args:
         case: the case.
         frame: its rows, one per number, with the columns of `Measurement.as_row`.
+        operator_counts: what each operator did, if its instrument sees operators.
+        notes: what was assumed about values that logical counting does not have.
     """
 
     case: Case
     frame: pd.DataFrame = field(repr=False)
+    operator_counts: tuple[OperatorCount, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, case: Case, rows: Iterable[Measurement]) -> CaseReport:
@@ -35,8 +43,8 @@ class CaseReport:
 
     @classmethod
     def of_outcome(cls, outcome: Outcome) -> CaseReport:
-        """The report of a case that was measured."""
-        return cls.of(outcome.case, outcome.rows)
+        """The report of a case from what became of it."""
+        return cls(outcome.case, to_frame(outcome.rows), outcome.operators, outcome.notes)
 
     @cached_property
     def summary(self) -> pd.DataFrame:
@@ -60,25 +68,57 @@ class CaseReport:
 
     @property
     def dram_bytes(self) -> float:
-        """Bytes read from and written to DRAM by one step."""
+        """Bytes read from and written to DRAM by one step, by hardware counters."""
         return self.value("dram_bytes")
 
     @property
+    def logical_bytes(self) -> float:
+        """Bytes that the operators of one step must read and write, counted without hardware."""
+        return self.value("logical_bytes")
+
+    @property
     def phases(self) -> pd.DataFrame:
-        """Metrics by phase: one row per phase, one column per metric of the profiler."""
-        rows = self.summary[(self.summary.phase != STEP) & (self.summary.instrument == "ncu")]
+        """Metrics by phase: one row per phase, one column per metric of the profiler or counter."""
+        rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(BY_PHASE)]
         wide = rows.pivot(index="phase", columns="metric", values="value")
         return wide.reindex([name for name in (*PHASES, OUTSIDE) if name in wide.index])
 
-    def ratio_to(
-        self, baseline: CaseReport, metric: str = "dram_bytes", phase: str = STEP
-    ) -> float:
+    @cached_property
+    def operators(self) -> pd.DataFrame:
+        """What each operator did, by phase and operator; the one with most bytes comes first.
+
+        Columns are ``calls``, ``logical_read_bytes``, ``logical_write_bytes``, ``logical_bytes``
+        and ``flops``, so ``report.operators.logical_bytes["clip", "aten.clone"]`` is a number.
+
+        Raises:
+            ConfigurationError: operators were not counted.
+        """
+        if not self.operator_counts:
+            raise ConfigurationError(
+                f"{self.case.id}: operators were not counted; logical counting sees them"
+            )
+        table = pd.DataFrame([asdict(count) for count in self.operator_counts])
+        table = table.set_index(["phase", "operator"]).add_prefix("logical_")
+        table = table.rename(columns={f"logical_{name}": name for name in ("calls", "flops")})
+        table["logical_bytes"] = table.logical_read_bytes + table.logical_write_bytes
+        return table.sort_values("logical_bytes", ascending=False, kind="stable")
+
+    def ratio_to(self, baseline: CaseReport, metric: str | None = None, phase: str = STEP) -> float:
         """How many times the baseline's value this case's is.
+
+        Args:
+            baseline: another trainer's report of the same configuration.
+            metric: of which metric; by default ``dram_bytes``, or ``logical_bytes`` if this case
+                was counted and not measured.
+            phase: of which phase, instead of the step.
 
         Raises:
             ConfigurationError: the two differ in more than the trainer, or the metric was not
                 measured for both.
         """
+        if metric is None:
+            counted = set(self.frame.instrument) == {"logical"}
+            metric = "logical_bytes" if counted else "dram_bytes"
         if self.case.baseline != baseline.case.baseline:
             raise ConfigurationError(
                 f"{self.case.id} and {baseline.case.id} differ in more than the trainer; "

@@ -1,100 +1,39 @@
-"""The logical instrument: whole cases, phases, peak memory, and what it leaves untouched."""
+"""The logical instrument: whole cases, phases, steady steps, peak memory."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import cache
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dpbench import phase
-from dpbench.case import PHASES, Case, ModelSize
+from dpbench.case import PHASES
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import CaseFailed
-from dpbench.instruments.logical import DEVICE, Logical, LogicalResult, alive, growth
+from dpbench.instruments.logical import DEVICE, Logical, alive
 from dpbench.instruments.logical_counter import ALLOCATION_BYTES, ByteCounter, without_data
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.results.operators import growth
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.build import build
 from dpbench.training.dpsgd import DPSGDTrainer
 from dpbench.training.phases import observed_step
 from dpbench.training.standard import StandardTrainer
+from tests.instruments.logical_cases import (
+    ALL_TRAINERS,
+    DP_TRAINERS,
+    count,
+    moved,
+    parameters,
+    tiny,
+    values,
+)
 
-DP_TRAINERS = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
-ALL_TRAINERS = ("standard", *DP_TRAINERS)
-
-H200 = {  # DRAM GB of a step and peak GB: ncu, 1b, batch 8 × sequence 256, fp32 without TF32
-    "standard": (91.3, 13.0),
-    "dpsgd": (411.9, 59.6),
-    "dpsgd_ghost": (229.6, 18.3),
-    "dpsgd_fgc": (446.7, 21.8),
-}
-
-
-@pytest.fixture(autouse=True)
-def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers and models that a test registers are gone after it."""
-    for registry in (TRAINERS, MODELS):
-        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-
-
-def tiny(
-    trainer: str | type = "standard",
-    *,
-    model: str | type = "simple",
-    batch_size: int = 4,
-    seq_len: int = 16,
-    **options: Any,
-) -> Case:
-    """A case of one layer; a trainer or model that is a class is registered first."""
-    for registry, chosen in ((TRAINERS, trainer), (MODELS, model)):
-        if isinstance(chosen, type):
-            registry.register(chosen.__name__, chosen)
-    names = [chosen if isinstance(chosen, str) else chosen.__name__ for chosen in (trainer, model)]
-    return Case(names[0], batch_size, seq_len, "200x32x1x2", model=names[1], **options)
-
-
-@cache
-def count(case: Case) -> LogicalResult:
-    """Counts do not change (a test says so), so tests may share them."""
-    return Logical().count(case)
-
-
-def parameters(case: Case) -> list[int]:
-    """The sizes of a case's parameters, in elements."""
-    with torch.device("meta"):
-        model = MODELS[case.model](case.size, attention=case.attention)
-    return [parameter.numel() for parameter in model.parameters()]
-
-
-def values(result: LogicalResult) -> dict[tuple[str, str], float]:
-    return {(row.phase, row.metric): row.value for row in result.rows}
-
-
-def moved(result: LogicalResult, where: str) -> tuple[float, float]:
-    found = values(result)
-    return found[where, "logical_read_bytes"], found[where, "logical_write_bytes"]
-
-
-class TestAgainstHardware:
-    @pytest.mark.parametrize("trainer", ALL_TRAINERS)
-    def test_1b_comes_close_to_what_an_h200_measured(self, trainer: str) -> None:
-        found = values(count(Case(trainer, 8, 256)))
-        total = found[STEP, "logical_read_bytes"] + found[STEP, "logical_write_bytes"]
-        peak = found[STEP, "peak_memory_bytes"]
-        dram_gb, peak_gb = H200[trainer]
-        # matrix products with 2048 rows read their operands again: the floor is below DRAM
-        lowest = 0.91 if trainer == "standard" else 0.95
-        assert lowest <= total / dram_gb / 1e9 <= 1.05
-        assert peak / 1e9 == pytest.approx(peak_gb, rel=0.05)
+pytestmark = pytest.mark.usefixtures("own_registries")
 
 
 class TestRows:
@@ -176,7 +115,7 @@ class TestPhases:
         small, large = (count(tiny("dpsgd", batch_size=b)) for b in (4, 8))
         p = 4 * sum(parameters(tiny("dpsgd")))
         for operator, reads, writes in (("aten.copy_", 1, 1), ("aten.linalg_vector_norm", 1, 0)):
-            more = [c for c in growth(small, large) if c.operator == operator]
+            more = [c for c in growth(small.operators, large.operators) if c.operator == operator]
             assert sum(c.read_bytes for c in more) == pytest.approx(4 * p * reads, abs=4 * p * 0.01)
             assert sum(c.write_bytes for c in more) == pytest.approx(
                 4 * p * writes, abs=4 * p * 0.01
@@ -223,11 +162,11 @@ def test_one_more_copy_of_the_gradients_shows_as_exactly_that() -> None:
     sizes = parameters(case)
     before = count(case)
     after = count(tiny(ClonesGradients, batch_size=4))
-    (clone,) = growth(before, after)
+    (clone,) = growth(before.operators, after.operators)
     assert (clone.phase, clone.operator, clone.calls) == ("clip", "aten.clone", len(sizes))
     assert clone.read_bytes == clone.write_bytes == 4 * sum(sizes) * 4
     assert clone.total_bytes == 2 * 4 * sum(sizes) * 4
-    assert growth(after, after) == []
+    assert growth(after.operators, after.operators) == []
 
 
 class Momentum(StandardTrainer):
@@ -329,163 +268,6 @@ class TestPeakMemory:
         )
         p = 4 * sum(parameters(tiny("dpsgd")))
         assert large - small == pytest.approx(4 * p, rel=0.01)
-
-
-class AsksForValues(StandardTrainer):
-    def train_step(self, batch: Batch) -> Tensor:
-        loss = super().train_step(batch)
-        with phase("optimizer"):
-            if not torch.isfinite(loss) or loss.item() < 0:
-                raise ValueError("diverged")
-        return loss
-
-
-class CountsTokens(StandardTrainer):
-    def train_step(self, batch: Batch) -> Tensor:
-        tokens, _ = batch
-        with phase("noise"):
-            torch.unique(tokens, return_inverse=True, return_counts=True)
-            torch.unique(tokens, dim=0)
-            torch.unique_consecutive(tokens.flatten())
-            (tokens > 3).nonzero()
-            tokens.masked_select(tokens > 3)
-            tokens[tokens > 3]
-        return super().train_step(batch)
-
-
-class TestValuesThatDoNotExist:
-    def test_a_value_that_python_asks_for_is_one_and_noted(self) -> None:
-        result = count(tiny(AsksForValues))
-        assert result.notes == (
-            "aten._local_scalar_dense: a value that Python asked for was taken to be 1 (2×)",
-        )
-
-    def test_the_ghost_sampler_of_embeddings_gets_a_stated_bound(self) -> None:
-        result = count(tiny("dpsgd_ghost", batch_size=4, seq_len=16))
-        assert result.notes == ("aten.unique_dim: all 64 rows were taken to be distinct (2×)",)
-
-    def test_other_results_of_unknown_shape_are_bounded_too(self) -> None:
-        result = count(tiny(CountsTokens, batch_size=4, seq_len=16))
-        assert [note.partition(":")[0] for note in result.notes] == [
-            "aten._unique2",
-            "aten.index",
-            "aten.masked_select",
-            "aten.nonzero",
-            "aten.unique_consecutive",
-            "aten.unique_dim",
-        ]
-
-    def test_without_a_bound_the_case_fails_and_names_the_operator(self) -> None:
-        with pytest.raises(CaseFailed, match=r"aten\.equal returns depends on data"):
-            count(tiny(Compares))
-
-
-class Compares(StandardTrainer):
-    def train_step(self, batch: Batch) -> Tensor:
-        torch.equal(*batch)
-        return super().train_step(batch)
-
-
-class NamesCuda(StandardTrainer):
-    def train_step(self, batch: Batch) -> Tensor:
-        torch.zeros(3, device="cuda")
-        return super().train_step(batch)
-
-
-class ChangesEverything(StandardTrainer):
-    def train_step(self, batch: Batch) -> Tensor:
-        torch.set_default_dtype(torch.float64)
-        torch.manual_seed(1234)
-        torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
-        loss = super().train_step(batch)
-        torch.set_grad_enabled(False)
-        if loss.dtype is torch.float32:
-            raise RuntimeError("on purpose")
-        return loss
-
-
-class ScaledEmbedding(nn.Module):
-    """A model with a layer that Opacus has no sampler for, and with dropout."""
-
-    def __init__(self, size: ModelSize, *, attention: str, max_seq_len: int = 1024) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.hidden)
-        self.scale = Scale(size.hidden)
-        self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(size.hidden, size.vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.dropout(F.relu(self.scale(self.embedding(tokens)))))
-        return logits
-
-
-class Scale(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(hidden))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class TestOutsideCode:
-    @pytest.mark.parametrize("trainer", ALL_TRAINERS)
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_outside_models_are_counted(self, trainer: str, precision: str) -> None:
-        result = count(tiny(trainer, model=ScaledEmbedding, precision=precision))
-        assert sum(moved(result, STEP)) > 0
-        assert result.general_rule_operators == ()
-
-    def test_a_step_that_names_a_device_fails_with_advice(self) -> None:
-        with pytest.raises(CaseFailed, match="take the device from the batch"):
-            count(tiny(NamesCuda))
-
-    def test_a_step_that_raises_is_a_failed_case(self) -> None:
-        with pytest.raises(CaseFailed, match="RuntimeError: on purpose"):
-            count(tiny(ChangesEverything))
-
-
-class TestNothingLeaks:
-    def state(self) -> tuple[Any, ...]:
-        return (
-            torch.get_default_dtype(),
-            torch.get_rng_state().tolist(),
-            torch.is_grad_enabled(),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-            torch.backends.cudnn.deterministic,
-            torch.backends.cudnn.benchmark,
-        )
-
-    @pytest.mark.parametrize("trainer", [*ALL_TRAINERS, ChangesEverything])
-    def test_global_state_is_as_before(self, trainer: str | type) -> None:
-        before = self.state()
-        try:
-            Logical().measure(tiny(trainer))
-        except CaseFailed:
-            assert trainer is ChangesEverything
-        assert self.state() == before
-
-    def test_surroundings_do_not_matter(self) -> None:
-        case = tiny("dpsgd")
-        expected = Logical().count(case)
-        torch.set_default_dtype(torch.float64)
-        try:
-            with torch.inference_mode(), torch.device("meta"):
-                assert Logical().count(case) == expected
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-    def test_no_tensor_outlives_the_count(self) -> None:
-        Logical().count(tiny("dpsgd"))
-        gc.collect()
-        fake = [o for o in gc.get_objects() if type(o).__name__ == "FakeTensor"]
-        assert not fake
-
-    def test_tensors_have_data_again_afterwards(self) -> None:
-        Logical().count(tiny())
-        assert float(torch.ones(3).sum()) == 3.0
 
 
 def test_counting_needs_a_step() -> None:

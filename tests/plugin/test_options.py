@@ -153,7 +153,6 @@ def test_what_runs_no_test_needs_no_ncu_and_writes_nothing(
     assert result.ret == 0
     assert not (pytester.path / "run.json").exists()
     assert not (pytester.path / "ncu_reports").exists()
-    assert not (pytester.path / "ncu_reports").exists()
 
 
 def test_tests_of_one_case_come_one_after_the_other(project: RunSuite) -> None:

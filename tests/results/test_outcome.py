@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dpbench.case import AXES, Case
 from dpbench.gpu import Gpu
+from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
     document,
@@ -51,6 +52,7 @@ def ok(trainer: str = "dpsgd", metrics: dict[str, float] = FIGURES, **fields: An
         )
         for metric, value in metrics.items()
     )
+    fields.setdefault("instruments", ("timing", "ncu"))
     return Outcome(case, rows, fields.pop("seconds", 1.5), **fields)
 
 
@@ -67,10 +69,22 @@ def failed(trainer: str = "dpsgd", **fields: Any) -> Outcome:
     )
 
 
+def counted(trainer: str = "dpsgd", **fields: Any) -> Outcome:
+    """The outcome of a case that was counted without hardware."""
+    case = Case(trainer, batch_size=8, seq_len=256)
+    row = Measurement(
+        case, "logical", STEP, "logical_read_bytes", 4e9, "B", 0, "logical (no hardware)", "torch"
+    )
+    clone = OperatorCount("clip", "aten.clone", 3, 10, 20, 0)
+    return Outcome(case, (row,), 1.0, instruments=("logical",), operators=(clone,), **fields)
+
+
 # --- one outcome -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outcome", [ok(), failed(), failed(metrics=FIGURES)])
+@pytest.mark.parametrize(
+    "outcome", [ok(), failed(), failed(metrics=FIGURES), counted(notes=("one",))]
+)
 def test_outcome_survives_json(outcome: Outcome) -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome
 
@@ -115,6 +129,7 @@ def test_trainer_summary_counts_what_succeeded_and_finds_the_largest_peak() -> N
 def summary_line(trainer: str, ok: int, failed: int, rate: float, peak: float | None) -> Any:
     return {
         "trainer": trainer,
+        "instruments": ["timing", "ncu"],
         "ok": ok,
         "failed": failed,
         "skipped": 0,
@@ -128,6 +143,20 @@ def test_peak_of_a_case_that_failed_later_counts() -> None:
     assert (line["failed"], line["peak_memory_bytes"]) == (1, 8e9)
 
 
+def test_counted_cases_have_a_line_of_their_own() -> None:
+    outcomes = [ok("dpsgd"), counted("dpsgd"), ok("dpsgd", batch_size=16)]
+    assert [(line["instruments"], line["ok"]) for line in trainer_summary(outcomes)] == [
+        (["timing", "ncu"], 2),
+        (["logical"], 1),
+    ]
+    assert [cells[1] for cells in summary_tables(outcomes)[-1].cells] == ["timing, ncu", "logical"]
+
+
+def test_what_was_assumed_is_said_below_the_tables() -> None:
+    table = summary_tables([counted(notes=("all 64 rows were taken to be distinct",))])[-1]
+    assert table.notes == ("dpsgd-bs8-seq256-1b-fp32: all 64 rows were taken to be distinct.",)
+
+
 def test_nothing_run_has_no_summary() -> None:
     assert trainer_summary([]) == []
     assert summary_tables([]) == []
@@ -135,13 +164,24 @@ def test_nothing_run_has_no_summary() -> None:
 
 def test_last_table_says_how_many_cases_of_each_trainer_succeeded_and_why_not() -> None:
     table = summary_tables([ok("standard"), ok("dpsgd"), failed("dpsgd", batch_size=16)])[-1]
-    assert table.headers == ["trainer", "cases ok", "success", "peak memory GB"]
-    assert table.cells == [["standard", "1/1", "100%", "7.00"], ["dpsgd", "1/2", "50%", "7.00"]]
+    assert table.headers == ["trainer", "instruments", "cases ok", "success", "peak memory GB"]
+    assert table.cells == [
+        ["standard", "timing, ncu", "1/1", "100%", "7.00"],
+        ["dpsgd", "timing, ncu", "1/2", "50%", "7.00"],
+    ]
     assert table.notes == ("CaseOutOfMemory: CUDA out of memory",)
 
 
 def test_peak_that_was_not_measured_is_a_dash() -> None:
-    assert summary_tables([failed()])[-1].cells == [["dpsgd", "0/1", "0%", "-"]]
+    assert summary_tables([failed()])[-1].cells == [["dpsgd", "timing, ncu", "0/1", "0%", "-"]]
+
+
+def test_measured_and_counted_bytes_of_a_case_share_no_table() -> None:
+    titles = [table.title for table in summary_tables([ok(), counted()]) if "GB" in table.title]
+    assert [title.split(", ")[3] for title in titles if "per step" in title] == [
+        "H200: GB per step",
+        "logical (no hardware): GB per step",
+    ]
 
 
 def test_tables_of_a_run_hold_all_its_cases() -> None:
@@ -163,6 +203,13 @@ def test_document_has_every_measurement_as_a_row() -> None:
     assert data["schema"] == SCHEMA
     assert data["environment"] == {"python": "3"}
     assert data["rows"] == [row.as_row() for outcome in outcomes for row in outcome.rows]
+
+
+def test_document_has_every_operator_that_was_counted_as_a_row() -> None:
+    data = saved(ok(), counted())
+    [row] = data["operators"]
+    assert (row["trainer"], row["batch_size"], row["operator"]) == ("dpsgd", 8, "aten.clone")
+    assert [case["instruments"] for case in data["cases"]] == [["timing", "ncu"], ["logical"]]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -9,6 +10,8 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
+from dpbench.results.operators import OperatorCount
+from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import STEP, Measurement
 
@@ -191,6 +194,69 @@ def test_no_ratio_to_a_baseline_that_moved_nothing() -> None:
     idle = report("standard", {"l2_atomic_bytes": [0.0]})
     busy = report("dpsgd", {"l2_atomic_bytes": [5.0]})
     assert "standard-bs8" in refusal(lambda: busy.ratio_to(idle, "l2_atomic_bytes"))
+
+
+# --- counted, not measured -------------------------------------------------------------------
+
+
+def counted(trainer: str = "dpsgd", clone_bytes: int = 30) -> CaseReport:
+    """A report of logical bytes: those of one clone and one product."""
+    case = Case(trainer, batch_size=8, seq_len=256)
+    operators = (
+        OperatorCount("backward", "aten.mm", 1, 6, 4, 100),
+        OperatorCount("clip", "aten.clone", 3, clone_bytes, clone_bytes, 0),
+    )
+    metrics = {
+        phase: {"logical_read_bytes": [c.read_bytes], "logical_write_bytes": [c.write_bytes]}
+        for c in operators
+        for phase in (c.phase,)
+    }
+    metrics[STEP] = {
+        "logical_read_bytes": [6 + clone_bytes],
+        "logical_write_bytes": [4 + clone_bytes],
+    }
+    measured = [
+        replace(row, instrument="logical", device="logical (no hardware)")
+        for phase, values in metrics.items()
+        for row in rows(case, values, phase=phase)
+    ]
+    return CaseReport.of_outcome(
+        Outcome(case, tuple(measured), 1.0, operators=operators, notes=("a note",))
+    )
+
+
+def test_counted_bytes_are_logical_bytes_by_phase_too() -> None:
+    assert counted().logical_bytes == 70
+    assert dict(counted().phases.logical_bytes) == {"backward": 10, "clip": 60}
+    assert counted().notes == ("a note",)
+
+
+def test_ratio_of_counted_reports_is_that_of_their_logical_bytes() -> None:
+    assert counted().ratio_to(counted("standard", clone_bytes=0)) == 7
+
+
+def test_counted_and_measured_have_no_ratio() -> None:
+    message = refusal(lambda: counted().ratio_to(report("standard"), "logical_bytes"))
+    assert "logical (no hardware)" in message
+
+
+def test_operators_are_a_table_by_phase_and_operator_the_largest_first() -> None:
+    table = counted().operators
+    assert list(table.index) == [("clip", "aten.clone"), ("backward", "aten.mm")]
+    assert table.logical_bytes["clip", "aten.clone"] == 60
+    assert dict(table.loc["backward", "aten.mm"]) == {
+        "calls": 1,
+        "logical_read_bytes": 6,
+        "logical_write_bytes": 4,
+        "flops": 100,
+        "logical_bytes": 10,
+    }
+
+
+def test_operators_of_a_measured_case_are_refused() -> None:
+    assert refusal(lambda: report().operators).endswith(
+        "operators were not counted; logical counting sees them"
+    )
 
 
 # --- for people ------------------------------------------------------------------------------
