@@ -83,6 +83,20 @@ def case_scheduling(case_ids: Sequence[str], config: pytest.Config, log: Any) ->
             if not (self.workqueue and waiting >= 2):
                 super()._reschedule(node)
 
+        def remove_node(self, node: Any) -> str | None:
+            # xdist would hand the test that killed its worker to the next one, and the next.
+            workload = self.assigned_work[node]
+            waiting = (
+                test for unit in workload.values() for test, done in unit.items() if not done
+            )
+            crashed = next(waiting, None)
+            if crashed is not None:
+                workload[self._split_scope(crashed)][crashed] = True
+            for scope in [scope for scope, unit in workload.items() if all(unit.values())]:
+                del workload[scope]
+            super().remove_node(node)
+            return crashed
+
     return CaseScheduling(config, log)
 
 
