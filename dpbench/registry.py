@@ -122,6 +122,10 @@ class Registry(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._targets)
 
+    def is_builtin(self, name: str) -> bool:
+        """Whether a name came with dpbench."""
+        return self.canonical(name) in self._builtin
+
     def argument(self, name: str) -> str:
         """The spelling that a process with nothing registered understands."""
         name = self.canonical(name)

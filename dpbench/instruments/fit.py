@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
 from dpbench.gpu import Gpu
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments import child
+from dpbench.instruments.base import CaseFailed, InstrumentError
+from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import STEP
+
+COUNTING_SECONDS = 60.0
+"""After this, an outside trainer is taken not to be countable; a 1b case takes up to 7 s."""
 
 
 class DoesNotFit(InstrumentError):
@@ -47,14 +58,38 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
 def predicted_peak_bytes(case: Case) -> int:
     """The most bytes that the tensors of a step take at once.
 
+    An outside trainer or model may hang or end its process, so it is counted in one of its own.
+
     Raises:
         DpbenchError: the case cannot be counted.
     """
-    from dpbench.instruments.logical import Logical  # loads torch
+    if TRAINERS.is_builtin(case.trainer) and MODELS.is_builtin(case.model):
+        from dpbench.instruments.logical import Logical  # loads torch
 
-    peaks = (
-        row.value
-        for row in Logical().measure(case)
-        if (row.phase, row.metric) == (STEP, "peak_memory_bytes")
+        rows = [row.as_row() for row in Logical().measure(case)]
+    else:
+        rows = _rows_of_own_process(case)
+    return next(
+        int(row["value"])
+        for row in rows
+        if (row["phase"], row["metric"]) == (STEP, "peak_memory_bytes")
     )
-    return int(next(peaks))
+
+
+def _rows_of_own_process(case: Case) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="dpbench-") as directory:
+        found = Path(directory) / "counted.json"
+        command = [sys.executable, "-m", "dpbench", "run", "--instrument", "logical"]
+        try:
+            subprocess.run(
+                [*command, *case.arguments(), "--json", str(found)],
+                env={**os.environ, **child.environment(case)},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=True,
+                timeout=COUNTING_SECONDS,
+            )
+            rows: list[dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))["rows"]
+        except (subprocess.SubprocessError, OSError) as error:
+            raise CaseFailed(f"{case.id}: its peak memory could not be counted: {error}") from error
+    return rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dpbench.case import Case
@@ -23,9 +25,9 @@ def test_a_case_is_refused_if_its_tensors_alone_exceed_the_memory() -> None:
 
 
 def test_the_message_has_sizes_as_people_read_them() -> None:
-    case = Case("dpsgd", batch_size=64, seq_len=256)
-    with pytest.raises(DoesNotFit, match=r"needs about [34]\d\d GB of 151 GB"):
-        check_fits(case, gpu(150_754_820_096))
+    case = Case("dpsgd", batch_size=64, seq_len=256, model_size="medium")
+    with pytest.raises(DoesNotFit, match=r"needs about [1-9]\d GB of 2 GB"):
+        check_fits(case, gpu(2_000_000_000))
 
 
 @pytest.mark.parametrize("unknown", [None, gpu(None)])
@@ -33,10 +35,18 @@ def test_nothing_is_refused_where_the_memory_is_unknown(unknown: Gpu | None) -> 
     check_fits(Case("dpsgd", batch_size=4096, seq_len=1024), unknown)
 
 
-def test_what_cannot_be_counted_is_not_refused() -> None:
-    asks_for_cuda = Case("moves=tests.instruments.test_fit:NotCountable", 4, 64, "tiny")
-    check_fits(asks_for_cuda, gpu(1))
+def test_an_outside_trainer_that_ends_its_process_takes_nothing_with_it() -> None:
+    check_fits(Case("ends=tests.instruments.test_fit:EndsItsProcess", 4, 64, "tiny"), gpu(1))
 
 
-class NotCountable:
-    """A trainer that cannot be made."""
+def test_an_outside_trainer_is_refused_too() -> None:
+    same = Case("same=dpbench.training.dpsgd:DPSGDTrainer", 4, 64, "tiny")
+    with pytest.raises(DoesNotFit):
+        check_fits(same, gpu(1))
+
+
+class EndsItsProcess:
+    """A trainer that nobody survives."""
+
+    def __init__(self, model: object, **options: object) -> None:
+        os._exit(3)
