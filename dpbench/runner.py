@@ -13,8 +13,7 @@ from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument, InstrumentError, Running
 from dpbench.instruments.child import log_tail
 from dpbench.instruments.fit import check_fits
-from dpbench.results.operators import OperatorCount
-from dpbench.results.outcome import Outcome
+from dpbench.results.outcome import PARTS, Outcome
 from dpbench.results.rows import Measurement
 
 
@@ -28,8 +27,8 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     """
     start = time.monotonic()
     rows: list[Measurement] = []
-    operators: list[OperatorCount] = []
     notes: list[str] = []
+    seen: dict[str, list[Any]] = {part: [] for part in PARTS}
     failure: dict[str, Any] = {}
     running: list[Running] = []
     try:
@@ -39,8 +38,9 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
             running.append(instrument.start(case))
         for measurement in running:
             rows += measurement.rows()
-            operators += measurement.operators
             notes += measurement.notes
+            for part, entries in seen.items():
+                entries += getattr(measurement, part)
     except DpbenchError as error:
         failure = {"error": type(error).__name__, "message": str(error)}
         if isinstance(error, InstrumentError) and isinstance(error.log, Path):
@@ -55,7 +55,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
         tuple(rows),
         time.monotonic() - start,
         instruments=tuple(instrument.name for instrument in instruments),
-        operators=tuple(operators),
         notes=tuple(notes),
         **failure,
+        **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
     )

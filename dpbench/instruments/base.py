@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
+from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
+from dpbench.results.speed_of_light import KernelSpeed
 
 
 class Instrument(ABC):
@@ -46,15 +48,22 @@ class Instrument(ABC):
             running.cancel()
 
 
-class Running(Protocol):
-    """A measurement under way."""
+class Running(ABC):
+    """A measurement under way. What it saw beside its rows is there once they are."""
 
-    operators: Sequence[OperatorCount]
-    """What each operator did, once the rows are there; empty if the instrument sees none."""
+    operators: Sequence[OperatorCount] = ()
+    """What each operator did; empty if the instrument sees none."""
 
-    notes: Sequence[str]
-    """What was assumed for the rows, once they are there."""
+    kernels: Sequence[KernelCount] = ()
+    """What each kernel moved; empty if the instrument sees none."""
 
+    speed_of_light: Sequence[KernelSpeed] = ()
+    """Kernels against the hardware's limits; empty if the instrument does not look."""
+
+    notes: Sequence[str] = ()
+    """What was assumed for the rows."""
+
+    @abstractmethod
     def rows(self) -> list[Measurement]:
         """Wait for it to end, and return what was measured.
 
@@ -62,6 +71,7 @@ class Running(Protocol):
             InstrumentError: the case could not be measured.
         """
 
+    @abstractmethod
     def cancel(self) -> None:
         """End it, with all its processes, if it has not ended."""
 

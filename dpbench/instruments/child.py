@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,14 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import MEASURING, WAITING, child_environment
-from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, CaseTimedOut, InstrumentError
+from dpbench.instruments.base import (
+    CaseFailed,
+    CaseOutOfMemory,
+    CaseTimedOut,
+    InstrumentError,
+    Running,
+)
 from dpbench.registry import MODELS, TRAINERS, child_python_path
-from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
 
 POLL_SECONDS = 0.05
@@ -60,7 +65,7 @@ def environment(case: Case) -> dict[str, str]:
     return {**added, "PYTHONPATH": path} if path else added
 
 
-class Child:
+class Child(Running):
     """The process of one case, from its start to its record.
 
     Everything that it prints goes to ``log``, after its command. Its whole process group ends
@@ -73,10 +78,8 @@ class Child:
         timeout: seconds from when the child has its GPU until it is ended; setting up before
             that (imports) has as many seconds of its own, waiting for the GPU any number.
         read: makes rows of the record that the child printed.
+        watch: is given each new piece of the log while the child is waited for.
     """
-
-    operators: Sequence[OperatorCount] = ()
-    notes: Sequence[str] = ()
 
     def __init__(
         self,
@@ -86,8 +89,10 @@ class Child:
         log: Path,
         timeout: float,
         read: Callable[[Child], list[Measurement]],
+        watch: Callable[[str], None] | None = None,
     ) -> None:
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
+        self.watch = watch
         self._ended = False
         added = environment(case)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -132,6 +137,8 @@ class Child:
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             while self.process.poll() is None:
                 text = stream.read()
+                if self.watch and text:
+                    self.watch(text)
                 if MEASURING in text and not started:
                     started, deadline = True, time.monotonic() + self.timeout
                 waiting = not started and (waiting or WAITING in text)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ import torch
 
 from dpbench.case import OUTSIDE, PHASES, Case
 from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.instruments.base import CaseFailed, Instrument
+from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.logical_counter import ByteCounter, without_data
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import STEP, Measurement
@@ -124,13 +124,11 @@ class Logical(Instrument):
         counter.notes[f"step {self.most_steps} still added {after - before:,} B to what lives"] = 1
 
 
-class Counting:
-    """A case to be counted, as a `Running`."""
+class Counting(Running):
+    """A case to be counted."""
 
     def __init__(self, instrument: Logical, case: Case) -> None:
         self.instrument, self.case = instrument, case
-        self.operators: Sequence[OperatorCount] = ()
-        self.notes: Sequence[str] = ()
 
     def rows(self) -> list[Measurement]:
         """The rows of `Logical.count`, which happens here, in this process."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,15 @@ class OperatorCount:
     def total_bytes(self) -> int:
         """Logical bytes read and written, B."""
         return self.read_bytes + self.write_bytes
+
+    def as_row(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> OperatorCount:
+        """The inverse of `as_row`; what else is in the row is left alone."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
 def growth(before: Iterable[OperatorCount], after: Iterable[OperatorCount]) -> list[OperatorCount]:

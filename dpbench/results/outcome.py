@@ -16,8 +16,11 @@ from dpbench.case import Case
 from dpbench.gpu import Gpu
 from dpbench.results.code_state import code_state
 from dpbench.results.frame import summarise, throughputs, to_frame
+from dpbench.results.kernel_tables import TOP, case_kernel_tables
+from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
+from dpbench.results.speed_of_light import KernelSpeed
 from dpbench.results.tables import Table, as_markdown, gigabytes, tables
 
 COMPLETE = "complete"
@@ -26,13 +29,22 @@ STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended. A document says ``interrupted`` until its session is over."""
 
 
+PARTS: dict[str, type[OperatorCount] | type[KernelCount] | type[KernelSpeed]] = {
+    "operators": OperatorCount,
+    "kernels": KernelCount,
+    "speed_of_light": KernelSpeed,
+}
+"""The fields of an `Outcome`, and lists of a document, with an entry an operator or kernel."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one case.
 
     ``error`` is the class of what went wrong, or None; rows measured before it are kept.
-    ``instruments`` are the names of those that were to measure it; ``operators`` is what they saw
-    each operator do, and ``notes`` what they had to assume.
+    ``instruments`` are the names of those that were to measure it; ``operators``, ``kernels`` and
+    ``speed_of_light`` are what they saw each operator and kernel do, ``notes`` what they had to
+    assume.
     """
 
     case: Case
@@ -44,6 +56,8 @@ class Outcome:
     log_tail: str = ""
     instruments: tuple[str, ...] = ()
     operators: tuple[OperatorCount, ...] = field(default=(), repr=False)
+    kernels: tuple[KernelCount, ...] = field(default=(), repr=False)
+    speed_of_light: tuple[KernelSpeed, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
 
     @property
@@ -55,7 +69,7 @@ class Outcome:
         """Plain JSON types; the inverse of `from_json`."""
         rest = {k: v for k, v in vars(self).items() if k not in ("case", "rows")}
         rest["instruments"] = list(self.instruments)
-        rest["operators"] = [asdict(count) for count in self.operators]
+        rest |= {part: [entry.as_row() for entry in getattr(self, part)] for part in PARTS}
         rest["notes"] = list(self.notes)
         return {"case": asdict(self.case), **rest, "rows": as_rows(self.rows)}
 
@@ -64,7 +78,8 @@ class Outcome:
         """The outcome that `as_json` described."""
         rest = {k: v for k, v in data.items() if k not in ("case", "rows")}
         rest["instruments"] = tuple(rest["instruments"])
-        rest["operators"] = tuple(OperatorCount(**count) for count in rest["operators"])
+        for part, kind in PARTS.items():
+            rest[part] = tuple(kind.from_row(row) for row in rest[part])
         rest["notes"] = tuple(rest["notes"])
         rows = tuple(Measurement.from_row(row) for row in data["rows"])
         return cls(case=saved_case(data["case"]), rows=rows, **rest)
@@ -141,7 +156,8 @@ def document(
     cases = []
     for outcome in outcomes:
         data = outcome.as_json()
-        del data["rows"], data["operators"], data["log_tail"]
+        for part in ("rows", "log_tail", *PARTS):
+            del data[part]
         cases.append({**data.pop("case"), **data})
     return {
         "schema": SCHEMA,
@@ -150,21 +166,27 @@ def document(
         "summary": trainer_summary(outcomes),
         "cases": cases,
         "rows": as_rows(rows),
-        "operators": [
-            {**asdict(outcome.case), **asdict(count)}
-            for outcome in outcomes
-            for count in outcome.operators
-        ],
+        **{
+            part: [
+                {**asdict(outcome.case), **entry.as_row()}
+                for outcome in outcomes
+                for entry in getattr(outcome, part)
+            ]
+            for part in PARTS
+        },
         "throughputs": json.loads(derived.to_json(orient="records", double_precision=15)),
     }
 
 
-def summary_tables(outcomes: Sequence[Outcome]) -> list[Table]:
+def summary_tables(outcomes: Sequence[Outcome], top: int = TOP) -> list[Table]:
     """Every table of a run, then how many cases of each trainer succeeded, and why not.
 
-    Below are the notes: what was assumed about values that logical counting does not have.
+    A table of kernels shows the ``top`` ones. Below are the notes: what was assumed about values
+    that logical counting does not have.
     """
     found = tables(to_frame(row for outcome in outcomes for row in outcome.rows))
+    for outcome in outcomes:
+        found += case_kernel_tables(outcome, top)
     cells = []
     for line in trainer_summary(outcomes):
         peak = line["peak_memory_bytes"]
@@ -207,6 +229,6 @@ def write_json(
     write_text(path, json.dumps(document(outcomes, environment, session), indent=1) + "\n")
 
 
-def write_markdown(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write a run's tables."""
-    write_text(path, as_markdown(summary_tables(outcomes)))
+def write_markdown(path: Path, outcomes: Sequence[Outcome], top: int = TOP) -> None:
+    """Write a run's tables; see `summary_tables`."""
+    write_text(path, as_markdown(summary_tables(outcomes, top)))

@@ -11,6 +11,8 @@ import pandas as pd
 from dpbench.case import OUTSIDE, PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
+from dpbench.results.kernel_tables import kernel_frame, kernel_table
+from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
@@ -29,12 +31,14 @@ class CaseReport:
         frame: its rows, one per number, with the columns of `Measurement.as_row`.
         operator_counts: what each operator did, if its instrument sees operators.
         notes: what was assumed about values that logical counting does not have.
+        kernel_counts: what each kernel moved, if it was profiled kernel by kernel.
     """
 
     case: Case
     frame: pd.DataFrame = field(repr=False)
     operator_counts: tuple[OperatorCount, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
+    kernel_counts: tuple[KernelCount, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, case: Case, rows: Iterable[Measurement]) -> CaseReport:
@@ -44,7 +48,13 @@ class CaseReport:
     @classmethod
     def of_outcome(cls, outcome: Outcome) -> CaseReport:
         """The report of a case from what became of it."""
-        return cls(outcome.case, to_frame(outcome.rows), outcome.operators, outcome.notes)
+        return cls(
+            outcome.case,
+            to_frame(outcome.rows),
+            outcome.operators,
+            outcome.notes,
+            outcome.kernels,
+        )
 
     @cached_property
     def summary(self) -> pd.DataFrame:
@@ -102,6 +112,22 @@ class CaseReport:
         table = table.rename(columns={f"logical_{name}": name for name in ("calls", "flops")})
         table["logical_bytes"] = table.logical_read_bytes + table.logical_write_bytes
         return table.sort_values("logical_bytes", ascending=False, kind="stable")
+
+    @cached_property
+    def kernels(self) -> pd.DataFrame:
+        """What each kernel moved, by phase and short name; the one with most bytes comes first.
+
+        The columns are those of `kernel_table`, so
+        ``report.kernels.dram_bytes["clip", "gemvx::kernel"]`` is a number.
+
+        Raises:
+            ConfigurationError: the case was not profiled kernel by kernel.
+        """
+        if not self.kernel_counts:
+            raise ConfigurationError(
+                f"{self.case.id} was not profiled kernel by kernel; --ncu-kernels does that"
+            )
+        return kernel_table(kernel_frame(self.kernel_counts))
 
     def ratio_to(self, baseline: CaseReport, metric: str | None = None, phase: str = STEP) -> float:
         """How many times the baseline's value this case's is.

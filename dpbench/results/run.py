@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from pandas.api.types import infer_dtype
 
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.outcome import COMPLETE, STATUSES, Outcome
+from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome
 from dpbench.results.rows import COLUMNS, SCHEMA, Measurement, saved_case
 
 _KINDS = {
@@ -59,6 +59,9 @@ class Run:
             measured = frame[list(AXES)].drop_duplicates().to_dict("records")
             for case in [*measured, *_cases(document)]:
                 saved_case({axis: case[axis] for axis in AXES})
+            for part, kind in PARTS.items():
+                for row in document.get(part, ()):
+                    kind.from_row(row)
         except (ConfigurationError, KeyError, TypeError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else error
             raise ConfigurationError(f"run file {path} is damaged: {what}") from error
@@ -118,6 +121,8 @@ class Run:
         for data in _cases(self.document):
             case = saved_case({axis: data[axis] for axis in AXES})
             rest = {f.name: data[f.name] for f in fields(Outcome) if f.name in data}
+            rest |= {name: tuple(rest.get(name, ())) for name in ("instruments", "notes")}
+            rest |= _parts_of(case, self.document)
             found.append(Outcome(case, tuple(rows.pop(case, ())), rest.pop("seconds", 0.0), **rest))
         return (*found, *(Outcome(case, tuple(left), 0.0) for case, left in rows.items()))
 
@@ -144,16 +149,30 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check_parts(document: Mapping[str, Any]) -> None:
     """The parts of a document have the types that everything else relies on."""
-    parts = {"rows": list, "cases": list, "environment": dict, "session": dict}
+    lists = ("rows", "cases", *PARTS)
+    parts = {**dict.fromkeys(lists, list), "environment": dict, "session": dict}
     for name, kind in parts.items():
         if not isinstance(document.get(name, kind()), kind):
             raise ConfigurationError(f"{name!r} is not a {kind.__name__}")
-    for name in ("rows", "cases"):
+    for name in lists:
         if not all(isinstance(entry, dict) for entry in document.get(name, ())):
             raise ConfigurationError(f"{name!r} holds something that is no object")
     status = document.get("session", {}).get("status", COMPLETE)
     if status not in STATUSES:
         raise ConfigurationError(f"status {status!r} is none of {', '.join(STATUSES)}")
+
+
+def _parts_of(case: Case, document: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What a document says of a case's operators and kernels; nothing if it is older."""
+    axes = asdict(case)
+    return {
+        part: tuple(
+            kind.from_row(row)
+            for row in document.get(part, ())
+            if all(row.get(axis) == value for axis, value in axes.items())
+        )
+        for part, kind in PARTS.items()
+    }
 
 
 def _cases(document: Mapping[str, Any]) -> list[dict[Any, Any]]:

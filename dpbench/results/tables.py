@@ -42,7 +42,7 @@ class Table:
 
     def as_text(self) -> str:
         """For a terminal of 80 columns."""
-        body = self._body("simple", self.headers)
+        body = self._body("simple", self.headers, self.cells)
         notes = [
             textwrap.fill(note, COLUMNS, break_long_words=False, break_on_hyphens=False)
             for note in self.notes
@@ -51,12 +51,15 @@ class Table:
 
     def as_markdown(self) -> str:
         """A heading and a GitHub table."""
-        body = self._body("github", [header.replace("\n", " ") for header in self.headers])
+        headers = [header.replace("\n", " ") for header in self.headers]
+        # A cell is broken inside a name; and GitHub takes what is in angle brackets for HTML.
+        cells = [[c.replace("\n", "").replace("<", "\\<") for c in row] for row in self.cells]
+        body = self._body("github", headers, cells)
         return "\n\n".join([f"### {self.title}", body, *self.notes])
 
-    def _body(self, style: str, headers: list[str]) -> str:
+    def _body(self, style: str, headers: list[str], cells: list[list[str]]) -> str:
         align = ["left"] + ["right"] * (len(self.headers) - 1)
-        return tabulate(self.cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
+        return tabulate(cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
 def tables(frame: pd.DataFrame) -> list[Table]:
