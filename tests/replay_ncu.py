@@ -1,18 +1,36 @@
 """Stands in for ``ncu`` where there is no GPU: replays a run recorded on an NVIDIA H200.
 
 Started with ncu's own command line. It copies the recorded report of the trainer that the
-command names to where ``--export`` says, and prints what ncu and the process printed then. A
-trainer for which nothing was recorded fails as a crashed process does.
+command names to where ``--export`` says, and prints what ncu and the process printed then. In
+kernel replay that is the recording of every phase, of the clip phase alone if the NVTX filter
+asks for it, or of a set of sections. A trainer for which nothing was recorded fails as a crashed
+process does.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import lzma
 import sys
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
+
+
+def recording(arguments: list[str]) -> str:
+    """The folder of the recording that fits a command line, below `DATA`."""
+    if arguments[arguments.index("--replay-mode") + 1] != "kernel":
+        return "tiny-fp32"
+    if "--set" in arguments or "--section" in arguments:
+        return "tiny-fp32/sol"
+    if arguments[arguments.index("--nvtx-include") + 1] == "dpbench@0.clip":
+        return "tiny-fp32/kernels/clip"
+    return "tiny-fp32/kernels"
+
+
+def read(path: Path) -> bytes:
+    """A recorded file, which may be compressed."""
+    return path.read_bytes() if path.exists() else lzma.decompress(Path(f"{path}.xz").read_bytes())
 
 
 def main() -> int:
@@ -25,13 +43,17 @@ def main() -> int:
     trainer = arguments[arguments.index("--trainer") + 1]
     with (export.parent / "measured.txt").open("a") as stream:  # what was measured, and how often
         stream.write(f"{export.stem}\n")
-    recorded = DATA / "tiny-fp32" / f"report_{trainer}_bs4_seq64.ncu-rep"
-    if not recorded.exists():
+    folder = recording(arguments)
+    recorded = DATA / folder / f"report_{trainer}_bs4_seq64.ncu-rep"
+    try:
+        export.write_bytes(read(recorded))
+    except FileNotFoundError:
         error = {"kind": "RuntimeError", "message": f"no recording of {trainer}"}
         print(json.dumps({"dpbench": "0", "error": error}))
         return 1
-    shutil.copy(recorded, export)
-    print((DATA / "ncu_output" / "success.txt").read_text())
+    in_ranges = folder == "tiny-fp32"
+    log = DATA / "ncu_output/success.txt" if in_ranges else recorded.with_suffix(".log")
+    print(read(log).decode())
     return 0
 
 

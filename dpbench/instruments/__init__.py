@@ -8,11 +8,12 @@ from pathlib import Path
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
+from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu import Ncu, find_ncu
 from dpbench.instruments.ncu_metrics import BYTE_METRICS, resolve
 from dpbench.instruments.timing import Timing
 
-INSTRUMENTS = ("timing", "ncu", "logical")
+INSTRUMENTS = ("timing", "ncu", "ncu_kernels", "logical")
 """The names of the instruments."""
 
 ON_GPU = ("timing", "ncu")
@@ -29,6 +30,7 @@ def choose(
     timing_steps: Steps = Timing.steps,
     ncu_steps: Steps = Ncu.steps,
     timeout: float = Timing.timeout,
+    kernels: KernelChoice | None = None,
 ) -> list[Instrument]:
     """The instruments with these names, set up from what a user can say on a command line.
 
@@ -41,9 +43,10 @@ def choose(
         timing_steps: warm-up and active steps of unprofiled children.
         ncu_steps: warm-up and active steps of profiled children.
         timeout: seconds a child may take.
+        kernels: what to profile kernel by kernel beside that.
 
     Raises:
-        DpbenchError: a metric does not exist, or ``ncu`` was not found.
+        DpbenchError: a metric, phase or set does not exist, or ``ncu`` was not found.
     """
     if timeout <= 0:
         raise ConfigurationError(f"the time-out must be positive, not {timeout:g} s")
@@ -55,6 +58,9 @@ def choose(
         listed = [name.strip() for text in metrics or BYTE_METRICS for name in text.split(",")]
         resolved = tuple(resolve(filter(None, listed)))
         found.append(Ncu(directory, find_ncu(ncu_path), resolved, ncu_steps, timeout))
+    if "ncu_kernels" in chosen or (kernels and kernels.wanted):
+        what = kernels or KernelChoice()
+        found += what.instruments(directory, find_ncu(ncu_path), timeout)
     if "logical" in chosen:
         from dpbench.instruments.logical import Logical  # loads torch, which the others do not
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError, check_writable
@@ -111,6 +112,74 @@ def ncu_version(path: str) -> str:
     return match[1] if match else "unknown"
 
 
+def check_gpu_and(directory: Path) -> None:
+    """Find out whether there is a GPU to profile, and a directory that can hold reports.
+
+    Raises:
+        ConfigurationError: there is not.
+    """
+    if not visible_gpus():
+        raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
+    check_writable(directory)
+
+
+EVERY_PHASE = f"regex:{NVTX_DOMAIN}@.*"
+"""The NVTX filter that lets through whatever dpbench marked."""
+
+
+def command_under_ncu(
+    path: str,
+    application: list[str],
+    *,
+    replay: str,
+    collect: list[str],
+    export: Path,
+    include: Iterable[str] = (EVERY_PHASE,),
+) -> list[str]:
+    """The argument list that runs ``application`` under ``ncu``, caches and clocks left alone.
+
+    Args:
+        path: the ``ncu`` program.
+        application: an argument list.
+        replay: ncu's replay mode.
+        collect: options that say what to collect, and of which kernels.
+        export: the report to write.
+        include: NVTX filters; a range or kernel is profiled if one of them fits.
+    """
+    return [
+        path,
+        *("--config-file", "off"),  # a stray config.ncu-cfg would change the run
+        *("--replay-mode", replay),
+        *("--cache-control", "none"),
+        *("--clock-control", "none"),
+        *("--import-sass", "no"),  # 60 times smaller reports
+        "--nvtx",
+        *(text for each in include for text in ("--nvtx-include", each)),
+        *collect,
+        "--force-overwrite",
+        *("--export", str(export)),
+        *application,
+    ]
+
+
+def record_under_ncu(process: child.Child, report: Path) -> dict[str, Any]:
+    """Wait for a process under ``ncu``; returns the record that it printed, its report written.
+
+    Raises:
+        InstrumentError: it failed, ncu did, or there is no report.
+    """
+    case, log = process.case, process.log
+    try:
+        record = process.record()
+    except CaseFailed as error:
+        found = diagnose(case, log)
+        # A process that failed by itself leaves nothing to profile; that it failed counts.
+        raise error if found is None or isinstance(found, NothingProfiled) else found from None
+    if not report.exists():
+        raise diagnose(case, log) or NothingProfiled(f"{case.id}: ncu left no report", log=log)
+    return record
+
+
 @dataclass(frozen=True)
 class Ncu(Instrument):
     """Re-executes a case under Nsight Compute and reads its report.
@@ -136,26 +205,17 @@ class Ncu(Instrument):
 
     def check(self) -> None:
         """See `Instrument.check`; also that the report directory can be written."""
-        if not visible_gpus():
-            raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
-        check_writable(self.directory)
+        check_gpu_and(self.directory)
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
-        return [
+        return command_under_ncu(
             self.path,
-            *("--config-file", "off"),  # a stray config.ncu-cfg would change the run
-            *("--replay-mode", "app-range"),
-            *("--cache-control", "none"),
-            *("--clock-control", "none"),
-            *("--import-sass", "no"),  # 60 times smaller reports
-            "--nvtx",
-            *("--nvtx-include", f"regex:{NVTX_DOMAIN}@.*"),
-            *("--metrics", ",".join(counters(self.metrics))),
-            "--force-overwrite",
-            *("--export", str(self.directory / case.report_path)),
-            *child.step_command(case, self.steps, device="cuda", nvtx=True),
-        ]
+            child.step_command(case, self.steps, device="cuda", nvtx=True),
+            replay="app-range",
+            collect=["--metrics", ",".join(counters(self.metrics))],
+            export=self.directory / case.report_path,
+        )
 
     def start(self, case: Case) -> child.Child:
         """Start a process whose rows are each byte metric, by phase and for the whole step."""
@@ -170,18 +230,10 @@ class Ncu(Instrument):
         )
 
     def _read(self, process: child.Child, report: Path) -> list[Measurement]:
-        case, log = process.case, process.log
-        try:
-            record = process.record()
-        except CaseFailed as error:
-            found = diagnose(case, log)
-            # A process that failed by itself leaves nothing to profile; that it failed counts.
-            raise error if found is None or isinstance(found, NothingProfiled) else found from None
-        if not report.exists():
-            raise diagnose(case, log) or NothingProfiled(f"{case.id}: ncu left no report", log=log)
+        record = record_under_ncu(process, report)
         tool = f"ncu {ncu_version(self.path)}, torch {record['torch']}"
         try:
-            return ncu_report_file.read(report, case, self.metrics, tool=tool)
+            return ncu_report_file.read(report, process.case, self.metrics, tool=tool)
         except InstrumentError as error:
-            error.log = log
+            error.log = process.log
             raise

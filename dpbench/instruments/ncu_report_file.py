@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,20 @@ REPORT_MAGIC = b"NVR\0"
 """The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
 
 
+KERNELS = "kernels"
+"""The folder of kernel-replay reports, beside the reports of ranges."""
+
+SPEED_OF_LIGHT = "sol"
+"""The folder of reports with many metrics of a few kernels."""
+
+KERNEL_FOLDERS = (KERNELS, SPEED_OF_LIGHT)
+
+
+def kernel_report_path(case: Case, folder: str) -> Path:
+    """Where a case's report of kernels lies below the report directory."""
+    return case.report_path.parent / folder / case.report_path.name
+
+
 class ReportUnreadable(InstrumentError):
     """A report file is missing, truncated, or not a report at all."""
 
@@ -30,6 +45,10 @@ class ForeignReport(InstrumentError):
     """A report that dpbench did not make, or so short a part of one that it cannot be told."""
 
     remedy = "dpbench reads complete reports of its own `--ncu` and `dpbench run`"
+
+
+class WrongReplay(InstrumentError):
+    """A report of kernels where one of ranges is needed, or the other way round."""
 
 
 class NothingProfiled(InstrumentError):
@@ -77,7 +96,7 @@ def read(
     # A phase may be entered more than once in a step: its ranges add up.
     sums: dict[tuple[int, str, NcuMetric], float] = defaultdict(float)
     for step, phase, action in ranges:
-        counted = {name: _counter(action, name, path).value() for name in counters(metrics)}
+        counted = {name: counter(action, name, path).value() for name in counters(metrics)}
         for metric in metrics:
             value = metric.value(counted)
             sums[step, phase, metric] += value
@@ -89,9 +108,9 @@ def read(
             phase=phase,
             metric=metric.name,
             value=value,
-            unit=metric.unit or _counter(first, metric.name, path).unit(),
+            unit=metric.unit or counter(first, metric.name, path).unit(),
             repeat=step,
-            device=str(_counter(first, "device__attribute_display_name", path).value()),
+            device=str(counter(first, "device__attribute_display_name", path).value()),
             tool=tool,
         )
         for (step, phase, metric), value in sums.items()
@@ -101,11 +120,16 @@ def read(
 def case_of(path: Path) -> Case:
     """The case that a report's path names: ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``.
 
+    Reports of kernels lie one folder deeper; see `kernel_report_path`.
+
     Raises:
         ForeignReport: the path has another form.
     """
     name = re.fullmatch(r"report_(?P<trainer>\w+)_bs(?P<bs>\d+)_seq(?P<seq>\d+)", path.stem)
-    folder = path.resolve().parent.name.split("-")
+    place = path.resolve().parent
+    if place.name in KERNEL_FOLDERS:
+        place = place.parent
+    folder = place.name.split("-")
     if name is None or len(folder) < 2:
         raise ForeignReport(f"{path}: expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
     rest = {part in ATTENTIONS: part for part in folder[2:]}
@@ -121,18 +145,10 @@ def case_of(path: Path) -> Case:
 
 def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     """Step number, phase and ncu's action object of each range that dpbench marked."""
-    import ncu_report
-
-    if not path.is_file():
-        raise ReportUnreadable(f"{path}: no such file")
-    if path.read_bytes()[:4] != REPORT_MAGIC:
-        raise ReportUnreadable(f"{path}: not an Nsight Compute report")
-    try:
-        context = ncu_report.load_report(str(path))
-        actions = [action for profiled in context for action in profiled]
-    except Exception as error:  # the library raises bare RuntimeError and more
-        raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
-    labels = [_label(action) for action in actions]
+    actions = load_actions(path)
+    if any(is_kernel(action) for action in actions):
+        raise WrongReplay(f"{path}: it holds kernels, not ranges; dpbench kernels reads it")
+    labels = [label(action) for action in actions]
     if None in labels:
         raise ForeignReport(f"{path}: it holds a range without dpbench's mark")
     # The library reads a truncated file as a report with fewer ranges, without an error.
@@ -140,12 +156,57 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
         raise ReportUnreadable(f"{path}: the report is incomplete, its last range is missing")
     if len(actions) < 2:
         raise NothingProfiled(f"{path}: the report holds no range, or is cut off")
-    for action, label in zip(actions[:-1], labels[:-1], strict=True):
-        step, _, phase = str(label).partition(".")
+    for action, name in zip(actions[:-1], labels[:-1], strict=True):
+        step, _, phase = str(name).partition(".")
         yield int(step), phase, action
 
 
-def _label(action: Any) -> str | None:
+def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
+    """The ncu action objects (ranges or kernels) of a report, in the order of the run.
+
+    Args:
+        path: an ``.ncu-rep`` file.
+        part: which of ``parts`` consecutive parts of the report to load, from 0.
+        parts: of about as many actions each.
+
+    Raises:
+        ReportUnreadable: there is no such file, or it is not a report.
+    """
+    with _opened(path) as ranges:
+        places = [(profiled, i) for profiled in ranges for i in range(profiled.num_actions())]
+        start, end = (len(places) * border // parts for border in (part, part + 1))
+        return [profiled.action_by_idx(i) for profiled, i in places[start:end]]
+
+
+def count_actions(path: Path) -> int:
+    """How many ranges or kernels a report holds; see `load_actions` for what is raised."""
+    with _opened(path) as ranges:
+        return sum(profiled.num_actions() for profiled in ranges)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[list[Any]]:
+    """The library's groups of actions in a report, one a process that was profiled."""
+    import ncu_report
+
+    if not path.is_file():
+        raise ReportUnreadable(f"{path}: no such file")
+    with path.open("rb") as stream:
+        if stream.read(len(REPORT_MAGIC)) != REPORT_MAGIC:
+            raise ReportUnreadable(f"{path}: not an Nsight Compute report")
+    try:
+        context = ncu_report.load_report(str(path))
+        yield [context.range_by_idx(i) for i in range(context.num_ranges())]
+    except Exception as error:  # the library raises bare RuntimeError and more
+        raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
+
+
+def is_kernel(action: Any) -> bool:
+    """Whether an action is one launch of a kernel, and not a range of many."""
+    return bool(action.workload_type() == action.WorkloadType_KERNEL)
+
+
+def label(action: Any) -> str | None:
     """The name ``STEP.PHASE`` of the dpbench range around an action."""
     state = action.nvtx_state()
     for identifier in state.domains() if state else ():
@@ -156,8 +217,23 @@ def _label(action: Any) -> str | None:
     return None
 
 
-def _counter(action: Any, name: str, path: Path) -> Any:
+def counter(action: Any, name: str, path: Path) -> Any:
+    """A counter of an action.
+
+    Raises:
+        MetricMissing: the report does not have it.
+    """
     metric = action.metric_by_name(name)
     if metric is None:
         raise MetricMissing(f"{path}: the report has no {name}")
     return metric
+
+
+def launches_by_phase(path: Path) -> Counter[str]:
+    """How many kernels each phase of the first step launched, from a report of ranges."""
+    counts: Counter[str] = Counter()
+    for step, phase, action in _ranges(path):
+        names = action.metric_by_name("launch__kernel_name")
+        if names and step == 0:
+            counts[phase] += names.num_instances()
+    return counts

@@ -1,0 +1,93 @@
+"""What is profiled kernel by kernel, from what a user says on a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpbench.instruments.base import Instrument
+from dpbench.instruments.ncu_kernels import NcuKernels
+from dpbench.instruments.ncu_speed_of_light import SETS, SpeedOfLight
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Whether and what to profile kernel by kernel.
+
+    Args:
+        wanted: whether at all.
+        phases: these phases only; every one if there is none.
+        set: one of `SETS` of sections, for the kernels that move most; None for no set.
+        sections: further sections for them.
+        set_kernels: how many kernels these are.
+    """
+
+    wanted: bool = False
+    phases: tuple[str, ...] = ()
+    set: str | None = None
+    sections: tuple[str, ...] = ()
+    set_kernels: int = SpeedOfLight.kernels
+
+    @classmethod
+    def of(cls, options: Any, prefix: str = "") -> KernelChoice:
+        """From parsed `KERNEL_OPTIONS` and `SPEED_OPTIONS`; any of them means that it is wanted."""
+        phases = _listed(getattr(options, f"{prefix}kernels_phase"))
+        sections = _listed(options.ncu_section)
+        wanted = getattr(options, f"{prefix}kernels") or phases or options.ncu_set or sections
+        return cls(bool(wanted), phases, options.ncu_set, sections, options.ncu_set_kernels)
+
+    def instruments(self, directory: Path, path: str, timeout: float) -> list[Instrument]:
+        """The instruments that do it.
+
+        Raises:
+            ConfigurationError: a phase or set does not exist.
+        """
+        found: list[Instrument] = [NcuKernels(directory, path, self.phases, timeout=timeout)]
+        if self.set or self.sections:
+            found.append(
+                SpeedOfLight(
+                    *(directory, path, self.set, self.sections, self.set_kernels, self.phases),
+                    timeout=timeout,
+                )
+            )
+        return found
+
+
+KERNEL_OPTIONS: dict[str, dict[str, Any]] = {
+    "kernels": {
+        "action": "store_true",
+        "help": "profile each kernel as well, in one more process: 20 ms a kernel",
+    },
+    "kernels-phase": {
+        "action": "append",
+        "metavar": "PHASES",
+        "help": "profile the kernels of these phases only, e.g. clip; separated by commas",
+    },
+}
+"""Options that a command may give a prefix, as arguments of ``add_argument``."""
+
+SPEED_OPTIONS: dict[str, dict[str, Any]] = {
+    "ncu-set": {
+        "metavar": "SET",
+        "help": "collect this set of ncu's sections for the kernels that move most bytes: "
+        f"{', '.join(SETS)} (Speed of Light, memory, occupancy, warp states)",
+    },
+    "ncu-section": {
+        "action": "append",
+        "metavar": "NAMES",
+        "help": "collect these of ncu --list-sections for them, separated by commas",
+    },
+    "ncu-set-kernels": {
+        "type": int,
+        "default": SpeedOfLight.kernels,
+        "metavar": "N",
+        "help": f"how many kernels these are (default {SpeedOfLight.kernels})",
+    },
+}
+"""The same, under one name everywhere."""
+
+
+def _listed(texts: Iterable[str] | None) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for text in texts or () for name in text.split(","))))

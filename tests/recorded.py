@@ -1,0 +1,20 @@
+"""Recorded kernel reports, which are kept compressed: 7 MB in 30 kB."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+DATA = Path(__file__).parent / "data"
+RANGES = DATA / "tiny-fp32"
+
+
+def unpacked(name: str, directory: Path) -> Path:
+    """A recorded report below `RANGES`, e.g. ``kernels/report_dpsgd_bs4_seq64.ncu-rep``, and
+    ncu's log of it, in the same place below ``directory``."""
+    path = directory / "tiny-fp32" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file in (path, path.with_suffix(".log")):
+        packed = RANGES / Path(name).parent / f"{file.name}.xz"
+        file.write_bytes(lzma.decompress(packed.read_bytes()))
+    return path
