@@ -16,6 +16,7 @@ Examples:
   dpbench run --grid grid1 --json run.json --markdown run.md
   dpbench run --trainer standard --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench run --ncu-metrics dram_read_throughput,gld_throughput
+  dpbench run --kernels-phase clip --ncu-set detailed --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench run --instrument logical --batch-size 8 --seq-len 256
   dpbench run --instrument timing --device cpu --model-size tiny --batch-size 4 --seq-len 32
 """
@@ -30,6 +31,7 @@ from dpbench.commands.options import METRICS_HELP, add_cases, add_steps, chosen_
 from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.child import Steps
+from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS, KernelChoice
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
 
@@ -48,12 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
     how.add_argument("--ncu-dir", type=Path, default=Path("ncu_reports"), help="for reports, logs")
     how.add_argument("--ncu-metrics", action="append", help=METRICS_HELP)
+    for name, declared in {**KERNEL_OPTIONS, **SPEED_OPTIONS}.items():
+        how.add_argument(f"--{name}", **declared)
     add_steps(how, "unprofiled", Timing.steps)
     add_steps(how, "profiled", Ncu.steps, prefix="ncu-")
     how.add_argument("--timeout", type=float, default=1800.0, help="seconds a case (1800)")
     how.add_argument(
         "--try-anyway", action="store_true", help="start cases whose predicted peak does not fit"
     )
+    parser.add_argument("--top", type=int, default=10, help="kernels that a table shows (10)")
     parser.add_argument("--json", type=Path, help="write every row here")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
 
@@ -62,7 +67,8 @@ def _instruments_here(options: argparse.Namespace) -> tuple[str, ...]:
     """Hardware where there is any, or where it was asked for; logical counting elsewhere."""
     from dpbench.gpu import visible_gpus
 
-    if visible_gpus() or options.ncu_path or options.ncu_metrics:
+    asked = options.ncu_path or options.ncu_metrics or KernelChoice.of(options).wanted
+    if visible_gpus() or asked:
         return ON_GPU
     print("dpbench run: no CUDA GPU here, so logical bytes are counted instead", file=sys.stderr)
     return ("logical",)
@@ -93,13 +99,14 @@ def run(options: argparse.Namespace) -> int:
         timing_steps=Steps(options.warmup, options.active),
         ncu_steps=Steps(options.ncu_warmup, options.ncu_active),
         timeout=options.timeout,
+        kernels=KernelChoice.of(options),
     )
     for path in filter(None, (options.json, options.markdown)):
         check_writable_file(path)
     for instrument in instruments:
         instrument.check()
     gpu = next(iter(visible_gpus()), None)
-    on_gpu = any(instrument.name in ON_GPU for instrument in instruments)
+    on_gpu = any(instrument.name != "logical" for instrument in instruments)
     card = gpu if on_gpu and options.device == "cuda" and not options.try_anyway else None
     outcomes: list[Outcome] = []
 
@@ -107,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             write_json(options.json, outcomes, environment(gpu))
         if options.markdown:
-            write_markdown(options.markdown, outcomes)
+            write_markdown(options.markdown, outcomes, options.top)
 
     try:
         with tqdm(list(grid.cases()), unit="case", disable=None, file=sys.stderr) as progress:
@@ -120,5 +127,5 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     finally:  # an interrupted run shows what it has
-        print(as_text(summary_tables(outcomes)))
+        print(as_text(summary_tables(outcomes, options.top)))
     return 1 if any(outcome.error and not outcome.skipped for outcome in outcomes) else 0

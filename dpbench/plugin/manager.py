@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.case import AXES, Case, Grid
-from dpbench.errors import check_writable_file
+from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.gpu import Gpu, visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
+from dpbench.instruments.kernel_choice import KernelChoice
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
@@ -68,6 +69,8 @@ class Manager:
             return
         if self.options.ncu:
             self._prepare_ncu()
+        elif KernelChoice.of(self.options, "ncu_").wanted:
+            raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         if not self.is_worker:
             for path in filter(None, (self.options.dpbench_json, self.options.dpbench_markdown)):
                 check_writable_file(self.config.invocation_params.dir / path)
@@ -81,6 +84,7 @@ class Manager:
             timing_steps=Steps(self.options.dpbench_warmup, self.options.dpbench_active),
             ncu_steps=Steps(self.options.ncu_warmup, self.options.ncu_active),
             timeout=self.options.dpbench_timeout,
+            kernels=KernelChoice.of(self.options, "ncu_"),
         )
         self.gpu = next(iter(visible_gpus()), None)
         if self.is_worker:
@@ -191,7 +195,9 @@ class Manager:
                 if self.options.dpbench_json:
                     write_json(base / self.options.dpbench_json, outcomes, environment(self.gpu))
                 if self.options.dpbench_markdown:
-                    write_markdown(base / self.options.dpbench_markdown, outcomes)
+                    write_markdown(
+                        base / self.options.dpbench_markdown, outcomes, self.options.ncu_kernels_top
+                    )
         except OSError as error:
             self.problems.append(f"{error.filename}: {error.strerror}")
 
@@ -212,7 +218,8 @@ class Manager:
             from dpbench.results.outcome import summary_tables
             from dpbench.results.tables import as_text
 
-            terminalreporter.write_line(as_text(summary_tables(outcomes)))
+            tables = summary_tables(outcomes, self.options.ncu_kernels_top)
+            terminalreporter.write_line(as_text(tables))
         for problem in self.problems:
             terminalreporter.write_line(f"ERROR: dpbench: {problem}", red=True)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.case import AXES, GRIDS
+from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
 
@@ -29,6 +30,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAMES",
         help="what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
         "(default: DRAM, L2 and global load/store bytes)",
+    )
+    for name, declared in KERNEL_OPTIONS.items():
+        group.addoption(f"--ncu-{name}", **declared)
+    for name, declared in SPEED_OPTIONS.items():
+        group.addoption(f"--{name}", **declared)
+    group.addoption(
+        "--ncu-kernels-top",
+        type=int,
+        default=10,
+        metavar="N",
+        help="how many kernels a table shows (default 10)",
     )
     for prefix, whose, steps in (
         ("ncu", "profiled", Ncu.steps),

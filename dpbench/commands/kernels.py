@@ -1,0 +1,113 @@
+"""Print which kernels move the bytes, from saved reports; needs no GPU.
+
+The reports are those of `dpbench run --kernels` and `pytest --ncu --ncu-kernels`, in the folder
+kernels of each configuration's, or of any program profiled in kernel replay with the same metrics:
+what it launched outside dpbench's phases is "outside". Reports in a folder sol (--ncu-set) hold
+the Speed of Light of a few kernels.
+
+Examples:
+  dpbench kernels ncu_reports/1b-fp32/kernels/report_dpsgd_bs8_seq256.ncu-rep --phase clip
+  dpbench kernels ncu_reports/1b-fp32/kernels/*.ncu-rep --top 20 --csv launches.csv
+  dpbench kernels ncu_reports/1b-fp32/sol/report_dpsgd_bs8_seq256.ncu-rep
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpbench.case import OUTSIDE, PHASES
+from dpbench.errors import ConfigurationError, check_writable_file
+
+if TYPE_CHECKING:
+    from dpbench.instruments.ncu_kernel_report import KernelReport
+    from dpbench.results.kernel_tables import Premise
+    from dpbench.results.tables import Table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep")
+    parser.add_argument("--top", type=int, default=10, help="kernels that a table shows (10)")
+    parser.add_argument("--phase", choices=(*PHASES, OUTSIDE), help="kernels of this phase only")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write each launch here")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from dpbench.instruments.ncu_report_file import SPEED_OF_LIGHT
+    from dpbench.results.tables import as_text
+
+    if options.csv:
+        check_writable_file(options.csv)
+    found: list[Table] = []
+    launches: list[dict[str, Any]] = []
+    for path in options.reports:
+        if path.resolve().parent.name == SPEED_OF_LIGHT:
+            found += _speed_of_light(path)
+        else:
+            found += _kernels(path, options, launches)
+    if options.csv:
+        _write(options.csv, launches)
+    print(as_text(found))
+    return 0
+
+
+def _kernels(
+    path: Path, options: argparse.Namespace, launches: list[dict[str, Any]]
+) -> list[Table]:
+    """The tables of one report; its launches are added to the list."""
+    from dpbench.instruments.ncu_kernel_report import read_kernels
+    from dpbench.results.kernel_tables import kernel_tables
+    from dpbench.results.kernels import fold
+
+    report = read_kernels(path)
+    chosen = [launch for launch in report.launches if options.phase in (None, launch.phase)]
+    if not chosen:
+        present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
+        raise ConfigurationError(
+            f"{path}: no kernel in phase {options.phase!r}; there is {present}"
+        )
+    launches += [{"report": str(path), **asdict(launch)} for launch in chosen]
+    return kernel_tables(fold(chosen), _premise(path, report), top=options.top)
+
+
+def _premise(path: Path, report: KernelReport) -> Premise:
+    """What kernels are compared with: the case's report of ranges, if it lies where it should."""
+    from dpbench.instruments.ncu_report_file import KERNELS, case_of, read
+    from dpbench.results.kernel_tables import Premise, known_roofs, step_bytes
+
+    place = path.resolve().parent
+    ranges = place.parent / path.name
+    measured = None
+    if place.name == KERNELS and ranges.exists():
+        measured = step_bytes(read(ranges, case_of(ranges)))
+    return Premise(f"{_title(path)}, {report.device}", measured, known_roofs(report.device))
+
+
+def _speed_of_light(path: Path) -> list[Table]:
+    from dpbench.instruments.ncu_speed_of_light import read_speeds
+    from dpbench.results.kernel_tables import speed_table
+
+    return speed_table(read_speeds(path), _title(path))
+
+
+def _title(path: Path) -> str:
+    """The case that a report is of, or the report's own name if dpbench did not make it."""
+    from dpbench.instruments.ncu_report_file import ForeignReport, case_of
+
+    try:
+        return case_of(path).id
+    except ForeignReport:
+        return path.name
+
+
+def _write(path: Path, launches: list[dict[str, Any]]) -> None:
+    import pandas as pd
+
+    try:
+        pd.DataFrame(launches).to_csv(path, index=False)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error

@@ -1,0 +1,94 @@
+"""``dpbench kernels``, and ``dpbench run --kernels`` against a replayed ``ncu``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.gpu import Gpu
+from tests.recorded import RANGES, unpacked
+
+CLIP = "kernels/clip/report_dpsgd_bs4_seq64.ncu-rep"
+DPSGD = "kernels/report_dpsgd_bs4_seq64.ncu-rep"
+REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
+
+
+def test_a_saved_report_becomes_tables_and_a_file_of_launches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = unpacked(DPSGD, tmp_path)
+    ranges = RANGES / "report_dpsgd_bs4_seq64.ncu-rep"
+    (tmp_path / "tiny-fp32" / ranges.name).write_bytes(ranges.read_bytes())
+    saved = tmp_path / "launches.csv"
+    options = ["--phase", "clip", "--top", "1", "--csv", str(saved)]
+    assert main(["kernels", str(report), *options]) == 0
+    text = capsys.readouterr().out
+    assert "dpsgd-bs4-seq64-tiny-fp32, NVIDIA H200: bytes by kernel (top 1 of 7)" in text
+    assert "gemvx::kernel" in text
+    assert "Share of the step's 0.0" in text
+    assert "4800 GB/s of NVIDIA H200" in text
+    with saved.open() as stream:
+        launches = list(csv.DictReader(stream))
+    assert len(launches) == 80
+    assert launches[0]["name"].startswith("void at::native::reduce_kernel<(int)512")
+
+
+def test_a_report_of_the_speed_of_light_becomes_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = unpacked("sol/report_dpsgd_bs4_seq64.ncu-rep", tmp_path)
+    assert main(["kernels", str(report)]) == 0
+    text = capsys.readouterr().out
+    assert "dpsgd-bs4-seq64-tiny-fp32: Speed of Light" in text
+    assert "barrier" in text
+
+
+def test_a_phase_without_kernels_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = unpacked(CLIP, tmp_path)
+    assert main(["kernels", str(report), "--phase", "noise"]) == 2
+    assert "no kernel in phase 'noise'; there is clip" in capsys.readouterr().err
+
+
+def test_a_report_of_another_program_goes_by_its_own_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = unpacked(CLIP, tmp_path)
+    foreign = tmp_path / "other.ncu-rep"
+    foreign.write_bytes(report.read_bytes().replace(b"dpbench", b"another"))
+    assert main(["kernels", str(foreign)]) == 0
+    text = capsys.readouterr().out
+    assert "other.ncu-rep, NVIDIA H200: bytes by kernel" in text
+    assert "outside" in text
+    assert "the step itself was not" in text
+
+
+def test_run_profiles_each_kernel_after_the_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ncu = tmp_path / "ncu"
+    ncu.write_text(
+        f"#!{sys.executable}\n{REPLAY.read_text()}".replace("__file__", repr(str(REPLAY)))
+    )
+    ncu.chmod(0o755)
+    gpus = [Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")]
+    for module in ("dpbench.instruments.ncu", "dpbench.gpu"):
+        monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
+    cell = ["--trainer", "dpsgd", "--batch-size", "4", "--seq-len", "64", "--model-size", "tiny"]
+    how = ["--instrument", "ncu", "--kernels", "--top", "4", "--ncu-path", str(ncu)]
+    assert main(["run", *cell, *how, "--json", "run.json"]) == 0
+    text = capsys.readouterr().out
+    assert "dpsgd-bs4-seq64-tiny-fp32, NVIDIA H200: bytes by kernel (top 4 of" in text
+    document = json.loads(Path("run.json").read_text())
+    assert document["cases"][0]["instruments"] == ["ncu", "ncu_kernels"]
+    rows = {(r["phase"], r["metric"]): r["value"] for r in document["rows"]}
+    assert rows["step", "kernel_launches"] == 468
+    phases = ("forward", "backward", "clip", "noise", "optimizer")
+    assert sum(rows[phase, "kernel_launches"] for phase in phases) == 468
