@@ -1,0 +1,27 @@
+"""Runs as one HTML page that opens offline: the same numbers, drawn. Never imports torch.
+
+`source` labels runs, `data` prepares what each chart shows, the modules of charts draw it with
+plotly, `overview` makes tables, `page` puts all into a template. What draws needs the extra
+``report``; `check_libraries` says whether it is there.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from dpbench.errors import ConfigurationError
+
+LIBRARIES = ("plotly", "jinja2")
+
+
+def check_libraries() -> None:
+    """Find out, without importing them, whether the libraries that draw the page are there.
+
+    Raises:
+        ConfigurationError: one is missing; the message says how to install it.
+    """
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"the HTML report needs {' and '.join(missing)}: pip install 'dpbench[report]'"
+        )

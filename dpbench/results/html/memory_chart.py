@@ -1,0 +1,119 @@
+"""Peak memory against bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dpbench.results.html import data
+from dpbench.results.html.drawing import GIGA, Material, axis, panel, trainer_keys
+from dpbench.results.html.palette import NEUTRAL
+from dpbench.results.html.parts import CASE, GB, Chart, Column, DataTable, Panel, lines
+from dpbench.results.html.source import cell_label
+
+
+def memory(material: Material, capacity: Mapping[str, float]) -> Chart:
+    """Peak memory against bytes; one panel per configuration."""
+    basis = material.basis
+    found = data.memory_against_bytes(material.summary, basis)
+    title = f"Peak memory against {basis.name}"
+    if found.empty:
+        return Chart(
+            "memory",
+            title,
+            missing="No case has both its bytes and its peak memory, which a second, unprofiled "
+            "process measures.",
+        )
+    premise = basis.premise
+    if basis.measured:
+        premise = "bytes by hardware counters, peak memory in a second, unprofiled process"
+    largest = found.groupby("title")[["value", "peak"]].max() / GIGA
+    panels = [
+        _scatter(
+            f"{what}, batch {batch}",
+            rows,
+            material,
+            (float(largest.value[what]), float(largest.peak[what])),
+            capacity.get(str(rows.device.iloc[0])),
+        )
+        for what, batch, rows in data.by_batch(found)
+    ]
+    table = DataTable.of(
+        f"Peak memory and {basis.name} of one step ({premise})",
+        found,
+        [*CASE, Column(f"{basis.name}, GB", "value", GB), Column("peak memory, GB", "peak", GB)],
+    )
+    notes = [
+        "Where a panel has several sequence lengths, they stand at the marks, and a line joins "
+        "those of a trainer."
+    ]
+    keys = trainer_keys(material.look, found.trainer)
+    return Chart("memory", title, premise, panels, keys, table, notes)
+
+
+def _scatter(
+    title: str,
+    rows: pd.DataFrame,
+    material: Material,
+    largest: tuple[float, float],
+    capacity: float | None,
+) -> Panel:
+    look = material.look
+    lengths = sorted(set(rows.seq_len))
+    if len(lengths) == 1:
+        title = f"{title} × sequence {lengths[0]}"
+    traces = [
+        go.Scatter(
+            x=(group.value / GIGA).tolist(),
+            y=(group.peak / GIGA).tolist(),
+            mode="lines+markers+text",
+            line={"color": look[str(trainer)].colour, "dash": look[str(trainer)].dash, "width": 1},
+            marker={"symbol": look[str(trainer)].symbol, "size": 12},
+            text=[str(seq) if len(lengths) > 1 else "" for seq in group.seq_len],
+            textposition="top center",
+            textfont={"size": 11},
+            cliponaxis=False,
+            hoverinfo="text",
+            hovertext=[
+                lines(
+                    trainer,
+                    cell_label(row["batch_size"], row["seq_len"]),
+                    f"{GB(row['value'])} GB moved",
+                    f"{GB(row['peak'])} GB at peak",
+                )
+                for row in group.to_dict("records")
+            ],
+        )
+        for trainer, group in rows.groupby("trainer", sort=False)
+    ]
+    top = largest[1] * 1.15 or 1.0
+    layout: dict[str, Any] = {}
+    if capacity and top > 0.4 * capacity / GIGA:
+        line = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
+        level = {"y0": capacity / GIGA, "y1": capacity / GIGA}
+        layout["shapes"] = [
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": line, **level}
+        ]
+        layout["annotations"] = [
+            {
+                "xref": "paper",
+                "x": 0.01,
+                "y": capacity / GIGA,
+                "showarrow": False,
+                "yanchor": "bottom",
+                "xanchor": "left",
+                "text": f"memory of the GPU, {GB(capacity)} GB",
+            }
+        ]
+        top = max(top, capacity / GIGA * 1.12)
+    return panel(
+        title,
+        traces,
+        380,
+        xaxis=axis(material.basis.short, range=[0, largest[0] * 1.1 or 1.0]),
+        yaxis=axis(f"peak memory, GB ({material.basis.verb})", range=[0, top]),
+        **layout,
+    )

@@ -1,0 +1,256 @@
+"""Roofline by phase: measured time and bytes, counted operations, a named card's two roofs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.errors import ConfigurationError
+from dpbench.results.cards import Roofs, find_card
+from dpbench.results.html import data
+from dpbench.results.html.drawing import (
+    ROW,
+    Material,
+    axis,
+    cells,
+    panel,
+    trainer_axis,
+    trainer_keys,
+)
+from dpbench.results.html.logical_chart import NEEDS_LOGICAL
+from dpbench.results.html.palette import NEUTRAL, PHASE_COLOURS, Style
+from dpbench.results.html.parts import (
+    CASE,
+    GB,
+    Chart,
+    Column,
+    DataTable,
+    Key,
+    Panel,
+    lines,
+    milliseconds,
+)
+from dpbench.results.html.source import Source, cell_label
+from dpbench.results.roofline import MEASURED_BYTES, intensities, under
+from dpbench.results.rows import STEP
+from dpbench.results.tables import SHOWN_SHARE, in_order
+
+TERA = 1e12
+TITLE = "Roofline by phase"
+
+
+def roofline(sources: Sequence[Source], material: Material) -> Chart:
+    """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
+    drawn: list[pd.DataFrame] = []
+    notes: list[str] = []
+    roofs: dict[str, Roofs] = {}
+    for device, frame in _with_operations(sources):
+        try:
+            roofs[device] = find_card(device).roofs()
+            drawn.append(under(intensities(frame), roofs[device]))
+        except ConfigurationError as error:
+            notes.append(f"{device}: {error}.")
+    if not drawn:
+        why = " ".join(dict.fromkeys(notes)) or _nothing(material.summary)
+        return Chart("roofline", TITLE, missing=why)
+    table = _shown(_titled(pd.concat(drawn, ignore_index=True), material.summary))
+    panels = [
+        part
+        for what, batch, seq, rows in cells(table)
+        for part in _panels(f"{what}, {cell_label(batch, seq)}", rows, roofs, material.look)
+    ]
+    phases = [name for name in (*PHASES, OUTSIDE) if name in set(table.phase)]
+    keys = [
+        *(Key("■", name, PHASE_COLOURS[name]) for name in phases),
+        *(Key(key.glyph, key.text) for key in trainer_keys(material.look, table.trainer)),
+    ]
+    used = {str(device): sorted(set(rows.precision)) for device, rows in table.groupby("device")}
+    notes += [_roofs_in_words(roofs[name], precisions) for name, precisions in used.items()]
+    notes.append(
+        "Operations are those of matrix products and attention. Phases without any have no place "
+        "on the first kind of panel; they are in the second and in the table."
+    )
+    premise = (
+        "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
+        "operations counted without hardware"
+    )
+    return Chart("roofline", TITLE, premise, panels, keys, _as_table(table), list(notes))
+
+
+def _nothing(summary: pd.DataFrame) -> str:
+    if data.step_bytes(summary, data.DRAM).empty:
+        return "No DRAM bytes were measured in these runs, so no phase has a place under a roof."
+    return NEEDS_LOGICAL
+
+
+def _with_operations(sources: Sequence[Source]) -> Iterator[tuple[str, pd.DataFrame]]:
+    """By run and device, the measured rows of cases whose operations some run has counted."""
+    everything = pd.concat([source.frame for source in sources], ignore_index=True)
+    counted = everything[(everything.instrument == "logical")]
+    counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
+    cases = pd.MultiIndex.from_frame(counted[list(AXES)])
+    for source in sources:
+        measured = source.frame[source.frame.instrument != "logical"]
+        for device, rows in measured.groupby("device", sort=False):
+            both = rows[pd.MultiIndex.from_frame(rows[list(AXES)]).isin(cases)]
+            both = both[
+                _cases_with(both, "dram_read_bytes") & _cases_with(both, "step_time_seconds")
+            ]
+            if not both.empty:
+                theirs = counted[cases.isin(pd.MultiIndex.from_frame(both[list(AXES)]))]
+                yield str(device), pd.concat([both, theirs], ignore_index=True)
+
+
+def _cases_with(rows: pd.DataFrame, metric: str) -> pd.Series[bool]:
+    """Which rows belong to a case that has a metric."""
+    cases = pd.MultiIndex.from_frame(rows[list(AXES)])
+    having = pd.MultiIndex.from_frame(rows.loc[rows.metric == metric, list(AXES)])
+    return pd.Series(cases.isin(having), index=rows.index)
+
+
+def _titled(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
+    names = summary[summary.measured].drop_duplicates([*AXES, "device"])
+    titles = names.set_index([*AXES, "device"]).title
+    return in_order(table.join(titles, on=[*AXES, "device"]))
+
+
+def _shown(table: pd.DataFrame) -> pd.DataFrame:
+    """Every phase of measured steps, and what lies outside if that takes enough to matter."""
+    steps = table[table.phase == STEP].set_index([*AXES, "device"]).seconds
+    share = table.seconds / table.join(steps.rename("whole"), on=[*AXES, "device"]).whole
+    shown = (table.bytes_are == MEASURED_BYTES) & (table.phase.isin(PHASES) | (share > SHOWN_SHARE))
+    shown &= table.phase != STEP
+    order = {name: place for place, name in enumerate((*PHASES, OUTSIDE))}
+    return (
+        table[shown].sort_values("phase", key=lambda c: c.map(order), kind="stable").pipe(in_order)
+    )
+
+
+def _roofs_in_words(roofs: Roofs, precisions: Sequence[str]) -> str:
+    peaks = ", ".join(f"{GB(roofs.flops[p] / 1e3)} TFLOP/s at {p}" for p in precisions)
+    return f"Roofs of {roofs.name}: {GB(roofs.bandwidth)} GB/s, {peaks} ({roofs.premise})."
+
+
+def _panels(
+    title: str, rows: pd.DataFrame, cards: Mapping[str, Roofs], look: Mapping[str, Style]
+) -> list[Panel]:
+    roofs = cards[rows.device.iloc[0]]
+    placed = rows[rows.flops > 0]
+    share = _shares(f"{title}: part of the roof that is reached", rows)
+    return [_roof(title, placed, roofs, look), share] if not placed.empty else [share]
+
+
+def _roof(title: str, rows: pd.DataFrame, roofs: Roofs, look: Mapping[str, Style]) -> Panel:
+    precision = str(rows.precision.iloc[0])
+    peak, ridge = roofs.flops[precision], roofs.ridge(precision)
+    left = min(float(rows.intensity.min()), ridge) / 3
+    right = max(float(rows.intensity.max()), ridge) * 6
+    low = min(float(rows.flops_per_second.min()), roofs.bandwidth * left) / 1.5
+    traces: list[Any] = [
+        go.Scatter(
+            x=[left, ridge, right],
+            y=[roofs.bandwidth * left / TERA, peak / TERA, peak / TERA],
+            mode="lines",
+            line={"color": NEUTRAL, "width": 2.5},
+            hoverinfo="skip",
+        )
+    ]
+    traces += [
+        go.Scatter(
+            x=[row["intensity"]],
+            y=[row["flops_per_second"] / TERA],
+            mode="markers",
+            marker={
+                "symbol": f"{look[row['trainer']].symbol}-open",  # most lie upon each other
+                "size": 12,
+                "color": PHASE_COLOURS[row["phase"]],
+                "line": {"width": 2.5},
+            },
+            cliponaxis=False,
+            hoverinfo="text",
+            hovertext=lines(
+                f"{row['trainer']}, {row['phase']}",
+                f"{row['intensity']:.1f} FLOP/B",
+                f"{row['flops_per_second'] / TERA:.1f} TFLOP/s",
+                f"{row['share']:.0%} of the roof",
+            ),
+        )
+        for row in rows.to_dict("records")
+    ]
+    return panel(
+        title,
+        traces,
+        320,
+        xaxis=axis(
+            "FLOP (counted) per DRAM byte (measured)",
+            type="log",
+            range=[math.log10(left), math.log10(right)],
+            dtick=1,
+        ),
+        yaxis=axis(
+            "TFLOP/s",
+            type="log",
+            range=[math.log10(low / TERA), math.log10(peak * 1.6 / TERA)],
+            dtick=1,
+        ),
+    )
+
+
+def _shares(title: str, rows: pd.DataFrame) -> Panel:
+    names = [name for name in (*PHASES, OUTSIDE) if name in set(rows.phase)]
+    traces = []
+    for name in names:
+        group = rows[rows.phase == name]
+        traces.append(
+            go.Bar(
+                y=group.trainer.tolist(),
+                x=(group.share * 100).tolist(),
+                orientation="h",
+                name=name,
+                marker={"color": PHASE_COLOURS[name]},
+                hoverinfo="text",
+                hovertext=[
+                    lines(
+                        f"{row['trainer']}, {name}: {row['share']:.0%} of the roof",
+                        f"bound by {row['bound_by']}",
+                        f"{milliseconds(row['seconds'])} ms, at least "
+                        f"{milliseconds(row['least_seconds'])} ms",
+                    )
+                    for row in group.to_dict("records")
+                ],
+            )
+        )
+    trainers = list(dict.fromkeys(rows.trainer))
+    highest = float(rows.share.max()) * 100
+    return panel(
+        title,
+        traces,
+        max(320, 58 + ROW * 2 * len(trainers)),
+        barmode="group",
+        bargap=0.2,
+        xaxis=axis("least possible time ÷ measured time, %", range=[0, max(100.0, highest)]),
+        yaxis=trainer_axis(trainers),
+    )
+
+
+def _as_table(table: pd.DataFrame) -> DataTable:
+    return DataTable.of(
+        "Phases under the roofs: operations counted, bytes and time measured",
+        table.assign(percent=table.share * 100),
+        [
+            *CASE,
+            Column("phase", "phase"),
+            Column("TFLOP (counted)", "flops", lambda v: GB(v / 1e3)),
+            Column("DRAM GB (measured)", "bytes", GB),
+            Column("FLOP/B", "intensity", "{:.1f}".format),
+            Column("ms (measured)", "seconds", milliseconds),
+            Column("least ms", "least_seconds", milliseconds),
+            Column("bound by", "bound_by"),
+            Column("% of roof", "percent", "{:.0f}".format),
+        ],
+    )

@@ -1,0 +1,102 @@
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const toggle = document.getElementById("theme");
+  let chosen = null; // "light" or "dark" once somebody has pressed the button
+  let printing = false;
+
+  const isDark = () => !printing && (chosen ? chosen === "dark" : system.matches);
+
+  // Plotly takes the page's own colours, so that one place says what light and dark are.
+  const template = () => {
+    const style = getComputedStyle(root);
+    const colour = (name) => style.getPropertyValue(name).trim();
+    const axis = {
+      gridcolor: colour("--grid"),
+      linecolor: colour("--line"),
+      zerolinecolor: colour("--line"),
+      tickcolor: colour("--line"),
+      ticklabelstandoff: 4,
+    };
+    return {
+      layout: {
+        paper_bgcolor: colour("--page"),
+        plot_bgcolor: colour("--page"),
+        font: { color: colour("--text"), family: getComputedStyle(document.body).fontFamily, size: 12 },
+        xaxis: axis,
+        yaxis: axis,
+        hoverlabel: {
+          bgcolor: colour("--raised"),
+          bordercolor: colour("--line"),
+          font: { color: colour("--text") },
+          align: "left",
+        },
+      },
+    };
+  };
+
+  const draw = () => {
+    root.dataset.theme = isDark() ? "dark" : "light";
+    toggle.textContent = isDark() ? "Light colours" : "Dark colours";
+    const shared = template();
+    const config = { displayModeBar: false, responsive: true, scrollZoom: false, doubleClick: false };
+    return Promise.all(
+      [...document.querySelectorAll(".plot")].map((place) => {
+        const { data, layout } = figures[place.id];
+        return Plotly.react(place, data, { ...layout, template: shared }, config);
+      }),
+    );
+  };
+
+  toggle.addEventListener("click", () => {
+    chosen = isDark() ? "light" : "dark";
+    draw();
+  });
+  system.addEventListener("change", draw);
+  window.addEventListener("beforeprint", () => {
+    printing = true;
+    draw();
+  });
+  window.addEventListener("afterprint", () => {
+    printing = false;
+    draw();
+  });
+
+  // Sorting: by the exact value of a cell, numbers by size; what has none comes last.
+  const valueOf = (cell) => cell.dataset.value ?? cell.textContent;
+  const compare = (a, b) => {
+    const [x, y] = [Number(a), Number(b)];
+    return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b) : x - y;
+  };
+  const sort = (heading) => {
+    const table = heading.closest("table");
+    const body = table.tBodies[0];
+    const sign = heading.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+    for (const other of table.tHead.rows[0].cells) other.setAttribute("aria-sort", "none");
+    heading.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+    const rows = [...body.rows].map((row) => [valueOf(row.cells[heading.cellIndex]), row]);
+    rows.sort(([a], [b]) => (a === "") - (b === "") || (a === "" ? 0 : sign * compare(a, b)));
+    body.append(...rows.map(([, row]) => row));
+  };
+  for (const button of document.querySelectorAll("th button")) {
+    button.addEventListener("click", () => sort(button.parentElement));
+  }
+
+  const filter = document.getElementById("filter");
+  filter.addEventListener("input", () => {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const rows = [...document.getElementById("table-rows").tBodies[0].rows];
+    for (const row of rows) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => text.includes(word));
+    }
+    const left = rows.filter((row) => !row.hidden).length;
+    document.getElementById("shown").textContent = words.length ? `${left} rows` : "";
+  });
+
+  draw().then(() => {
+    root.dataset.drawn = "true";
+  });
+})();
