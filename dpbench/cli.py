@@ -12,7 +12,16 @@ from pathlib import Path
 
 from dpbench.errors import DpbenchError
 
-COMMANDS = ("smoke", "step", "run", "show", "kernels", "roofline", "ceilings")
+COMMANDS = (
+    "smoke",
+    "step",
+    "run",
+    "show",
+    "report",
+    "kernels",
+    "roofline",
+    "ceilings",
+)
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""
 

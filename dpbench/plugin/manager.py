@@ -72,8 +72,17 @@ class Manager:
         elif KernelChoice.of(self.options, "ncu_").wanted:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         if not self.is_worker:
-            for path in filter(None, (self.options.dpbench_json, self.options.dpbench_markdown)):
+            files = (
+                self.options.dpbench_json,
+                self.options.dpbench_markdown,
+                self.options.dpbench_html,
+            )
+            for path in filter(None, files):
                 check_writable_file(self.config.invocation_params.dir / path)
+            if self.options.dpbench_html:
+                from dpbench.results.html import check_libraries
+
+                check_libraries()
 
     def _prepare_ncu(self) -> None:
         self.instruments = choose(
@@ -166,6 +175,7 @@ class Manager:
         if self.is_worker or not self.runs_tests:
             return
         self._write()
+        self._write_page()
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         if self.instruments and not interrupted and not self._measured_under_ncu():
             self.problems.append(
@@ -198,6 +208,19 @@ class Manager:
                     write_markdown(
                         base / self.options.dpbench_markdown, outcomes, self.options.ncu_kernels_top
                     )
+        except OSError as error:
+            self.problems.append(f"{error.filename}: {error.strerror}")
+
+    def _write_page(self) -> None:
+        """Draw the session, once: a page takes a second."""
+        if not self.options.dpbench_html:
+            return
+        from dpbench.plugin.html import write_page
+        from dpbench.results.outcome import environment
+
+        path = self.config.invocation_params.dir / self.options.dpbench_html
+        try:
+            write_page(path, self.outcomes(), environment(self.gpu))
         except OSError as error:
             self.problems.append(f"{error.filename}: {error.strerror}")
 

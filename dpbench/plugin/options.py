@@ -88,3 +88,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--dpbench-json", type=Path, metavar="FILE", help="write every row here")
     group.addoption("--dpbench-markdown", type=Path, metavar="FILE", help="write the tables here")
+    group.addoption(
+        "--dpbench-html",
+        type=Path,
+        metavar="FILE",
+        help="write a page of charts and tables here; needs dpbench[report]",
+    )

@@ -10,6 +10,7 @@ import pytest
 
 from tests.plugin.conftest import RunSuite
 
+FILES = {"json": "json", "markdown": "md", "html": "html"}
 WORKERS = {"one process": ["-p", "no:xdist"], "two workers": ["-n2"]}
 
 
@@ -38,7 +39,7 @@ def session(
 ) -> Session:
     if request.param not in ended:
         trainers = [f"--dpbench-trainer={name}" for name in ("standard", "dpsgd", "dpsgd_ghost")]
-        files = ["--dpbench-json=out/run.json", "--dpbench-markdown=out/run.md"]
+        files = [f"--dpbench-{kind}=out/run.{end}" for kind, end in FILES.items()]
         base = f"--basetemp={pytester.path / 'base'}"
         result = project(*WORKERS[request.param], *trainers, *files, base)
         ended[request.param] = Session(result, pytester.path, temporary)
@@ -55,7 +56,7 @@ def test_each_case_is_measured_once_however_many_tests_ask(session: Session) -> 
     ]
 
 
-def test_there_is_one_table_and_one_json_file(session: Session) -> None:
+def test_there_is_one_table_and_one_file_of_each_kind(session: Session) -> None:
     text = session.result.stdout.str()
     assert text.count("tiny fp32, batch 4, sequence 64, NVIDIA H200: GB per step") == 1
     assert text.count("DRAM GB by phase") == 1
@@ -72,6 +73,9 @@ def test_there_is_one_table_and_one_json_file(session: Session) -> None:
         "dpsgd_ghost": "CaseFailed",
     }
     assert "| dpsgd" in (session.folder / "out/run.md").read_text()
+    page = (session.folder / "out/run.html").read_text()
+    assert "2 cases measured on NVIDIA H200. 1 case failed." in page
+    assert 'id="plot-phases-0"' in page
 
 
 def test_nothing_is_left_in_the_temporary_directory(session: Session) -> None:

@@ -1,0 +1,84 @@
+"""Draw saved runs as one HTML page that opens offline.
+
+A run is a JSON document of `dpbench run --json`, of `pytest --dpbench-json`, or one that pytest
+saved. The page shows bytes by trainer and phase, ratios over the grid, peak memory, a roofline
+and measured against logical bytes, each with its numbers as a table, then every row. Several
+runs share a page; ratios stay within a run, and a run's name tells cases apart that were
+measured more than once.
+
+Examples:
+  dpbench report run.json -o report.html
+  dpbench report before.json after.json -o report.html
+  dpbench report run.json --with-logical -o report.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpbench.errors import ConfigurationError, check_writable_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dpbench.results.html.source import Source
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the page (default report.html)",
+    )
+    parser.add_argument(
+        "--with-logical",
+        action="store_true",
+        help="count the same cases without hardware, seconds each, for the charts that need it",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from dpbench.results.html import check_libraries
+
+    check_libraries()
+    from dpbench.results.html.page import write_html
+    from dpbench.results.html.source import labelled
+    from dpbench.results.run import Run
+
+    sources = labelled((run.name, run.document) for run in map(Run.load, options.runs))
+    check_writable_file(options.output)
+    if options.with_logical:
+        sources += _counted(sources)
+    try:
+        write_html(options.output, sources)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
+    print(f"{options.output}: {options.output.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _counted(sources: Iterable[Source]) -> list[Source]:
+    """One more run: logical counts of the measured cases that have none."""
+    from tqdm import tqdm
+
+    from dpbench.instruments.logical import Logical
+    from dpbench.results.html.source import Source, cases_without_logical
+    from dpbench.results.outcome import document, environment
+    from dpbench.runner import measure
+
+    outcomes = []
+    with tqdm(cases_without_logical(sources), unit="case", disable=None, file=sys.stderr) as cases:
+        for case in cases:
+            cases.set_description(case.id)
+            outcomes.append(measure(case, [Logical()]))
+    made: dict[str, Any] = document(outcomes, environment())
+    return [Source.of("counted for this page", made)] if outcomes else []

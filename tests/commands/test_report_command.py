@@ -1,0 +1,98 @@
+"""``dpbench report``: saved runs in, one page out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.cli import main
+from dpbench.results.outcome import Outcome, environment, write_json
+from dpbench.results.rows import Measurement
+
+GRID1 = Path(__file__).parents[2] / "docs/results/h200-grid1.json"
+
+
+def write_run(path: Path, trainer: str = "standard") -> Path:
+    """A run of one tiny case, measured on an H200."""
+    case = Case(trainer, batch_size=2, seq_len=16, model_size="tiny")
+    rows = tuple(
+        Measurement(case, "ncu", phase, metric, 1e6, "B", 0, "NVIDIA H200", "ncu 2025.3.1")
+        for phase in ("step", "forward")
+        for metric in ("dram_read_bytes", "dram_write_bytes")
+    )
+    write_json(path, [Outcome(case, rows, 1.0)], environment())
+    return path
+
+
+def test_page_has_the_runs_under_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write_run(tmp_path / "before.json")
+    after = write_run(tmp_path / "after.json")
+    page = tmp_path / "new folder" / "report.html"
+    assert main(["report", str(before), str(after), "-o", str(page)]) == 0
+    text = page.read_text()
+    assert "<title>dpbench: before, after</title>" in text
+    assert "tiny fp32, before, batch 2 × sequence 16" in text
+    assert "tiny fp32, after, batch 2 × sequence 16" in text
+    assert capsys.readouterr().out.startswith(str(page))
+
+
+def test_with_logical_counts_the_same_cases(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run.json")
+    page = tmp_path / "report.html"
+    assert main(["report", str(run), "--with-logical", "-o", str(page)]) == 0
+    text = page.read_text()
+    assert "1 case measured on NVIDIA H200. 1 case counted without hardware." in text
+    assert 'id="plot-logical-0"' in text
+
+
+def test_trainer_that_cannot_be_built_is_shown_as_a_failure(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run.json")
+    run.write_text(run.read_text().replace('"standard"', '"theirs"'))
+    page = tmp_path / "report.html"
+    assert main(["report", str(run), "--with-logical", "-o", str(page)]) == 0
+    assert "known from saved results only" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(None, "No such file"), ("{", "is damaged"), ('{"schema": 99}', "schema 99")],
+)
+def test_run_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, problem: str
+) -> None:
+    run = tmp_path / "bad.json"
+    if content is not None:
+        run.write_text(content)
+    assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "bad.json" in line
+    assert problem in line
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_page_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(GRID1), "-o", str(tmp_path)]) == 2
+    assert "is a directory; name a file" in capsys.readouterr().err
+
+
+def test_missing_library_is_said_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert main(["report", "absent.json"]) == 2
+    assert "pip install 'dpbench[report]'" in capsys.readouterr().err
+
+
+def test_document_of_grid1_has_every_measured_case(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert main(["report", str(GRID1), "-o", str(page)]) == 0
+    cases = len(json.loads(GRID1.read_text())["cases"])
+    assert f"{cases} cases measured on NVIDIA H200." in page.read_text()
