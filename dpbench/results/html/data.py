@@ -11,7 +11,7 @@ import pandas as pd
 from dpbench.case import AXES, BASELINE_TRAINER, OUTSIDE, PHASES
 from dpbench.results.html.source import KEYS
 from dpbench.results.rows import STEP
-from dpbench.results.tables import SHOWN_SHARE
+from dpbench.results.tables import IN_CACHE_BYTES, SHOWN_SHARE
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,18 @@ def step_bytes(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
     """The rows of a basis for whole steps."""
     found = bytes_of(summary, basis)
     return found[found.phase == STEP]
+
+
+def cautions(summary: pd.DataFrame, basis: Basis) -> list[str]:
+    """What must be said beside ratios of these bytes."""
+    small = basis.measured and (step_bytes(summary, basis).value < IN_CACHE_BYTES).any()
+    return [IN_CACHE] if small else []
+
+
+IN_CACHE = (
+    "Warning: some steps move less than 1 GB. At that size the data stays in the L2 cache, and "
+    "ratios of DRAM bytes mean nothing."
+)
 
 
 def by_phase(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:

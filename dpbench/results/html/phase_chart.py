@@ -51,7 +51,8 @@ def phases(material: Material) -> Chart:
     )
     keys = [Key("■", name, PHASE_COLOURS[name]) for name in names]
     notes = [
-        "At the end of a bar: GB of the whole step, and how many times the standard trainer's."
+        "At the end of a bar: GB of the whole step, and how many times the standard trainer's.",
+        *data.cautions(material.summary, basis),
     ]
     return Chart("phases", title, basis.premise, panels, keys, table, notes)
 

@@ -47,6 +47,7 @@ def ratio_map(material: Material) -> Chart:
     notes = [
         f"One colour scale for all panels, from {times(low)} (dark) to {times(high)} (bright).",
         *_expected(basis),
+        *data.cautions(summary, basis),
     ]
     return Chart("map", title, basis.premise, panels, [], table, notes, width=270)
 
@@ -147,7 +148,8 @@ def ratio_along(material: Material, along: str) -> Chart:
     keys = [*trainer_keys(material.look, found.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
     if basis.metric in EXPECTED_RATIOS:
         keys.append(Key("▒", "expected range", NEUTRAL))
-    return Chart(along, title, basis.premise, panels, keys, table, width=340)
+    notes = data.cautions(summary, basis)
+    return Chart(along, title, basis.premise, panels, keys, table, notes, width=340)
 
 
 def _lines(

@@ -15,6 +15,7 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.results.html import check_libraries
+from dpbench.results.html.data import IN_CACHE
 from dpbench.results.html.drawing import Material
 from dpbench.results.html.page import draw, render
 from dpbench.results.html.palette import OURS, PHASE_COLOURS, styles
@@ -103,6 +104,15 @@ def test_zero_bytes_are_drawn_without_a_ratio() -> None:
         row["value"] = 0.0
     assert "No ratio" in charts_of(document)["map"].missing
     assert "NaN" not in "".join(Elements(render(labelled([("zero", document)]))).scripts[:1])
+
+
+def test_bytes_that_stay_in_the_cache_come_with_a_warning() -> None:
+    small = cell()
+    for row in small["rows"]:
+        row["value"] /= 1e6
+    for name in ("phases", "map"):
+        assert IN_CACHE in charts_of(small)[name].notes
+        assert IN_CACHE not in charts_of(cell())[name].notes
 
 
 def test_counted_runs_say_so_in_every_chart() -> None:
