@@ -48,8 +48,8 @@ def asked_grid(options: argparse.Namespace) -> Grid:
 class Manager:
     """The session's grid, instruments and outcomes, in each process that runs tests.
 
-    Outcomes of all its processes lie in one directory, which exists from the start under xdist
-    and with ``--ncu``, and otherwise from when a test first asks for a case.
+    Outcomes of all its processes lie in one directory, which is made when xdist starts a worker
+    or a test first asks for a case.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -72,12 +72,7 @@ class Manager:
         elif KernelChoice.of(self.options, "ncu_").wanted:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         if not self.is_worker:
-            files = (
-                self.options.dpbench_json,
-                self.options.dpbench_markdown,
-                self.options.dpbench_html,
-            )
-            for path in filter(None, files):
+            for path in self._files():
                 check_writable_file(self.config.invocation_params.dir / path)
             if self.options.dpbench_html:
                 from dpbench.results.html import check_libraries
@@ -102,6 +97,10 @@ class Manager:
             instrument.check()
         # A batch system's signal must end the measured processes too, as Ctrl-C does.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def _files(self) -> list[Path]:
+        names = ("json", "markdown", "html")
+        return list(filter(None, (getattr(self.options, f"dpbench_{name}") for name in names)))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -192,8 +191,8 @@ class Manager:
         return any(outcome.rows and "ncu" in outcome.instruments for outcome in self.outcomes())
 
     def _write(self) -> None:
-        """Bring the files that were asked for up to date."""
-        if not (self.options.dpbench_json or self.options.dpbench_markdown):
+        """Bring the files that were asked for up to date; nothing replaces no earlier run."""
+        if not (self._files() and self.outcomes()):
             return
         from dpbench.results.outcome import environment, write_json, write_markdown
         from dpbench.results.store import OutcomeStore
@@ -234,6 +233,9 @@ class Manager:
         if waiting:
             terminalreporter.write_line(f"dpbench: {waiting} tests measure with --ncu")
         outcomes = self.outcomes()
+        if not outcomes and self.runs_tests:
+            for path in self._files():
+                terminalreporter.write_line(f"dpbench: no case ran, so {path} was not written")
         if not (outcomes or self.problems):
             return
         terminalreporter.section("dpbench")

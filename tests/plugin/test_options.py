@@ -60,11 +60,18 @@ def test_without_ncu_ncu_is_a_usage_error(project: RunSuite) -> None:
 
 @pytest.mark.parametrize("workers", [["-n0"], ["-n2"]], ids=str)
 def test_without_the_option_measuring_tests_are_skipped_and_counted(
-    project: RunSuite, workers: list[str]
+    project: RunSuite, pytester: pytest.Pytester, workers: list[str]
 ) -> None:
-    result = project(*workers, "-m", "gpu", replayed=False)
+    earlier = pytester.makefile(".json", run="what an earlier session measured")
+    result = project(*workers, "-m", "gpu", "--dpbench-json=run.json", replayed=False)
     result.assert_outcomes(skipped=4)
-    result.stdout.fnmatch_lines(["*dpbench: 4 tests measure with --ncu*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*dpbench: 4 tests measure with --ncu*",
+            "*dpbench: no case ran, so run.json was not written*",
+        ]
+    )
+    assert earlier.read_text() == "what an earlier session measured"
 
 
 def test_ncu_dir_holds_reports_and_logs(project: RunSuite, pytester: pytest.Pytester) -> None:
