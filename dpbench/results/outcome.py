@@ -112,7 +112,7 @@ def environment(
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each trainer: cases that succeeded and failed, and the largest measured peak memory.
+    """For each trainer: what became of its cases, and the largest measured peak memory.
 
     Cases that were measured and cases that were counted have lines of their own.
     """
@@ -120,7 +120,8 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     peaks: dict[tuple[str, tuple[str, ...]], float] = {}
     for outcome in outcomes:
         key = outcome.case.trainer, outcome.instruments
-        counts.setdefault(key, Counter())["failed" if outcome.error else "ok"] += 1
+        became = "skipped" if outcome.skipped else "failed" if outcome.error else "ok"
+        counts.setdefault(key, Counter())[became] += 1
         for row in outcome.rows:
             if row.metric == "peak_memory_bytes" and row.instrument == "timing":
                 peaks[key] = max(row.value, peaks.get(key, 0.0))
