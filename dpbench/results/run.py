@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -113,18 +113,28 @@ class Run:
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What became of each case, in the order of the document."""
-        rows: dict[Case, list[Measurement]] = {}
+        rows: dict[tuple[Case, str], list[Measurement]] = {}
         for row in self.document["rows"]:
             measurement = Measurement.from_row({column: row[column] for column in COLUMNS})
-            rows.setdefault(measurement.case, []).append(measurement)
+            rows.setdefault((measurement.case, measurement.instrument), []).append(measurement)
         found = []
         for data in _cases(self.document):
             case = saved_case({axis: data[axis] for axis in AXES})
-            rest = {f.name: data[f.name] for f in fields(Outcome) if f.name in data}
-            rest |= {name: tuple(rest.get(name, ())) for name in ("instruments", "notes")}
-            rest |= _parts_of(case, self.document)
-            found.append(Outcome(case, tuple(rows.pop(case, ())), rest.pop("seconds", 0.0), **rest))
-        return (*found, *(Outcome(case, tuple(left), 0.0) for case, left in rows.items()))
+            # Documents of older versions do not say by which instruments: then by all.
+            names = data.get("instruments") or [name for of, name in rows if of == case]
+            mine = [row for name in names for row in rows.pop((case, name), ())]
+            parts = _parts_of(case, names, self.document)
+            found.append(_outcome(case, mine, {**data, **parts, "instruments": names}))
+        return (*found, *(_outcome(of, left, {}) for (of, _), left in rows.items()))
+
+
+def _outcome(case: Case, rows: list[Measurement], data: Mapping[str, Any]) -> Outcome:
+    """An outcome from a case's entry in a document."""
+    known = [f.name for f in fields(Outcome) if f.name in data]
+    rest: dict[str, Any] = {
+        name: tuple(v) if isinstance(v := data[name], list) else v for name in known
+    }
+    return Outcome(case, tuple(rows), rest.pop("seconds", 0.0), **rest)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -162,8 +172,13 @@ def _check_parts(document: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"status {status!r} is none of {', '.join(STATUSES)}")
 
 
-def _parts_of(case: Case, document: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """What a document says of a case's operators and kernels; nothing if it is older."""
+def _parts_of(
+    case: Case, instruments: Sequence[str], document: Mapping[str, Any]
+) -> dict[str, tuple[Any, ...]]:
+    """What a document says of a case's operators and kernels; nothing if it is older.
+
+    Operators are counted and kernels are measured: each belongs to the outcome that was.
+    """
     axes = asdict(case)
     return {
         part: tuple(
@@ -172,6 +187,7 @@ def _parts_of(case: Case, document: Mapping[str, Any]) -> dict[str, tuple[Any, .
             if all(row.get(axis) == value for axis, value in axes.items())
         )
         for part, kind in PARTS.items()
+        if part != "operators" or "logical" in instruments
     }
 
 

@@ -24,8 +24,15 @@ ROWS = tuple(
     for phase, value in ((STEP, 5.0), ("clip", 2.0))
 )
 OUTCOMES = [
-    Outcome(CASE, ROWS, 1.5),
-    Outcome(Case("standard", 8, 256), (), 2.0, error="CaseOutOfMemory", message="too big"),
+    Outcome(CASE, ROWS, 1.5, instruments=("ncu",)),
+    Outcome(
+        Case("standard", 8, 256),
+        (),
+        2.0,
+        error="CaseOutOfMemory",
+        message="too big",
+        instruments=("ncu",),
+    ),
 ]
 
 
@@ -119,3 +126,18 @@ def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(
 def test_absent_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"absent\.json: No such file"):
         Run.load(tmp_path / "absent.json")
+
+
+def test_a_case_that_was_measured_and_counted_is_two_outcomes(tmp_path: Path) -> None:
+    case = Case("dpsgd", batch_size=8, seq_len=256)
+    both = [
+        Outcome(
+            case,
+            (Measurement(case, name, "step", "peak_memory_bytes", 5.0, "B", 0, "any", "tool"),),
+            1.5,
+            instruments=(name,),
+        )
+        for name in ("timing", "logical")
+    ]
+    write_json(tmp_path / "run.json", both, environment())
+    assert list(Run.load(tmp_path / "run.json").outcomes) == both
