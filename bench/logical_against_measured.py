@@ -1,41 +1,76 @@
 """Logical bytes and peak memory beside measured ones: ``python bench/logical_against_measured.py``.
 
-Reads the committed results under ``docs/results`` and counts the same cases again.
+Counts every case that a document under ``docs/results`` has measured, and prints one table a
+document.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
-import pandas as pd
-
-from dpbench.case import AXES, Case
+from dpbench.case import Case
 from dpbench.instruments.logical import Logical
-from dpbench.results.report import CaseReport
+from dpbench.results.frame import to_frame
+from dpbench.results.groups import Group, found, groups
+from dpbench.results.layout import ABSENT, Table
 from dpbench.results.rows import Measurement
+from dpbench.results.tables import against_logical, complete
+from dpbench.results.view import COLUMNS, View
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
+WIDTH = 120
+"""Columns of the file: every phase of a case on one line."""
+
+
+@cache
+def counted(case: Case) -> tuple[Measurement, ...]:
+    """A case counted without hardware; several documents may hold it."""
+    print(case.id, file=sys.stderr)
+    return tuple(Logical().measure(case))
+
+
+def measured(path: Path) -> list[Measurement]:
+    """What a document has of hardware counters, and of times beside them."""
+    rows = json.loads(path.read_text(encoding="utf-8")).get("rows", [])
+    listed = [Measurement.from_row(row) for row in rows if row["instrument"] != "logical"]
+    cases = {row.case for row in listed if row.metric.startswith("dram_")}
+    return [row for row in listed if row.case in cases]
+
+
+def with_peak(table: Table, group: Group) -> Table:
+    """The table with measured peak memory over the predicted in a last column."""
+    peak = COLUMNS["peak_memory_over_logical"]
+    shown = {label: found(metrics, peak) for label, metrics in group.shown.items()}
+    cells = [
+        [*line, *([f"{n:.3f}" for n, _ in shown[line[0]]] or [ABSENT])] for line in table.cells
+    ]
+    return replace(table, headers=[*table.headers, "peak\nmem."], cells=cells)
+
+
+def side_by_side(path: Path) -> Iterator[Table]:
+    """The tables of one document, one a device."""
+    rows = measured(path)
+    cases = dict.fromkeys(row.case for row in rows)
+    if not cases:
+        return
+    both = to_frame([*rows, *(row for case in cases for row in counted(case))])
+    for group in groups(complete(both), View(group_by=("device",))):
+        for table in against_logical(group):
+            yield with_peak(replace(table, title=f"{path.name}: {table.title}"), group)
 
 
 def main() -> None:
     """Count and print."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    print(f"{'case':40} {'logical':>8} {'measured':>9} {'quotient':>9} {'peak':>7}")
-    for name in ("h200-grid1.json", "h200-precisions.json"):
-        rows = pd.DataFrame(json.loads((RESULTS / name).read_text())["rows"])
-        for values, group in rows.groupby(list(AXES)):
-            case = Case(**dict(zip(AXES, values, strict=True)))
-            found = (Measurement.from_row(row) for row in group.to_dict("records"))
-            measured = CaseReport.of(case, found)
-            counted = CaseReport.of(case, Logical().measure(case))
-            logical = counted.value("logical_bytes")
-            peak = counted.value("peak_memory_bytes") / measured.value("peak_memory_bytes")
-            print(
-                f"{case.id:40} {logical / 1e9:8.1f} {measured.dram_bytes / 1e9:9.1f} "
-                f"{logical / measured.dram_bytes:9.3f} {peak:7.3f}"
-            )
+    for path in sorted(RESULTS.glob("*.json")):
+        for table in side_by_side(path):
+            print(table.as_text(WIDTH), end="\n\n")
 
 
 if __name__ == "__main__":

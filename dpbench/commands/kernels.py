@@ -24,7 +24,7 @@ from dpbench.errors import ConfigurationError, check_writable_file
 if TYPE_CHECKING:
     from dpbench.instruments.ncu_kernel_report import KernelReport
     from dpbench.results.kernel_tables import Premise
-    from dpbench.results.tables import Table
+    from dpbench.results.layout import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.instruments.ncu_report_file import SPEED_OF_LIGHT
-    from dpbench.results.tables import as_text
+    from dpbench.results.layout import as_text
 
     if options.csv:
         check_writable_file(options.csv)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
 from dpbench.instruments.child import Steps
 from dpbench.registry import MODELS, TRAINERS
+from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP, TOP, View
 
 
 def add_steps(
@@ -46,6 +47,22 @@ def chosen_grid(options: argparse.Namespace) -> Grid:
         ConfigurationError: it does not exist, or a value in it does not.
     """
     return Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
+
+
+def add_view(parser: argparse._ActionsContainer) -> None:
+    """Declare what the tables show, in the words of pytest-benchmark."""
+    parser.add_argument("--columns", metavar="LABELS", help=COLUMNS_HELP)
+    parser.add_argument("--sort", metavar="COL", help=SORT_HELP)
+    parser.add_argument("--group-by", metavar="LABEL", help=GROUP_BY_HELP)
+
+
+def chosen_view(options: argparse.Namespace) -> View:
+    """The view that the options of `add_view` describe.
+
+    Raises:
+        ConfigurationError: a column, an axis or a group does not exist.
+    """
+    return View.of(options.columns, options.sort, options.group_by, vars(options).get("top", TOP))
 
 
 def one_of(names: Iterable[str]) -> str:

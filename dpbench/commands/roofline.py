@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     import pandas as pd
 
     from dpbench.results.frame import to_frame
+    from dpbench.results.layout import as_markdown, as_text
     from dpbench.results.outcome import write_text
     from dpbench.results.roofline import intensities, roofline_tables, under
-    from dpbench.results.tables import as_markdown, as_text
 
     named = _named_roofs(options)
     if options.markdown:

@@ -18,6 +18,8 @@ Examples:
   dpbench run --ncu-metrics dram_read_throughput,gld_throughput
   dpbench run --kernels-phase clip --ncu-set detailed --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench run --instrument logical --batch-size 8 --seq-len 256
+  dpbench run --instrument ncu --instrument timing --instrument logical
+  dpbench run --columns dram_bytes,dram_ratio,spread --sort dram_ratio --group-by device
   dpbench run --instrument timing --device cpu --model-size tiny --batch-size 4 --seq-len 32
 """
 
@@ -27,13 +29,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from dpbench.commands.options import METRICS_HELP, add_cases, add_steps, chosen_grid
+from dpbench.commands.options import (
+    METRICS_HELP,
+    add_cases,
+    add_steps,
+    add_view,
+    chosen_grid,
+    chosen_view,
+)
 from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS, KernelChoice
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
+from dpbench.results.view import TOP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,9 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--try-anyway", action="store_true", help="start cases whose predicted peak does not fit"
     )
-    parser.add_argument("--top", type=int, default=10, help="kernels that a table shows (10)")
-    parser.add_argument("--json", type=Path, help="write every row here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    shown = parser.add_argument_group("tables", "what is shown, here and in Markdown")
+    add_view(shown)
+    shown.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
+    files = parser.add_argument_group("files")
+    files.add_argument("--json", type=Path, help="every row, and what follows from them")
+    files.add_argument("--markdown", type=Path, help="the tables")
+    files.add_argument("--csv", type=Path, help="every row")
+    files.add_argument(
+        "--github-benchmark",
+        type=Path,
+        help="the columns of the tables, for github-action-benchmark (customSmallerIsBetter)",
+    )
 
 
 def _instruments_here(options: argparse.Namespace) -> tuple[str, ...]:
@@ -79,14 +98,9 @@ def run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from dpbench.gpu import visible_gpus
-    from dpbench.results.outcome import (
-        Outcome,
-        environment,
-        summary_tables,
-        write_json,
-        write_markdown,
-    )
-    from dpbench.results.tables import as_text
+    from dpbench.results.export import append_step_summary, write_renderings
+    from dpbench.results.layout import as_text, terminal_width
+    from dpbench.results.outcome import Outcome, environment, summary_tables, write_json
     from dpbench.runner import measure
 
     grid = chosen_grid(options)
@@ -101,7 +115,9 @@ def run(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         kernels=KernelChoice.of(options),
     )
-    for path in filter(None, (options.json, options.markdown)):
+    view = chosen_view(options)
+    renderings = {name: getattr(options, name) for name in ("markdown", "csv", "github_benchmark")}
+    for path in filter(None, (options.json, *renderings.values())):
         check_writable_file(path)
     for instrument in instruments:
         instrument.check()
@@ -113,8 +129,7 @@ def run(options: argparse.Namespace) -> int:
     def write_files() -> None:
         if options.json:
             write_json(options.json, outcomes, environment(gpu))
-        if options.markdown:
-            write_markdown(options.markdown, outcomes, options.top)
+        write_renderings(outcomes, view, **renderings)
 
     try:
         with tqdm(list(grid.cases()), unit="case", disable=None, file=sys.stderr) as progress:
@@ -127,5 +142,8 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     finally:  # an interrupted run shows what it has
-        print(as_text(summary_tables(outcomes, options.top)))
+        found = summary_tables(outcomes, view)
+        print(as_text(found, terminal_width()))
+        if warning := append_step_summary(found):
+            print(f"dpbench run: WARNING: {warning}", file=sys.stderr)
     return 1 if any(outcome.error and not outcome.skipped for outcome in outcomes) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import tempfile
@@ -19,6 +20,8 @@ from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KernelChoice
+from dpbench.plugin.options import FILES
+from dpbench.results.view import View
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
@@ -57,6 +60,17 @@ class Manager:
         self.options = config.option
         self.is_worker = hasattr(config, "workerinput")
         self.grid = asked_grid(self.options)
+        self.view = View.of(
+            self.options.dpbench_columns,
+            self.options.dpbench_sort,
+            self.options.dpbench_group_by,
+            self.options.ncu_kernels_top,
+        )
+        self.files: dict[str, Path] = {
+            name.replace("-", "_"): config.invocation_params.dir / path
+            for name in FILES
+            if (path := getattr(self.options, f"dpbench_{name.replace('-', '_')}")) is not None
+        }
         self.instruments: list[Instrument] = []
         """What the ``ncu`` fixture measures with; none without ``--ncu``."""
         self.directory: Path | None = None
@@ -72,9 +86,9 @@ class Manager:
         elif KernelChoice.of(self.options, "ncu_").wanted:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         if not self.is_worker:
-            for path in self._files():
-                check_writable_file(self.config.invocation_params.dir / path)
-            if self.options.dpbench_html:
+            for path in self.files.values():
+                check_writable_file(path)
+            if "html" in self.files:
                 from dpbench.results.html import check_libraries
 
                 check_libraries()
@@ -97,10 +111,6 @@ class Manager:
             instrument.check()
         # A batch system's signal must end the measured processes too, as Ctrl-C does.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def _files(self) -> list[Path]:
-        names = ("json", "markdown", "html")
-        return list(filter(None, (getattr(self.options, f"dpbench_{name}") for name in names)))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -192,34 +202,33 @@ class Manager:
 
     def _write(self) -> None:
         """Bring the files that were asked for up to date; nothing replaces no earlier run."""
-        if not (self._files() and self.outcomes()):
+        if not (self.files and self.outcomes()):
             return
-        from dpbench.results.outcome import environment, write_json, write_markdown
+        from dpbench.results.export import write_renderings
+        from dpbench.results.outcome import environment, write_json
         from dpbench.results.store import OutcomeStore
 
-        base = self.config.invocation_params.dir
+        renderings = {
+            name: path for name, path in self.files.items() if name not in ("json", "html")
+        }
         try:
             with OutcomeStore(self._made_directory()).lock():
                 outcomes = self.outcomes()
-                if self.options.dpbench_json:
-                    write_json(base / self.options.dpbench_json, outcomes, environment(self.gpu))
-                if self.options.dpbench_markdown:
-                    write_markdown(
-                        base / self.options.dpbench_markdown, outcomes, self.options.ncu_kernels_top
-                    )
+                if "json" in self.files:
+                    write_json(self.files["json"], outcomes, environment(self.gpu))
+                write_renderings(outcomes, self.view, **renderings)
         except OSError as error:
             self.problems.append(f"{error.filename}: {error.strerror}")
 
     def _write_page(self) -> None:
         """Draw the session, once: a page takes a second."""
-        if not self.options.dpbench_html:
+        if "html" not in self.files:
             return
         from dpbench.plugin.html import write_page
         from dpbench.results.outcome import environment
 
-        path = self.config.invocation_params.dir / self.options.dpbench_html
         try:
-            write_page(path, self.outcomes(), environment(self.gpu))
+            write_page(self.files["html"], self.outcomes(), environment(self.gpu))
         except OSError as error:
             self.problems.append(f"{error.filename}: {error.strerror}")
 
@@ -234,17 +243,21 @@ class Manager:
             terminalreporter.write_line(f"dpbench: {waiting} tests measure with --ncu")
         outcomes = self.outcomes()
         if not outcomes and self.runs_tests:
-            for path in self._files():
-                terminalreporter.write_line(f"dpbench: no case ran, so {path} was not written")
+            for path in self.files.values():
+                named = os.path.relpath(path, self.config.invocation_params.dir)
+                terminalreporter.write_line(f"dpbench: no case ran, so {named} was not written")
         if not (outcomes or self.problems):
             return
         terminalreporter.section("dpbench")
         if outcomes:
+            from dpbench.results.export import append_step_summary
+            from dpbench.results.layout import as_text, terminal_width
             from dpbench.results.outcome import summary_tables
-            from dpbench.results.tables import as_text
 
-            tables = summary_tables(outcomes, self.options.ncu_kernels_top)
-            terminalreporter.write_line(as_text(tables))
+            found = summary_tables(outcomes, self.view)
+            terminalreporter.write_line(as_text(found, terminal_width()))
+            if warning := append_step_summary(found):
+                terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
         for problem in self.problems:
             terminalreporter.write_line(f"ERROR: dpbench: {problem}", red=True)
 

@@ -10,6 +10,16 @@ from dpbench.case import AXES, GRIDS
 from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
+from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP
+
+FILES = {
+    "json": "every row, and what follows from them,",
+    "markdown": "the tables",
+    "csv": "every row as CSV",
+    "html": "a page of charts and tables (needs dpbench[report])",
+    "github-benchmark": "the tables' columns for github-action-benchmark (customSmallerIsBetter)",
+}
+"""Files that a session can write, by the option that names them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,11 +96,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="start cases whose predicted peak memory does not fit the GPU, instead of skipping",
     )
-    group.addoption("--dpbench-json", type=Path, metavar="FILE", help="write every row here")
-    group.addoption("--dpbench-markdown", type=Path, metavar="FILE", help="write the tables here")
-    group.addoption(
-        "--dpbench-html",
-        type=Path,
-        metavar="FILE",
-        help="write a page of charts and tables here; needs dpbench[report]",
-    )
+    group.addoption("--dpbench-columns", metavar="LABELS", help=COLUMNS_HELP)
+    group.addoption("--dpbench-sort", metavar="COL", help=SORT_HELP)
+    group.addoption("--dpbench-group-by", metavar="LABEL", help=GROUP_BY_HELP)
+    for name, what in FILES.items():
+        group.addoption(f"--dpbench-{name}", type=Path, metavar="FILE", help=f"write {what} here")

@@ -23,6 +23,17 @@ _SUMS = {
 
 _TIMES = ("step_time_seconds", "samples_per_second")
 
+_LOGICAL = {
+    "dram_read_bytes": "logical_read_bytes",
+    "dram_write_bytes": "logical_write_bytes",
+    "dram_bytes": "logical_bytes",
+    "peak_memory_bytes": "peak_memory_bytes",
+}
+"""Measured metrics, and what logical counting says in their place."""
+
+RATES = "ncu bytes / timing seconds"
+"""The instrument of a throughput: its two factors come from two processes."""
+
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
     """One row per measurement, with the columns of `Measurement.as_row`."""
@@ -47,14 +58,15 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per case, instrument, phase and metric, over the active steps.
 
     ``value`` is the mean over the steps, for times and rates the median; ``spread`` is
-    (largest - smallest) / value. Metrics of `with_totals` included.
+    (largest - smallest) / value, over ``repeats`` steps. Metrics of `with_totals` included.
     """
     frame = with_totals(frame)
     keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
     grouped = frame.groupby(keys, sort=False).value
-    summary = grouped.agg(["mean", "median", "min", "max"]).reset_index()
+    summary = grouped.agg(["mean", "median", "min", "max", "count"]).reset_index()
     summary["value"] = summary["mean"].where(~summary.metric.isin(_TIMES), summary["median"])
     summary["spread"] = ((summary["max"] - summary["min"]) / summary.value).fillna(0.0)
+    summary = summary.rename(columns={"count": "repeats"})
     return summary.drop(columns=["mean", "median", "min", "max"])
 
 
@@ -73,6 +85,27 @@ def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:
     return merged.assign(ratio=merged.value / nonzero).drop(columns="baseline")
 
 
+def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
+    """A summary with the columns ``logical`` and ``over_logical`` beside what hardware measured.
+
+    ``logical`` is what an unfused step must move at least (for peak memory: must hold) in the
+    same case and phase, counted without hardware; ``over_logical`` is value ÷ logical, how often
+    the hardware moves what such a step moves once. NaN where nothing was counted, where that is
+    0, and in the rows of logical counting itself.
+    """
+    by_hardware = summary.instrument != "logical"
+    measured = summary.assign(counterpart=summary.metric.map(_LOGICAL).where(by_hardware))
+    counted = summary[~by_hardware][[*AXES, "phase", "metric", "value"]]
+    merged = measured.merge(
+        counted.rename(columns={"metric": "counterpart", "value": "logical"}),
+        on=[*AXES, "phase", "counterpart"],
+        how="left",
+        validate="m:1",
+    )
+    nonzero = merged.logical.where(merged.logical != 0)
+    return merged.assign(over_logical=merged.value / nonzero).drop(columns="counterpart")
+
+
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     """Counted bytes per second of unprofiled step time, for each byte metric of the step.
 
@@ -87,6 +120,6 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
         value=merged.value / merged.seconds,
         metric=merged.metric.str.replace("_bytes", "_throughput"),
         unit="B/s",
-        instrument="ncu bytes / timing seconds",
+        instrument=RATES,
         spread=float("nan"),
     ).drop(columns="seconds")

@@ -14,15 +14,13 @@ from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs, find_card
 from dpbench.results.kernel_names import matched_category, short_name
 from dpbench.results.kernels import KernelCount
+from dpbench.results.layout import ABSENT, Table, gigabytes
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.speed_of_light import KernelSpeed
-from dpbench.results.tables import ABSENT, Table, gigabytes
+from dpbench.results.view import TOP
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
-
-TOP = 10
-"""How many kernels a table shows unless told otherwise."""
 
 NAME_WIDTH = 24
 """Of the column of kernels: with it a table fits 80 columns."""

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import Case
+import pandas as pd
+
+from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.gpu import Gpu
+from dpbench.results.by_trainer import trainer_summary, trainer_table
 from dpbench.results.code_state import code_state
-from dpbench.results.frame import summarise, throughputs, to_frame
-from dpbench.results.kernel_tables import TOP, case_kernel_tables
+from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
+from dpbench.results.kernel_tables import case_kernel_tables
 from dpbench.results.kernels import KernelCount
+from dpbench.results.layout import Table, as_markdown
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
 from dpbench.results.speed_of_light import KernelSpeed
-from dpbench.results.tables import Table, as_markdown, gigabytes, tables
+from dpbench.results.tables import tables
+from dpbench.results.view import View
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
@@ -111,38 +115,6 @@ def environment(
     }
 
 
-def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each trainer: what became of its cases, and the largest measured peak memory.
-
-    Cases that were measured and cases that were counted have lines of their own.
-    """
-    counts: dict[tuple[str, tuple[str, ...]], Counter[str]] = {}
-    peaks: dict[tuple[str, tuple[str, ...]], float] = {}
-    for outcome in outcomes:
-        key = outcome.case.trainer, outcome.instruments
-        became = "skipped" if outcome.skipped else "failed" if outcome.error else "ok"
-        counts.setdefault(key, Counter())[became] += 1
-        for row in outcome.rows:
-            if row.metric == "peak_memory_bytes" and row.instrument == "timing":
-                peaks[key] = max(row.value, peaks.get(key, 0.0))
-    return [
-        {
-            "trainer": trainer,
-            "instruments": list(instruments),
-            "ok": count["ok"],
-            "failed": count["failed"],
-            "skipped": count["skipped"],
-            "success_rate": _share(count["ok"], count["ok"] + count["failed"]),
-            "peak_memory_bytes": peaks.get((trainer, instruments)),
-        }
-        for (trainer, instruments), count in counts.items()
-    ]
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
 def document(
     outcomes: Sequence[Outcome],
     environment: Mapping[str, Any],
@@ -153,7 +125,6 @@ def document(
     ``session`` says how it came about; see `dpbench.results.run.Run.session`.
     """
     rows = [row for outcome in outcomes for row in outcome.rows]
-    derived = throughputs(summarise(to_frame(rows))) if rows else to_frame([])
     cases = []
     for outcome in outcomes:
         data = outcome.as_json()
@@ -175,38 +146,45 @@ def document(
             ]
             for part in PARTS
         },
-        "throughputs": json.loads(derived.to_json(orient="records", double_precision=15)),
+        **_derived(summarise(to_frame(rows))),
     }
 
 
-def summary_tables(outcomes: Sequence[Outcome], top: int = TOP) -> list[Table]:
+def _derived(summary: pd.DataFrame) -> dict[str, Any]:
+    """What follows from the rows, so that no reader has to work it out again.
+
+    ``ratios``: each mean over that of standard training in the same cell, by case, instrument,
+    metric and phase. ``measured_over_logical``: as `with_logical` says. ``throughputs``: as
+    `throughputs` says.
+    """
+    ratios = with_ratios(summary).dropna(subset="ratio")
+    against = with_logical(summary).dropna(subset="over_logical")
+    by = [*AXES, "instrument", "device", "phase", "metric", "unit", "value"]
+    return {
+        "ratios": _records(ratios.loc[ratios.trainer != BASELINE_TRAINER, [*by, "ratio"]]),
+        "measured_over_logical": _records(against[[*by, "logical", "over_logical"]]),
+        "throughputs": _records(throughputs(summary)),
+    }
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as plain JSON types, every digit kept; None for NaN."""
+    plain = frame.astype(object).where(frame.notna(), None)
+    return [{str(name): value for name, value in row.items()} for row in plain.to_dict("records")]
+
+
+def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> list[Table]:
     """Every table of a run, then how many cases of each trainer succeeded, and why not.
 
-    A table of kernels shows the ``top`` ones. Below are the notes: what was assumed about values
+    Below are the notes: what was assumed about values
     that logical counting does not have.
     """
-    found = tables(to_frame(row for outcome in outcomes for row in outcome.rows))
+    view = view or View()
+    found = tables(to_frame(row for outcome in outcomes for row in outcome.rows), view)
     for outcome in outcomes:
-        found += case_kernel_tables(outcome, top)
-    cells = []
-    for line in trainer_summary(outcomes):
-        peak = line["peak_memory_bytes"]
-        cells.append(
-            [
-                line["trainer"],
-                ", ".join(line["instruments"]),
-                f"{line['ok']}/{line['ok'] + line['failed']}"
-                + (f", {line['skipped']} skipped" if line["skipped"] else ""),
-                f"{line['success_rate']:.0%}" if line["success_rate"] is not None else "-",
-                gigabytes(peak) if peak is not None else "-",
-            ]
-        )
-    failures = tuple(f"{o.error}: {o.message}" for o in outcomes if o.error)
-    assumed = tuple(f"{o.case.id}: {note}." for o in outcomes for note in o.notes)
-    if cells:
-        headers = ["trainer", "instruments", "cases ok", "success", "peak memory GB"]
-        found.append(Table("Cases by trainer", headers, cells, (*failures, *assumed)))
-    return found
+        found += case_kernel_tables(outcome, view.top)
+    assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
+    return [*found, trainer_table(trainer_summary(outcomes), assumed)] if outcomes else found
 
 
 def write_text(path: Path, text: str) -> None:
@@ -230,6 +208,6 @@ def write_json(
     write_text(path, json.dumps(document(outcomes, environment, session), indent=1) + "\n")
 
 
-def write_markdown(path: Path, outcomes: Sequence[Outcome], top: int = TOP) -> None:
-    """Write a run's tables; see `summary_tables`."""
-    write_text(path, as_markdown(summary_tables(outcomes, top)))
+def write_markdown(path: Path, outcomes: Sequence[Outcome], view: View | None = None) -> None:
+    """Write a run's tables."""
+    write_text(path, as_markdown(summary_tables(outcomes, view)))

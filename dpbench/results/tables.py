@@ -1,28 +1,37 @@
-"""Compact tables of a summary, as text for a terminal or as Markdown."""
+"""Which tables there are of a run; how they look is in `layout`, what is wanted in `view`."""
 
 from __future__ import annotations
 
-import textwrap
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
-from tabulate import tabulate
 
-from dpbench.case import BASELINE_TRAINER, OUTSIDE, PHASES
-from dpbench.registry import TRAINERS
+from dpbench.case import AXES, BASELINE_TRAINER, OUTSIDE, PHASES
 from dpbench.results.frame import (
     CONFIGURATION,
     EXPECTED_RATIOS,
+    RATES,
     summarise,
     throughputs,
+    with_logical,
     with_ratios,
 )
+from dpbench.results.groups import Group, Metrics, found, groups, in_order
+from dpbench.results.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.results.rows import STEP
+from dpbench.results.view import (
+    COLUMNS,
+    COUNTED,
+    MEASURED,
+    RATE_HEADERS,
+    SPREAD_OF,
+    Column,
+    View,
+)
 
-COLUMNS = 80
-ABSENT = "-"
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
 
@@ -31,204 +40,263 @@ IN_CACHE_BYTES = 1e9
 ratios of DRAM bytes say nothing."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """Text cells under a title; ``notes`` are said below."""
+def complete(frame: pd.DataFrame) -> pd.DataFrame:
+    """The summary of a long table with everything that a table can show.
 
-    title: str
-    headers: list[str]
-    cells: list[list[str]]
-    notes: tuple[str, ...] = ()
-
-    def as_text(self) -> str:
-        """For a terminal of 80 columns."""
-        body = self._body("simple", self.headers, self.cells)
-        notes = [
-            textwrap.fill(note, COLUMNS, break_long_words=False, break_on_hyphens=False)
-            for note in self.notes
-        ]
-        return "\n".join([self.title, "", body, *notes])
-
-    def as_markdown(self) -> str:
-        """A heading and a GitHub table."""
-        headers = [header.replace("\n", " ") for header in self.headers]
-        # A cell is broken inside a name; and GitHub takes what is in angle brackets for HTML.
-        cells = [[c.replace("\n", "").replace("<", "\\<") for c in row] for row in self.cells]
-        body = self._body("github", headers, cells)
-        return "\n\n".join([f"### {self.title}", body, *self.notes])
-
-    def _body(self, style: str, headers: list[str], cells: list[list[str]]) -> str:
-        align = ["left"] + ["right"] * (len(self.headers) - 1)
-        return tabulate(cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
-
-
-def tables(frame: pd.DataFrame) -> list[Table]:
-    """Every table of a run: by cell, the step and its phases; then throughput, and the rest."""
-    if frame.empty:
-        return []
-    summary = in_order(with_ratios(summarise(frame)))
-    found: list[Table] = []
-    for cell, rows in by_cell(summary):
-        found += [
-            _step_table(cell, rows),
-            *_phase_table(cell, rows, "dram_bytes", "DRAM"),
-            *_phase_table(cell, rows, "logical_bytes", "logical"),
-            *_throughput_table(cell, rows),
-        ]
-    return [*found, *_other_metrics(summary)]
-
-
-def in_order(summary: pd.DataFrame) -> pd.DataFrame:
-    """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
-    rank = {name: position for position, name in enumerate(TRAINERS)}
-    return summary.sort_values(
-        [*CONFIGURATION, "device", "trainer"],
-        key=lambda c: c.map(lambda name: rank.get(name, len(rank))) if c.name == "trainer" else c,
-        kind="stable",
+    Throughputs included; with the columns of `with_ratios` and `with_logical`. ``spread`` is NaN
+    where there was one step; ``has_baseline`` says whether standard training was measured in
+    the cell, ``in_cache`` whether the case moves so little that DRAM ratios mean nothing.
+    """
+    summary = summarise(frame)
+    rates = throughputs(summary)
+    if not rates.empty:
+        summary = pd.concat([summary, rates], ignore_index=True)
+    summary["spread"] = summary.spread.where(summary.repeats > 1)
+    summary = with_logical(with_ratios(summary))
+    cell, case = [*CONFIGURATION, "device"], [*AXES, "device"]
+    moves_little = (summary.metric == "dram_bytes") & (summary.value < IN_CACHE_BYTES)
+    return summary.assign(
+        has_baseline=_holds_for_any(summary, summary.trainer == BASELINE_TRAINER, cell),
+        in_cache=_holds_for_any(summary, moves_little & (summary.phase == STEP), case),
     )
 
 
-def by_cell(summary: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Rows that share a baseline, with a title that says which and where they were measured."""
-    for values, rows in summary.groupby([*CONFIGURATION, "device"], sort=False):
-        cell = dict(zip([*CONFIGURATION, "device"], map(str, values), strict=True))
-        extra = [cell[k] for k, v in (("attention", "sdpa"), ("model", "simple")) if cell[k] != v]
-        what = ", ".join([f"{cell['model_size']} {cell['precision']}", *extra])
-        where = cell["device"] or "unknown device"
-        yield f"{what}, batch {cell['batch_size']}, sequence {cell['seq_len']}, {where}", rows
+def _holds_for_any(summary: pd.DataFrame, holds: pd.Series[bool], by: list[str]) -> pd.Series[bool]:
+    """Whether something holds for any row with the same values along ``by``."""
+    return holds.groupby([summary[name] for name in by]).transform("any")
 
 
-MEASURED = [
-    ("DRAM\nread", "dram_read_bytes", "value"),
-    ("DRAM\nwrite", "dram_write_bytes", "value"),
-    ("DRAM\ntotal", "dram_bytes", "value"),
-    ("DRAM\n÷ std", "dram_bytes", "ratio"),
-    ("L2\ntotal", "l2_total_bytes", "value"),
-    ("L2\n÷ std", "l2_total_bytes", "ratio"),
-    ("peak\nmem.", "peak_memory_bytes", "value"),
-    ("step\nms", "step_time_seconds", "value"),
-]
-COUNTED = [
-    ("logical\nread", "logical_read_bytes", "value"),
-    ("logical\nwrite", "logical_write_bytes", "value"),
-    ("logical\ntotal", "logical_bytes", "value"),
-    ("logical\n÷ std", "logical_bytes", "ratio"),
-    ("peak\nmem.", "peak_memory_bytes", "value"),
-]
-"""Header, metric and whether its value or its ratio: of hardware, and of logical counting. The
-two never share a table, for their rows name different devices."""
+def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
+    """Every table of a run: by cell, the step and its phases; then throughput, and the rest.
+
+    A view with columns gets one table a group, of these columns and nothing else.
+    """
+    return [] if frame.empty else tables_of_summary(complete(frame), view or View())
 
 
-def _step_table(title: str, rows: pd.DataFrame) -> Table:
-    step = rows[rows.phase == STEP]
-    columns = COUNTED if (step.metric == "logical_bytes").any() else MEASURED
-    cells = [
-        [str(trainer), *(_cell(group, metric, column) for _, metric, column in columns)]
-        for trainer, group in step.groupby("trainer", sort=False)
-    ]
-    headers = ["trainer"] + [header for header, _, _ in columns]
-    return Table(f"{title}: GB per step", headers, cells, tuple(_notes(step)))
+def tables_of_summary(summary: pd.DataFrame, view: View) -> list[Table]:
+    """The same, from what `complete` made."""
+    listed: list[Table] = []
+    for group in groups(summary, view):
+        listed += [
+            *_step_table(group, _shown_columns(group, view)),
+            *([] if view.columns or group.by_phase else _detail(group)),
+        ]
+    if view.columns:
+        return listed
+    return [*listed, *_other_metrics(in_order(summary))]
 
 
-def _notes(step: pd.DataFrame) -> Iterator[str]:
+def _detail(group: Group) -> Iterator[Table]:
+    yield from _phase_table(group, "dram_bytes", "DRAM")
+    yield from _phase_table(group, "logical_bytes", "logical")
+    yield from against_logical(group)
+    yield from _throughput_table(group)
+
+
+# --- one number a case and column ------------------------------------------------------------
+
+
+def _shown_columns(group: Group, view: View) -> list[Column]:
+    """The columns that were asked for, or else those of the group's instrument.
+
+    A group of one phase leaves out what is known of whole steps only, and a group that has
+    none of what was asked for (logical bytes of hardware, say) all of it.
+    """
+    cases = group.shown.values()
+    logical = any("logical_bytes" in metrics for metrics in cases)
+    chosen = view.columns or [COLUMNS[name] for name in (COUNTED if logical else MEASURED)]
+    filled = [shown for shown in chosen if any(found(metrics, shown) for metrics in cases)]
+    if group.by_phase and not view.columns:
+        return filled
+    return list(chosen) if filled or not view.columns else []
+
+
+def _cell(metrics: Metrics, shown: Column) -> str:
+    """One case's number in a column, for people; `ABSENT` where there is none."""
+    numbers = found(metrics, shown)
+    if not numbers:
+        return ABSENT
+    if shown.kind == "spread":
+        return f"{max(number for number, _ in numbers):.2%}"
+    value, row = numbers[0]
+    if shown.kind != "value":
+        return f"{value:.2f}"
+    if "__" in shown.name:  # as the tool gives it
+        return f"{value:.6g} {row['unit']}"
+    if shown.name == "samples_per_second":
+        return three_digits(value)
+    return f"{value * 1e3:.1f}" if row["unit"] == "s" else gigabytes(value)
+
+
+def _lines(cases: Mapping[str, Metrics], columns: Iterable[Column]) -> list[list[str]]:
+    columns = list(columns)
+    return [[label, *(_cell(metrics, c) for c in columns)] for label, metrics in cases.items()]
+
+
+# --- the step --------------------------------------------------------------------------------
+
+
+def _step_table(group: Group, columns: list[Column]) -> list[Table]:
+    if not columns or not group.shown:
+        return []
+    in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
+    title = f"{group.title}: {'GB per step' if in_bytes else 'per step'}"
+    headers = [group.first_header] + [shown.header for shown in columns]
+    cells = _lines(group.shown, columns)
+    return [Table(title, headers, cells, tuple(_notes(group, columns)))]
+
+
+def _notes(group: Group, columns: list[Column]) -> Iterator[str]:
     """What a reader must know to read the numbers right."""
-    if BASELINE_TRAINER not in set(step.trainer):
-        yield f"No ratio: the {BASELINE_TRAINER!r} trainer was not measured for this cell."
+    ratios = {c.metrics[0] for c in columns if c.kind == "ratio"}
+    if ratios:
+        yield from _without_baseline(group)
     for metric, name in (("dram_bytes", "DRAM"), ("l2_total_bytes", "L2")):
-        low, high = EXPECTED_RATIOS[metric]
-        ratios = step[(step.metric == metric) & (step.trainer != BASELINE_TRAINER)]
-        outside = ratios[(ratios.ratio < low) | (ratios.ratio > high)]
-        if not ratios.ratio.dropna().empty:
-            names = ", ".join(
-                f"{t} {r:.2f}" for t, r in zip(outside.trainer, outside.ratio, strict=True)
-            )
-            yield f"{name} expected {low:g} to {high:g} x standard; outside: {names or 'none'}."
-    if (step[step.metric == "dram_bytes"].value < IN_CACHE_BYTES).any():
+        if metric in ratios and group.phase == STEP:
+            yield from _expectation(group, metric, name)
+    if not any(c.kind == "spread" for c in columns):
+        yield from _spread(group, columns)
+    if any(c.name.startswith("dram_") for c in columns) and _any(group, "in_cache"):
         yield "WARNING: at this size the data stays in the L2 cache; DRAM ratios mean nothing."
 
 
-def _phase_table(title: str, rows: pd.DataFrame, metric: str, name: str) -> list[Table]:
-    """Bytes by trainer and phase, with the ratio to the same phase of the baseline."""
-    counted = rows[rows.metric == metric]
-    smallest = counted.value.max() * SHOWN_SHARE
-    phases = [p for p in (*PHASES, OUTSIDE) if (counted[counted.phase == p].value > smallest).any()]
-    cells = []
-    for trainer, group in counted.groupby("trainer", sort=False):
-        line = [str(trainer)]
-        for phase in phases:
-            found = group[group.phase == phase]
-            value = _cell(found, metric, "value")
-            ratio = _cell(found, metric, "ratio")
-            line.append(value if ratio == ABSENT else f"{value} ({ratio})")
-        cells.append(line)
-    if not phases:
-        return []
-    return [Table(f"{title}: {name} GB by phase (÷ standard)", ["trainer", *phases], cells)]
+def _any(group: Group, flag: str) -> bool:
+    return any(row[flag] for metrics in group.shown.values() for row in metrics.values())
 
 
-def _throughput_table(title: str, rows: pd.DataFrame) -> list[Table]:
-    """Bytes per second of unprofiled step time, by trainer."""
-    rates = throughputs(rows)
-    names = {
-        "dram_read_throughput": "DRAM\nread",
-        "dram_write_throughput": "DRAM\nwrite",
-        "dram_throughput": "DRAM\ntotal",
-        "l2_read_throughput": "L2\nread",
-        "l2_write_throughput": "L2\nwrite",
-        "global_load_throughput": "global\nload",
-        "global_store_throughput": "global\nstore",
-    }
-    shown = [name for name in names if (rates.metric == name).any()]
-    cells = [
-        [str(trainer), *(_cell(group, name, "value") for name in shown)]
-        for trainer, group in rates.groupby("trainer", sort=False)
+def _without_baseline(group: Group) -> Iterator[str]:
+    missing = [
+        label
+        for label, metrics in group.shown.items()
+        if not any(row["has_baseline"] for row in metrics.values())
     ]
-    if not cells:
-        return []
-    note = "Counted bytes ÷ step time of the unprofiled process."
-    return [Table(f"{title}: GB/s", ["trainer", *(names[n] for n in shown)], cells, (note,))]
+    said = f"the {BASELINE_TRAINER!r} trainer was not measured for"
+    if len(missing) == len(group.shown):
+        yield f"No ratio: {said} {'this cell' if group.one_cell else 'these cells'}."
+    elif missing:
+        yield f"No ratio for {', '.join(missing)}: {said} their cells."
+
+
+def _expectation(group: Group, metric: str, name: str) -> Iterator[str]:
+    low, high = EXPECTED_RATIOS[metric]
+    ratios = {
+        label: metrics[metric]["ratio"]
+        for label, metrics in group.shown.items()
+        if metric in metrics and metrics[metric]["trainer"] != BASELINE_TRAINER
+    }
+    known = {label: ratio for label, ratio in ratios.items() if not math.isnan(ratio)}
+    if known:
+        outside = [f"{label} {r:.2f}" for label, r in known.items() if not low <= r <= high]
+        names = ", ".join(outside) or "none"
+        yield f"{name} expected {low:g} to {high:g} x standard; outside: {names}."
+
+
+def _spread(group: Group, columns: list[Column]) -> Iterator[str]:
+    """The largest spread of what is shown, with the case and the number of steps it is over."""
+    parts = []
+    for shown in columns:
+        if shown.kind != "value" or shown.metrics[0] not in SPREAD_OF:
+            continue
+        spreads = {
+            label: (number, row["repeats"])
+            for label, metrics in group.shown.items()
+            for number, row in found(metrics, replace(shown, kind="spread"))
+        }
+        if spreads:
+            label, (worst, steps) = max(spreads.items(), key=lambda item: item[1][0])
+            name = shown.header.replace("\n", " ").removesuffix(" ms")
+            parts.append(f"{name} {worst:.2%} ({label}, {steps:.0f} steps)")
+    if parts:
+        yield f"Largest spread, (max - min) / value: {', '.join(parts)}."
+
+
+# --- phases ----------------------------------------------------------------------------------
+
+
+def _phases_shown(group: Group, metric: str) -> list[str]:
+    """The phases in which any of the cases moves enough to be worth a column."""
+    most = {
+        phase: max((m[metric]["value"] for m in group.at(phase).values() if metric in m), default=0)
+        for phase in (*PHASES, OUTSIDE, STEP)
+    }
+    smallest = max(most.values()) * SHOWN_SHARE
+    return [phase for phase in (*PHASES, OUTSIDE) if most[phase] > smallest]
+
+
+def _phase_table(group: Group, metric: str, name: str) -> Iterator[Table]:
+    """Bytes by case and phase, with the ratio to the same phase of the baseline."""
+    value, ratio = COLUMNS[metric], COLUMNS[metric.replace("_bytes", "_ratio")]
+    phases = _phases_shown(group, metric)
+    cells = []
+    for label, case in _having(group, value).items():
+        line = [label]
+        for phase in phases:
+            metrics = case.get(phase, {})
+            share = _cell(metrics, ratio)
+            line.append(_cell(metrics, value) + ("" if share == ABSENT else f" ({share})"))
+        cells.append(line)
+    if phases:
+        title = f"{group.title}: {name} GB by phase (÷ standard)"
+        yield Table(title, [group.first_header, *phases], cells)
+
+
+def _having(group: Group, shown: Column) -> dict[str, dict[str, Metrics]]:
+    """The cases with a number of a column, in whatever phase."""
+    return {
+        label: phases
+        for label, phases in group.cases.items()
+        if any(found(metrics, shown) for metrics in phases.values())
+    }
+
+
+def against_logical(group: Group) -> Iterator[Table]:
+    """How often the hardware moves what an ideal unfused step moves once, where both are known.
+
+    By case: DRAM and logical bytes of the step, and their quotient by phase and for the step.
+    """
+    times = COLUMNS["dram_over_logical"]
+    phases = [*_phases_shown(group, "dram_bytes"), STEP]
+    cells = []
+    for label, case in _having(group, times).items():
+        step = case.get(STEP, {}).get("dram_bytes")
+        totals = [gigabytes(step[c]) for c in ("value", "logical")] if step else [ABSENT, ABSENT]
+        cells.append([label, *totals, *(_cell(case.get(phase, {}), times) for phase in phases)])
+    if cells:
+        headers = [group.first_header, "DRAM\nGB", "logical\nGB", *phases]
+        yield Table(f"{group.title}: DRAM measured ÷ logical", headers, cells, AGAINST_LOGICAL)
+
+
+AGAINST_LOGICAL = (
+    "Logical: counted without hardware, each operator reading its inputs and writing its "
+    "outputs once.",
+    "Above 1 the hardware reads them again, below 1 the L2 cache keeps some of them.",
+)
+
+
+# --- throughput and other counters -----------------------------------------------------------
+
+
+def _throughput_table(group: Group) -> Iterator[Table]:
+    """Bytes per second of unprofiled step time, by case."""
+    columns = [COLUMNS[name] for name in RATE_HEADERS if name != "l2_total_throughput"]
+    shown = [c for c in columns if any(found(metrics, c) for metrics in group.shown.values())]
+    if shown:
+        having = {k: m for k, m in group.shown.items() if any(found(m, c) for c in shown)}
+        headers = [group.first_header, *(RATE_HEADERS[c.name] for c in shown)]
+        note = "Counted bytes ÷ step time of the unprofiled process."
+        yield Table(f"{group.title}: GB/s", headers, _lines(having, shown), (note,))
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     """Counters that were asked for by their own names, as the tool gives them."""
-    extra = summary[summary.metric.str.contains("__") & (summary.phase == STEP)]
+    step = summary[(summary.phase == STEP) & (summary.instrument != RATES)]
     cells = [
         [_case_label(row), str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]
-        for row in extra.to_dict("records")
+        for row in step[step.metric.str.contains("__")].to_dict("records")
     ]
     return [Table("Other counters, per step", ["case", "counter", "value"], cells)] if cells else []
 
 
 def _case_label(case: Mapping[Any, Any]) -> str:
     return f"{case['trainer']} bs{case['batch_size']} seq{case['seq_len']}"
-
-
-def _cell(rows: pd.DataFrame, metric: str, column: str) -> str:
-    found = rows.loc[rows.metric == metric, column]
-    if found.empty or pd.isna(found.iloc[0]):
-        return ABSENT
-    value = float(found.iloc[0])
-    if column == "ratio":
-        return f"{value:.2f}"
-    if metric == "step_time_seconds":
-        return f"{value * 1e3:.1f}"
-    return gigabytes(value)
-
-
-def gigabytes(value: float) -> str:
-    """Bytes (or bytes per second) in units of 10⁹, with three digits or more."""
-    scaled = value / 1e9
-    if scaled < 0.1:
-        return f"{scaled:.3g}"
-    digits = 1 if scaled >= 10 else 2 if scaled >= 1 else 4
-    return f"{scaled:.{digits}f}"
-
-
-def as_text(found: Iterable[Table]) -> str:
-    """Tables one below the other."""
-    return "\n\n".join(table.as_text() for table in found)
-
-
-def as_markdown(found: Iterable[Table]) -> str:
-    """Tables one below the other, as Markdown."""
-    return "\n\n".join(table.as_markdown() for table in found) + "\n"

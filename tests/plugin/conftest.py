@@ -102,6 +102,8 @@ def project(
     """
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
     ncu = pytester.path / "ncu"
     ncu.write_text(
         f"#!{sys.executable}\n{REPLAY.read_text()}".replace("__file__", repr(str(REPLAY)))

@@ -28,6 +28,8 @@ def command_of(pytester: pytest.Pytester, trainer: str = "standard") -> str:
         (["--ncu-metrics=dram"], "unknown metric 'dram'; choose from dram_read_bytes"),
         (["--ncu-active=0"], "active >= 1"),
         (["--ncu-dir=/dev/null/x"], "directory /dev/null/x cannot be written"),
+        (["--dpbench-columns=nope"], "unknown column 'nope'; choose from dram_read_bytes"),
+        (["--dpbench-csv=/dev/null/x.csv"], "directory /dev/null cannot be written"),
         (["--dpbench-json=/dev/null/x.json"], "directory /dev/null cannot be written"),
     ],
 )

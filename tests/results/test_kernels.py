@@ -24,9 +24,9 @@ from dpbench.results.kernels import (
     fold,
     kernel_rows,
 )
+from dpbench.results.layout import as_markdown, as_text
 from dpbench.results.rows import STEP
 from dpbench.results.speed_of_light import KernelSpeed
-from dpbench.results.tables import as_markdown, as_text
 
 FILL = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int)"
 NORM = "void at::native::reduce_kernel<(int)512, at::native::ReduceOp<at::native::NormTwoOps>>(T3)"
@@ -136,7 +136,7 @@ def test_a_wrapped_name_loses_nothing_and_fits(width: int, monkeypatch: pytest.M
 
 def test_markdown_keeps_each_name_whole_and_in_sight() -> None:
     text = as_markdown(kernel_tables(fold([launch()]), Premise("case")))
-    assert r"| vectorized_elementwise_kernel\<FillFunctor> |" in text
+    assert r"| vectorized_elementwise_kernel\<FillFunctor\> |" in text
 
 
 def test_without_kernels_there_is_no_table() -> None:

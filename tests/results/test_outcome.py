@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from dpbench.case import AXES, Case
 from dpbench.gpu import Gpu
+from dpbench.results.by_trainer import trainer_summary, trainer_table
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
     document,
     environment,
     summary_tables,
-    trainer_summary,
     write_json,
     write_markdown,
     write_text,
@@ -108,39 +108,15 @@ def test_changing_the_json_leaves_the_outcome_alone() -> None:
     assert outcome == ok()
 
 
-# --- by trainer ------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------
 
 
-def test_trainer_summary_counts_what_succeeded_and_finds_the_largest_peak() -> None:
-    outcomes = [
-        ok("standard", {"peak_memory_bytes": 9e9}),
-        ok("dpsgd", {"peak_memory_bytes": 6e9}),
-        ok("standard", {"peak_memory_bytes": 4e9}, batch_size=16),
-        failed("dpsgd", batch_size=16),
-        failed("dpsgd_ghost"),
-    ]
-    assert trainer_summary(outcomes) == [
-        summary_line("standard", 2, 0, 1.0, 9e9),
-        summary_line("dpsgd", 1, 1, 0.5, 6e9),
-        summary_line("dpsgd_ghost", 0, 1, 0.0, None),
-    ]
+def test_nothing_run_has_no_tables() -> None:
+    assert summary_tables([]) == []
 
 
-def summary_line(trainer: str, ok: int, failed: int, rate: float, peak: float | None) -> Any:
-    return {
-        "trainer": trainer,
-        "instruments": ["timing", "ncu"],
-        "ok": ok,
-        "failed": failed,
-        "skipped": 0,
-        "success_rate": rate,
-        "peak_memory_bytes": peak,
-    }
-
-
-def test_peak_of_a_case_that_failed_later_counts() -> None:
-    [line] = trainer_summary([failed(metrics={"peak_memory_bytes": 8e9})])
-    assert (line["failed"], line["peak_memory_bytes"]) == (1, 8e9)
+def test_tables_end_with_the_cases_by_trainer() -> None:
+    assert summary_tables([ok(), failed()])[-1] == trainer_table(trainer_summary([ok(), failed()]))
 
 
 def test_a_case_that_was_not_tried_has_not_failed() -> None:
@@ -162,25 +138,6 @@ def test_counted_cases_have_a_line_of_their_own() -> None:
 def test_what_was_assumed_is_said_below_the_tables() -> None:
     table = summary_tables([counted(notes=("all 64 rows were taken to be distinct",))])[-1]
     assert table.notes == ("dpsgd-bs8-seq256-1b-fp32: all 64 rows were taken to be distinct.",)
-
-
-def test_nothing_run_has_no_summary() -> None:
-    assert trainer_summary([]) == []
-    assert summary_tables([]) == []
-
-
-def test_last_table_says_how_many_cases_of_each_trainer_succeeded_and_why_not() -> None:
-    table = summary_tables([ok("standard"), ok("dpsgd"), failed("dpsgd", batch_size=16)])[-1]
-    assert table.headers == ["trainer", "instruments", "cases ok", "success", "peak memory GB"]
-    assert table.cells == [
-        ["standard", "timing, ncu", "1/1", "100%", "7.00"],
-        ["dpsgd", "timing, ncu", "1/2", "50%", "7.00"],
-    ]
-    assert table.notes == ("CaseOutOfMemory: CUDA out of memory",)
-
-
-def test_peak_that_was_not_measured_is_a_dash() -> None:
-    assert summary_tables([failed()])[-1].cells == [["dpsgd", "timing, ncu", "0/1", "0%", "-"]]
 
 
 def test_measured_and_counted_bytes_of_a_case_share_no_table() -> None:
@@ -259,10 +216,46 @@ def test_document_has_throughputs_with_their_premise() -> None:
         assert rate["instrument"] == "ncu bytes / timing seconds"
 
 
+def test_document_has_each_ratio_to_standard_exactly() -> None:
+    standard = {"dram_read_bytes": 3e9, "dram_write_bytes": 3e9, "step_time_seconds": 0.7}
+    ratios = saved(ok("standard", standard), ok("dpsgd"))["ratios"]
+    assert {(r["instrument"], r["phase"], r["metric"]): r["ratio"] for r in ratios} == {
+        ("ncu", STEP, "dram_read_bytes"): 5 / 3,
+        ("ncu", STEP, "dram_write_bytes"): 1.0,
+        ("ncu", STEP, "dram_bytes"): 8 / 6,
+        ("timing", STEP, "step_time_seconds"): 0.5 / 0.7,
+    }
+    assert {(r["trainer"], r["batch_size"], r["device"]) for r in ratios} == {("dpsgd", 8, "H200")}
+
+
+def test_document_has_no_ratio_without_a_baseline() -> None:
+    assert saved(ok("dpsgd"), ok("standard", batch_size=16))["ratios"] == []
+
+
+def test_document_has_measured_over_logical() -> None:
+    counted = [
+        replace(row, instrument="logical", device="none", metric=metric, value=2e9)
+        for row, metric in zip(
+            ok().rows, ("logical_read_bytes", "logical_write_bytes"), strict=False
+        )
+    ]
+    outcomes = [ok(), replace(ok(), rows=tuple(counted))]
+    found = {
+        r["metric"]: (r["logical"], r["over_logical"])
+        for r in saved(*outcomes)["measured_over_logical"]
+    }
+    assert found == {
+        "dram_read_bytes": (2e9, 2.5),
+        "dram_write_bytes": (2e9, 1.5),
+        "dram_bytes": (4e9, 2.0),
+    }
+
+
 @pytest.mark.parametrize("outcomes", [[], [failed()]])
 def test_document_of_a_run_that_measured_nothing_is_valid(outcomes: list[Outcome]) -> None:
     data = saved(*outcomes)
-    assert data["rows"] == data["throughputs"] == []
+    assert data["rows"] == data["throughputs"] == data["ratios"] == []
+    assert data["measured_over_logical"] == []
     assert len(data["cases"]) == len(outcomes)
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from dpbench.case import AXES
 from dpbench.registry import TRAINERS
+from dpbench.results.groups import in_order
 from dpbench.results.html import data
 from dpbench.results.html.data import Basis
 from dpbench.results.html.parts import (
@@ -23,8 +24,8 @@ from dpbench.results.html.parts import (
     times,
 )
 from dpbench.results.html.source import COUNTED, Source, fate
+from dpbench.results.layout import ABSENT
 from dpbench.results.rows import COLUMNS
-from dpbench.results.tables import ABSENT, in_order
 
 
 def headline(sources: Sequence[Source], summary: pd.DataFrame) -> list[str]:

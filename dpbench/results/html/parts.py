@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from dpbench.results.tables import ABSENT, gigabytes
+from dpbench.results.layout import ABSENT, gigabytes
 
 LONGEST = 26
 """Characters of a name in a chart; the tables have it whole."""

@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dpbench.case import BASELINE_TRAINER
+from dpbench.results.groups import in_order
 from dpbench.results.html import data
 from dpbench.results.html.data import Basis
 from dpbench.results.html.drawing import GIGA, ROW, Material, axis, cells, panel, trainer_axis
@@ -26,7 +27,6 @@ from dpbench.results.html.parts import (
 )
 from dpbench.results.html.source import cell_label, fate
 from dpbench.results.rows import STEP
-from dpbench.results.tables import in_order
 
 
 def phases(material: Material) -> Chart:

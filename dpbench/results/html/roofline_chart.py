@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from dpbench.case import AXES, OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs, find_card
+from dpbench.results.groups import in_order
 from dpbench.results.html import data
 from dpbench.results.html.drawing import (
     ROW,
@@ -38,7 +39,7 @@ from dpbench.results.html.parts import (
 from dpbench.results.html.source import Source, cell_label
 from dpbench.results.roofline import MEASURED_BYTES, intensities, under
 from dpbench.results.rows import STEP
-from dpbench.results.tables import SHOWN_SHARE, in_order
+from dpbench.results.tables import SHOWN_SHARE
 
 TERA = 1e12
 TITLE = "Roofline by phase"

@@ -10,8 +10,8 @@ import pandas as pd
 
 from dpbench.case import AXES, Case
 from dpbench.results.frame import CONFIGURATION, summarise, with_ratios
+from dpbench.results.groups import in_order
 from dpbench.results.rows import COLUMNS, saved_case
-from dpbench.results.tables import in_order
 
 COUNTED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""

@@ -1,0 +1,99 @@
+"""How a table looks: cut to a terminal's width, or as Markdown, and its numbers for people."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+WIDTH = 80
+"""Columns of a terminal that says nothing about itself."""
+
+ABSENT = "-"
+"""What stands for a number that was not measured."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text cells under a title; ``notes`` are said below."""
+
+    title: str
+    headers: list[str]
+    cells: list[list[str]]
+    notes: tuple[str, ...] = ()
+
+    def as_text(self, width: int = WIDTH) -> str:
+        """For a terminal; columns that go beyond its width follow below, their rows named again."""
+        blocks = [self._render("simple", chosen) for chosen in self._blocks(width)]
+        notes = [_fill(note, width) for note in self.notes]
+        return "\n".join([_fill(self.title, width), "", "\n\n".join(blocks), *notes])
+
+    def as_markdown(self) -> str:
+        """A heading and a GitHub table."""
+        headers = [escaped(header) for header in self.headers]
+        # A line break in a cell is inside a name, which a terminal has no room for.
+        cells = [[escaped(cell.replace("\n", "")) for cell in line] for line in self.cells]
+        body = Table(self.title, headers, cells)._render("github", list(range(len(headers))))
+        return "\n\n".join([f"### {escaped(self.title)}", body, *map(escaped, self.notes)])
+
+    def _blocks(self, width: int) -> Iterator[list[int]]:
+        """Which columns stand side by side: the first in every block, the others once."""
+        block = [0]
+        for index in range(1, len(self.headers)):
+            lines = self._render("simple", [*block, index]).splitlines()
+            if max(map(len, lines)) > width and len(block) > 1:
+                yield block
+                block = [0]
+            block.append(index)
+        yield block
+
+    def _render(self, style: str, columns: list[int]) -> str:
+        cells = [[line[i] for i in columns] for line in self.cells]
+        headers = [self.headers[i] for i in columns]
+        align = ["left"] + ["right"] * (len(columns) - 1)
+        return tabulate(cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def terminal_width() -> int:
+    """How wide the terminal is, or `WIDTH` where there is none."""
+    return shutil.get_terminal_size(fallback=(WIDTH, 24)).columns
+
+
+def _fill(text: str, width: int) -> str:
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is, on one line: names come from outside.
+
+    Underscores inside a word mean nothing to GitHub and stay as they are.
+    """
+    one_line = " ".join(text.split())
+    return re.sub(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_line)
+
+
+def gigabytes(value: float) -> str:
+    """Bytes (or bytes per second) in units of 10⁹, with three digits or more."""
+    return three_digits(value / 1e9)
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits or more, and without an exponent down to 0.0001."""
+    if value < 0.1:
+        return f"{value:.3g}"
+    digits = 1 if value >= 10 else 2 if value >= 1 else 4
+    return f"{value:.{digits}f}"
+
+
+def as_text(found: Iterable[Table], width: int = WIDTH) -> str:
+    """Tables one below the other."""
+    return "\n\n".join(table.as_text(width) for table in found)
+
+
+def as_markdown(found: Iterable[Table]) -> str:
+    """Tables one below the other, as Markdown."""
+    return "\n\n".join(table.as_markdown() for table in found) + "\n"

@@ -1,0 +1,46 @@
+"""What an NVIDIA H200 measured, beside what the same case counts to without hardware."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dpbench.case import Case
+from dpbench.instruments.logical import Logical
+from dpbench.results.frame import summarise, to_frame, with_logical
+from dpbench.results.rows import STEP, Measurement
+from dpbench.results.tables import tables
+
+GRID1 = Path(__file__).parents[2] / "docs" / "results" / "h200-grid1.json"
+CASE = Case("standard", batch_size=8, seq_len=256)
+
+
+@pytest.fixture(scope="module")
+def both() -> pd.DataFrame:
+    """The rows of one case from both instruments."""
+    saved = json.loads(GRID1.read_text(encoding="utf-8"))["rows"]
+    measured = [row for row in map(Measurement.from_row, saved) if row.case == CASE]
+    return to_frame([*measured, *Logical().measure(CASE)])
+
+
+def test_hardware_moves_what_an_unfused_step_moves_once_and_little_more(both: pd.DataFrame) -> None:
+    found = with_logical(summarise(both)).set_index(["instrument", "phase", "metric"])
+    for metric in ("dram_read_bytes", "dram_write_bytes", "dram_bytes"):
+        assert 1.0 < found.over_logical["ncu", STEP, metric] < 1.2
+    step = found.loc["ncu", STEP, "dram_bytes"]
+    assert step.over_logical == step.value / step.logical
+    assert step.logical == found.value["logical", STEP, "logical_bytes"]
+    assert found.over_logical["ncu", "optimizer", "dram_bytes"] == pytest.approx(1, abs=0.01)
+    assert found.over_logical["timing", STEP, "peak_memory_bytes"] == pytest.approx(1, abs=0.02)
+
+
+def test_the_quotient_has_a_table_in_the_cell_that_was_measured(both: pd.DataFrame) -> None:
+    [table] = [table for table in tables(both) if "÷ logical" in table.title]
+    assert table.title == "1b fp32, batch 8, sequence 256, NVIDIA H200: DRAM measured ÷ logical"
+    assert table.headers == [
+        *("trainer", "DRAM\nGB", "logical\nGB", "forward", "backward", "optimizer", STEP)
+    ]
+    assert max(map(len, table.as_text().splitlines())) <= 80
