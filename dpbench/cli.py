@@ -13,6 +13,7 @@ from pathlib import Path
 from dpbench.errors import DpbenchError
 
 COMMANDS = (
+    "doctor",
     "smoke",
     "step",
     "run",

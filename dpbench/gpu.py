@@ -55,6 +55,33 @@ def visible_gpus() -> list[Gpu]:
         pynvml.nvmlShutdown()
 
 
+@dataclass(frozen=True)
+class Use:
+    """What else goes on on a GPU: its free memory, B, and processes that compute on it."""
+
+    free_bytes: int | None
+    processes: tuple[int, ...]
+
+
+def in_use(gpu: Gpu) -> Use:
+    """How a GPU is used now; nothing is known of it if the driver does not say."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return Use(None, ())
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+        free = int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return Use(free, tuple(process.pid for process in running))
+    except pynvml.NVMLError:
+        return Use(None, ())
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def select(gpus: list[Gpu], visible: str | None, mig: dict[str, Gpu] | None = None) -> list[Gpu]:
     """The GPUs that a ``CUDA_VISIBLE_DEVICES`` value picks; CUDA stops at an invalid entry."""
     if visible is None:

@@ -94,6 +94,7 @@ def imports(path: Path) -> Iterator[str]:
         ("results", ["dpbench.instruments", "dpbench.training", "dpbench.step", "torch", "pytest"]),
         ("instruments", [*OUTSIDE, "dpbench.step", "pytest"]),
         ("step.py", ["dpbench.instruments", "dpbench.results", "pytest"]),
+        ("doctor", [*OUTSIDE, "dpbench.step", "pytest"]),
         ("ceilings.py", ["dpbench.instruments", *OUTSIDE, "pytest"]),
         ("runner.py", [*OUTSIDE, "dpbench.training", "torch"]),
     ],

@@ -48,8 +48,7 @@ def choose(
     Raises:
         DpbenchError: a metric, phase or set does not exist, or ``ncu`` was not found.
     """
-    if timeout <= 0:
-        raise ConfigurationError(f"the time-out must be positive, not {timeout:g} s")
+    check_timeout(timeout)
     chosen = set(names)
     found: list[Instrument] = []
     if "timing" in chosen:
@@ -66,3 +65,13 @@ def choose(
 
         found.append(Logical())
     return found
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse a time-out that ends everything at once.
+
+    Raises:
+        ConfigurationError: it is not positive.
+    """
+    if not seconds > 0:
+        raise ConfigurationError(f"the time-out must be positive, not {seconds:g} s")

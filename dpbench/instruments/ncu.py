@@ -7,8 +7,10 @@ Caches and clocks are left alone, because a flush before each range would change
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -104,11 +106,29 @@ def find_ncu(path: str | None = None) -> str:
     raise NcuNotFound("Nsight Compute (ncu) was not found")
 
 
+VERSION_SECONDS = 30.0
+"""How long an ``ncu`` has to say its version; it takes under a second."""
+
+
 @cache
 def ncu_version(path: str) -> str:
-    """The version that an ``ncu`` says it has, e.g. ``2025.3.1``."""
-    shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    match = re.search(r"Version (\d+\.\d+\.\d+)", shown.stdout)
+    """The version that an ``ncu`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
+    with subprocess.Popen(
+        [path, "--version"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # ncu is a script: its processes must end with it
+    ) as process:
+        try:
+            shown, _ = process.communicate(timeout=VERSION_SECONDS)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            shown = ""
+    match = re.search(r"Version (\d+\.\d+\.\d+)", shown)
     return match[1] if match else "unknown"
 
 

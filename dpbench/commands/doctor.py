@@ -1,0 +1,79 @@
+"""Say what works here, before anything is spent on measuring.
+
+Looks at packages, directories, GPU and Nsight Compute; reads counters for real; and calibrates
+them: a copy of known size must be counted within 1 %. Each line is ok, a warning or failed, the
+last two with what would help. The exit code is 1 if anything failed. Reports and logs of the two
+profiled processes stay in DIR/doctor.
+
+Examples:
+  dpbench doctor
+  dpbench doctor --json
+  dpbench doctor --ncu-path /opt/nvidia/nsight-compute/2025.3.1/ncu
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dpbench.doctor import Finding
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
+    parser.add_argument(
+        "--ncu-dir",
+        type=Path,
+        default=Path("ncu_reports"),
+        metavar="DIR",
+        help="where reports and logs go (default ncu_reports)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="end a profiled process after this long on the GPU (default 120)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from dpbench.doctor import FAILED, Setup, examine
+    from dpbench.instruments import check_timeout
+
+    check_timeout(options.timeout)
+    findings = []
+    for finding in examine(Setup(options.ncu_dir, options.ncu_path, options.timeout)):
+        findings.append(finding)
+        if not options.json:
+            print(as_line(finding), flush=True)
+    failed = any(finding.status == FAILED for finding in findings)
+    if options.json:
+        print(json.dumps({"ok": not failed, "findings": [vars(f) for f in findings]}, indent=1))
+    return 1 if failed else 0
+
+
+def as_line(finding: Finding) -> str:
+    """A finding for a terminal of 80 columns, its remedy below."""
+    start = f"{finding.status:8}{finding.check:21}"
+    parts = [(start, finding.detail)]
+    if finding.remedy:
+        parts.append((" " * (len(start) - 2) + "> ", finding.remedy))
+    return "\n".join(
+        textwrap.fill(
+            text,
+            80,
+            initial_indent=first,
+            subsequent_indent=" " * len(start),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for first, text in parts
+    )

@@ -1,0 +1,160 @@
+"""Checks of what is installed and attached, none of which runs anything on a GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from dpbench.case import Case
+from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
+from dpbench.errors import check_writable
+from dpbench.gpu import in_use, visible_gpus
+from dpbench.instruments.ncu import find_ncu, ncu_version
+from dpbench.results.rows import STEP
+from dpbench.results.tables import gigabytes
+
+ENOUGH_BYTES = 1e9
+"""Free disk space below which there is a warning; the reports of both grids take a tenth."""
+
+COUNTED = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
+
+
+def packages(setup: Setup) -> Iterator[Finding]:
+    """Everything that dpbench requires is installed, in versions that fit."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = [Requirement(text) for text in metadata.requires("dpbench") or ()]
+    except metadata.PackageNotFoundError:
+        yield Finding("packages", WARNING, "dpbench is not installed", "pip install -e .")
+        return
+    found = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
+    wrong = []
+    for requirement in required:
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append((f"{requirement.name} is missing", requirement))
+            continue
+        found.append(f"{requirement.name} {version}")
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append((f"{found[-1]} is not {requirement.specifier}", requirement))
+    yield Finding("packages", OK, ", ".join(found))
+    for what, requirement in wrong:
+        wanted = f"{requirement.name}{requirement.specifier}"
+        yield Finding("packages", FAILED, what, f"pip install '{wanted}'")
+
+
+def logical_counting(setup: Setup) -> Iterator[Finding]:
+    """Logical bytes can be counted: what works without a GPU too."""
+    from dpbench.instruments.logical import Logical
+
+    rows = {(row.phase, row.metric): row.value for row in Logical().count(COUNTED).rows}
+    moved = rows[STEP, "logical_read_bytes"] + rows[STEP, "logical_write_bytes"]
+    yield Finding("logical counting", OK, f"{COUNTED.id}: {gigabytes(moved)} GB a step")
+
+
+def report_directory(setup: Setup) -> Iterator[Finding]:
+    """Reports and logs can be written; a directory that is missing is not made."""
+    place = setup.directory.absolute()
+    nearest = next(path for path in (place, *place.parents) if path.exists())
+    yield _space("report directory", nearest, f"{setup.directory}")
+
+
+def temporary_directory(setup: Setup) -> Iterator[Finding]:
+    """The directory where the lock of each GPU lies can be written."""
+    place = tempfile.gettempdir()
+    yield _space("temporary directory", Path(place), place)
+
+
+def _space(check: str, directory: Path, name: str) -> Finding:
+    check_writable(directory)
+    free = shutil.disk_usage(directory).free
+    detail = f"{name}: {gigabytes(free)} GB free"
+    if free < ENOUGH_BYTES:
+        return Finding(check, WARNING, detail, "make room, or choose another directory")
+    return Finding(check, OK, detail)
+
+
+def gpu(setup: Setup) -> Iterator[Finding]:
+    """There is a GPU, and nothing else uses it."""
+    gpus = visible_gpus()
+    if not gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+        remedy = "see that nvidia-smi lists one; logical bytes can be counted without it"
+        yield Finding("gpu", FAILED, f"NVML shows none{hidden}", remedy)
+        return
+    for card in gpus:
+        size = "" if card.memory_bytes is None else f", {gigabytes(card.memory_bytes)} GB"
+        yield Finding("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
+        others = in_use(card).processes
+        if others:
+            listed = ", ".join(map(str, others))
+            yield Finding(
+                "gpu",
+                WARNING,
+                f"{card.uuid} is used by process {listed}",
+                "end it: counters are device-wide, and its bytes would be counted too",
+            )
+
+
+def torch(setup: Setup) -> Iterator[Finding]:
+    """PyTorch can use the GPU, if there is one."""
+    import torch
+
+    build = torch.version.cuda
+    detail = f"torch {torch.__version__}, " + (f"CUDA {build}" if build else "a build without CUDA")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable or not visible_gpus():
+        yield Finding("torch", OK, detail)
+        return
+    reasons = [str(warning.message).partition("\n")[0] for warning in said]
+    yield Finding(
+        "torch",
+        FAILED,
+        "; ".join([f"{detail}, cannot use the GPU", *reasons]),
+        "install a build of torch for a CUDA version that the driver serves (nvidia-smi shows it)",
+    )
+
+
+def nvtx(setup: Setup) -> Iterator[Finding]:
+    """Phases can be marked for the profiler."""
+    import nvtx
+
+    if nvtx.enabled():
+        yield Finding("nvtx", OK, f"nvtx {metadata.version('nvtx')}")
+    else:
+        yield Finding("nvtx", FAILED, "NVTX is switched off", "unset NVTX_DISABLE")
+
+
+def ncu(setup: Setup) -> Iterator[Finding]:
+    """Nsight Compute is there, and the library that reads its reports is no older."""
+    path = find_ncu(setup.ncu_path)
+    version = ncu_version(path)
+    if version == "unknown":
+        remedy = "name Nsight Compute's ncu with --ncu-path"
+        yield Finding("ncu", FAILED, f"{path} does not say which version it is", remedy)
+        return
+    reader = metadata.version("ncu-report")
+    detail = f"{version}, {path}"
+    if _release(version) > _release(reader):
+        older = f"{detail}; its reports are read by ncu-report {reader}, which is older"
+        yield Finding("ncu", WARNING, older, "pip install --upgrade ncu-report")
+    else:
+        yield Finding("ncu", OK, detail)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Year and release, which say what a report may hold."""
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,182 @@
+"""Checks of what is installed and attached, on the machine that runs the tests."""
+
+from __future__ import annotations
+
+import os
+import platform
+import stat
+import sys
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, machine
+from dpbench.gpu import Gpu, Use, in_use
+from dpbench.instruments import ncu
+from dpbench.instruments.ncu import NcuNotFound
+
+H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
+
+
+def only(check: Check, setup: Setup | None = None) -> Finding:
+    [finding] = check(setup or Setup())
+    return finding
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: [H200])
+
+
+def test_packages_are_listed_with_their_versions() -> None:
+    found = only(machine.packages)
+    assert found.status == OK
+    assert f"python {platform.python_version()}" in found.detail
+    for name in ("torch", "opacus", "pytest", "pytest-xdist", "pandas", "ncu-report", "nvtx"):
+        assert f"{name} {metadata.version(name)}" in found.detail
+
+
+def test_what_is_missing_or_too_old_is_named_with_the_command_that_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    required = ["torch>=99", "no-such-package>=1", "hypothesis>=99; extra == 'test'", "pytest>=8"]
+    monkeypatch.setattr(metadata, "requires", lambda _: required)
+    listed, *wrong = machine.packages(Setup())
+    assert listed.status == OK
+    assert "pytest" in listed.detail
+    assert [(f.status, f.remedy) for f in wrong] == [
+        (FAILED, "pip install 'torch>=99'"),
+        (FAILED, "pip install 'no-such-package>=1'"),
+    ]
+    assert "torch" in wrong[0].detail
+    assert wrong[1].detail == "no-such-package is missing"
+
+
+def test_logical_counting_really_counts() -> None:
+    found = only(machine.logical_counting)
+    assert found.status == OK
+    assert "dpsgd" in found.detail
+
+
+def test_a_report_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
+    wanted = tmp_path / "deep" / "down"
+    found = only(machine.report_directory, Setup(wanted))
+    assert found.status == OK
+    assert not (tmp_path / "deep").exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(Exception, match="cannot be written"):
+        only(machine.report_directory, Setup(tmp_path))
+
+
+def test_a_file_in_the_place_of_the_report_directory_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exception, match="file"):
+        only(machine.report_directory, Setup(tmp_path / "file"))
+
+
+def test_little_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**12, 10**12, 10**6))
+    found = only(machine.temporary_directory)
+    assert (found.status, found.remedy) == (WARNING, "make room, or choose another directory")
+    assert "0.001 GB free" in found.detail
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_the_check_says_why_and_what_works_anyway() -> None:
+    found = only(machine.gpu)
+    assert found.status == FAILED
+    assert "CUDA_VISIBLE_DEVICES is ''" in found.detail
+    assert "logical bytes can be counted" in found.remedy
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_is_named_with_memory_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "in_use", lambda _: Use(10**9, ()))
+    found = only(machine.gpu)
+    assert found.detail == "NVIDIA H200, 150.8 GB, driver 580.159.04, GPU-0"
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_another_process_on_the_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "in_use", lambda _: Use(10**9, (17, 42)))
+    _, found = machine.gpu(Setup())
+    assert (found.status, found.detail) == (WARNING, "GPU-0 is used by process 17, 42")
+
+
+def test_of_a_gpu_that_is_not_there_nothing_is_known() -> None:
+    assert in_use(H200) == Use(None, ())
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_torch_without_cuda_is_right_where_there_is_no_gpu() -> None:
+    found = only(machine.torch)
+    assert found.status == OK
+    assert torch.__version__ in found.detail
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_torch_that_cannot_use_the_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = only(machine.torch)
+    assert found.status == FAILED
+    assert "cannot use the GPU" in found.detail
+
+
+def test_nvtx_can_mark_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(machine.nvtx).status == OK
+    monkeypatch.setattr("nvtx.enabled", lambda: False)
+    assert only(machine.nvtx).remedy == "unset NVTX_DISABLE"
+
+
+def test_a_missing_ncu_fails() -> None:
+    with pytest.raises(NcuNotFound):
+        only(machine.ncu, Setup(ncu_path="/nowhere/ncu"))
+
+
+@pytest.mark.parametrize(
+    ("says", "status", "words"),
+    [
+        ("Version 2025.3.1.0 (build 1)", OK, "2025.3.1, "),
+        ("Version 2999.1.0.0 (build 1)", WARNING, "which is older"),
+        ("some other program", FAILED, "does not say which version it is"),
+    ],
+)
+def test_ncu_is_named_with_its_version(says: str, status: str, words: str, tmp_path: Path) -> None:
+    path = program(tmp_path / "ncu", f"print({says!r})")
+    found = only(machine.ncu, Setup(ncu_path=path))
+    assert found.status == status
+    assert words in found.detail
+    assert path in found.detail
+
+
+def test_a_hung_ncu_is_ended_with_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NVIDIA's own, this ncu is a script that starts another program."""
+    path = tmp_path / "ncu"
+    path.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nsleep 100\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(ncu, "VERSION_SECONDS", 1.0)
+    assert only(machine.ncu, Setup(ncu_path=str(path))).status == FAILED
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int((tmp_path / "pid").read_text()), 0)

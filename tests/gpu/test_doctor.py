@@ -1,0 +1,47 @@
+"""The doctor on a real GPU: counters that are right, and roofs that a card can have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpbench.ceilings import measure_ceilings
+from dpbench.doctor import OK, Setup, counters
+from dpbench.errors import ConfigurationError
+from dpbench.gpu import visible_gpus
+from dpbench.results.cards import Card, find_card
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Setup:
+    if not request.config.getoption("--ncu"):
+        pytest.skip("runs under Nsight Compute: --ncu")
+    return Setup(tmp_path, request.config.getoption("--ncu-path"))
+
+
+def test_a_copy_of_known_size_is_counted_within_one_percent(setup: Setup) -> None:
+    [found] = counters.calibration(setup)
+    assert found.status == OK, found
+
+
+def test_every_byte_metric_can_be_read(setup: Setup) -> None:
+    found = list(counters.counters(setup))
+    assert [finding.status for finding in found] == [OK] * 4, found
+
+
+def card() -> Card:
+    try:
+        return find_card(visible_gpus()[0].name)
+    except ConfigurationError:
+        pytest.skip("this card is not in the table")
+
+
+def test_measured_ceilings_lie_below_the_data_sheet_and_not_far() -> None:
+    sheet = card().roofs()
+    measured = measure_ceilings()
+    assert 0.6 < measured.bandwidth / sheet.bandwidth < 1.02
+    for precision, peak in sheet.flops.items():
+        assert 0.4 < measured.flops[precision] / peak < 1.05, precision
