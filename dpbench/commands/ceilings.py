@@ -11,6 +11,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from dpbench.errors import ConfigurationError, check_writable_file
@@ -24,13 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.ceilings import measure_ceilings
-    from dpbench.gpu import visible_gpus
+    from dpbench.gpu import child_environment, visible_gpus
     from dpbench.results.outcome import write_text
 
     if not visible_gpus():
         raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
     if options.json:
         check_writable_file(options.json)
+    os.environ.update(child_environment())  # before CUDA numbers the GPUs
     ceilings = measure_ceilings()
     print(ceilings.table().as_text())
     if options.json:
