@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import select
 import stat
 import sys
 from collections import namedtuple
@@ -173,10 +174,14 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As NVIDIA's own, this ncu is a script that starts another program."""
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     path = tmp_path / "ncu"
-    path.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nsleep 100\n")
+    path.write_text(f"#!/bin/sh\nexec 9>{tmp_path}/alive\nsleep 100\n")
     path.chmod(0o755)
     monkeypatch.setattr(ncu, "VERSION_SECONDS", 1.0)
     assert only(machine.ncu, Setup(ncu_path=str(path))).status == FAILED
-    with pytest.raises(ProcessLookupError):
-        os.killpg(int((tmp_path / "pid").read_text()), 0)
+    readable, _, _ = select.select([alive], [], [], 30)
+    assert readable, "a process still holds the pipe open"
+    assert os.read(alive, 1) == b""
+    os.close(alive)
