@@ -19,7 +19,7 @@ from dpbench.instruments.ncu import (
 )
 from dpbench.instruments.ncu_metrics import BYTE_METRICS, NcuMetric
 from dpbench.instruments.ncu_report_file import MetricMissing, read
-from dpbench.results.tables import gigabytes
+from dpbench.results.layout import gigabytes
 
 COPIES = "dpbench.doctor.copying:CopyTrainer"
 

@@ -17,7 +17,7 @@ from dpbench.errors import check_writable
 from dpbench.gpu import in_use, visible_gpus
 from dpbench.instruments.ncu import find_ncu, ncu_version
 from dpbench.results.rows import STEP
-from dpbench.results.tables import gigabytes
+from dpbench.results.layout import gigabytes
 
 ENOUGH_BYTES = 1e9
 """Free disk space below which there is a warning; the reports of both grids take a tenth."""
