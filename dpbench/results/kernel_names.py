@@ -10,13 +10,13 @@ import re
 from functools import cache
 
 CATEGORIES: tuple[tuple[str, str], ...] = (
-    ("attention", r"fmha|flash|MemEffAttention|sdpa"),
+    ("attention", r"fmha|flash|MemEffAttention|sdpa|cudnn::fusion"),
     ("random", r"distribution_|curand|philox|dropout|randperm|bernoulli"),
     ("reduction", r"LpNormFunctor|lpnorm_cleanup|dot_kernel|reduce_1Block_kernel"),
     ("optimizer", r"multi_tensor_apply|Fused(Sgd|Adam|Adagrad)"),
     ("normalisation", r"(layer|batch|group|rms)_?norm|GammaBeta|RowwiseMoments|ComputeFusedParams"),
+    ("other", r"sort|unique|::scan::|_scan_|adjacent_difference|topk|nonzero|DeviceSelect|Compact"),
     ("embedding", r"embedding|grad_weight|gather|scatter|indexSelect|indexFunc|index_(put|kernel)"),
-    ("other", r"sort|unique|::scan::|adjacent_difference|topk|nonzero|DeviceSelect|cumsum"),
     ("GEMM", r"gemm|gemv|cutlass_|cublas|nvjet|splitK"),
     ("copy", r"copy_kernel|CatArrayBatchedCopy|memcpy"),
     ("set", r"FillFunctor|arange_|linspace|memset"),

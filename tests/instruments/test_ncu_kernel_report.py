@@ -100,6 +100,15 @@ def test_a_filter_by_phase_leaves_the_other_kernels_out(
     assert [launch.name for launch in clip.launches] == names
 
 
+def test_another_program_is_outside_every_phase(tmp_path: Path) -> None:
+    """Recorded without NVTX: operators, losses and optimizers in float32 and bfloat16."""
+    path = tmp_path / "another_program.ncu-rep"
+    path.write_bytes(lzma.decompress((RANGES.parent / f"{path.name}.xz").read_bytes()))
+    launches = read_kernels(path).launches
+    assert Counter((each.repeat, each.phase) for each in launches) == {(0, OUTSIDE): 414}
+    assert [each.ordinal for each in launches] == list(range(414))
+
+
 def test_kernels_outside_every_phase_are_counted_and_not_dropped(
     dpsgd: KernelReport, tmp_path: Path
 ) -> None:
