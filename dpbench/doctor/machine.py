@@ -16,8 +16,8 @@ from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
 from dpbench.errors import check_writable
 from dpbench.gpu import in_use, visible_gpus
 from dpbench.instruments.ncu import find_ncu, ncu_version
-from dpbench.results.rows import STEP
 from dpbench.results.layout import gigabytes
+from dpbench.results.rows import STEP
 
 ENOUGH_BYTES = 1e9
 """Free disk space below which there is a warning; the reports of both grids take a tenth."""
