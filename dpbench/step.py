@@ -12,17 +12,20 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.registry import MODELS, TRAINERS
+from dpbench.training.base import TrainerBase
 from dpbench.training.build import build
 from dpbench.training.phases import PhaseListener, observed_step
 
@@ -148,8 +151,17 @@ def run_case(
     """
     target = pick_device(device)
     import_everything(case, nvtx)
+    return alone_on(target, lambda: _run(case, target, warmup, active, nvtx))
+
+
+def alone_on(device: torch.device, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run while no other dpbench process uses the GPU, and leave its memory free.
+
+    Raises:
+        OutOfMemory: it does not fit.
+    """
     alone: AbstractContextManager[None] = nullcontext()
-    if target.type == "cuda":
+    if device.type == "cuda":
         card = gpu.visible_gpus()[0]
         print(f"{gpu.WAITING} {card.uuid}", file=sys.stderr, flush=True)
         alone = gpu.exclusive(card)
@@ -158,14 +170,14 @@ def run_case(
         waited = time.monotonic() - start
         print(f"{gpu.MEASURING}, after {waited:.1f} s", file=sys.stderr, flush=True)
         try:
-            return _run(case, target, warmup, active, nvtx)
+            return run()
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the model, and its memory
             if isinstance(error, torch.OutOfMemoryError):
                 raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
             raise
         finally:
-            if target.type == "cuda":  # before the next process gets the GPU
+            if device.type == "cuda":  # before the next process gets the GPU
                 gc.collect()
                 torch.cuda.empty_cache()
 
@@ -193,21 +205,29 @@ def _run(case: Case, device: torch.device, warmup: int, active: int, nvtx: bool)
             loss = trainer.train_step(batch)
     if isinstance(listener, NvtxRanges):
         listener.finish()
+    record = describe(case, device, trainer, loss)
+    record |= {"warmup": warmup, "active": active}
+    record["phase_seconds"] = None if nvtx else times.seconds()
+    record["peak_memory_bytes"] = None
+    if device.type == "cuda":
+        record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return record
+
+
+def describe(
+    case: Case, device: torch.device, trainer: TrainerBase, loss: Tensor
+) -> dict[str, Any]:
+    """What ran and where, as plain JSON types."""
     record: dict[str, Any] = {
         "case": asdict(case),
         "device": "cpu",
         "torch": torch.__version__,
-        "warmup": warmup,
-        "active": active,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "loss": value if math.isfinite(value := float(loss)) else None,
-        "phase_seconds": None if nvtx else times.seconds(),
-        "peak_memory_bytes": None,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         record["device"] = properties.name
         record["cuda"] = torch.version.cuda
         record["l2_cache_bytes"] = properties.L2_cache_size
-        record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     return record

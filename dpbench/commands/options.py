@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
+from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Case, Grid
 from dpbench.instruments.child import Steps
+from dpbench.instruments.torch_profiler import TorchProfiler
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP, TOP, View
+from dpbench.schedule import Schedule
 
 
 def add_steps(
@@ -63,6 +65,44 @@ def chosen_view(options: argparse.Namespace) -> View:
         ConfigurationError: a column, an axis or a group does not exist.
     """
     return View.of(options.columns, options.sort, options.group_by, vars(options).get("top", TOP))
+
+
+def add_case(parser: argparse.ArgumentParser) -> None:
+    """Declare one case."""
+    parser.add_argument("--trainer", required=True, help=TRAINER_HELP)
+    parser.add_argument("--batch-size", type=int, default=8, help="examples (default 8)")
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens (default 256)")
+    parser.add_argument("--model-size", default="1b", help=SIZE_HELP)
+    parser.add_argument("--precision", default="fp32", help=one_of(PRECISIONS))
+    parser.add_argument("--attention", default="sdpa", help=one_of(ATTENTIONS))
+    parser.add_argument("--model", default="simple", help=MODEL_HELP)
+
+
+def chosen_case(options: argparse.Namespace) -> Case:
+    """The case that the options of `add_case` describe.
+
+    Raises:
+        ConfigurationError: a value in it does not exist.
+    """
+    return Case(**{axis: getattr(options, axis) for axis in AXES})
+
+
+def add_profile(parser: argparse._ActionsContainer) -> None:
+    """Declare what the PyTorch profiler records, and what counts as a bottleneck."""
+    parser.add_argument(
+        "--profile-schedule",
+        default=str(Schedule()),
+        metavar="NAME=N,…",
+        help="steps that the PyTorch profiler skips, waits, warms up, records, and how often "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--profile-threshold",
+        type=float,
+        default=TorchProfiler.threshold,
+        metavar="MS",
+        help="list operators with this many ms of a step or more (default %(default)g)",
+    )
 
 
 def one_of(names: Iterable[str]) -> str:

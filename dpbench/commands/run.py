@@ -21,6 +21,7 @@ Examples:
   dpbench run --instrument ncu --instrument timing --instrument logical
   dpbench run --columns dram_bytes,dram_ratio,spread --sort dram_ratio --group-by device
   dpbench run --instrument timing --device cpu --model-size tiny --batch-size 4 --seq-len 32
+  dpbench run --instrument torch_profiler --trainer dpsgd --profile-schedule active=3
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from dpbench.commands.options import (
     METRICS_HELP,
     add_cases,
+    add_profile,
     add_steps,
     add_view,
     chosen_grid,
@@ -43,6 +45,7 @@ from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS, KernelChoice
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
+from dpbench.instruments.torch_profiler import TorchProfiler
 from dpbench.results.view import TOP
 
 
@@ -56,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=INSTRUMENTS,
         help="repeatable; default timing and ncu, without a GPU logical",
     )
-    how.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="for timing alone")
+    how.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="for timing and torch_profiler"
+    )
     how.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
     how.add_argument("--ncu-dir", type=Path, default=Path("ncu_reports"), help="for reports, logs")
     how.add_argument("--ncu-metrics", action="append", help=METRICS_HELP)
@@ -64,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         how.add_argument(f"--{name}", **declared)
     add_steps(how, "unprofiled", Timing.steps)
     add_steps(how, "profiled", Ncu.steps, prefix="ncu-")
+    profile = TorchProfiler.directory
+    how.add_argument("--profile-dir", type=Path, default=profile, help=f"default {profile}")
+    add_profile(how)
     how.add_argument("--timeout", type=float, default=1800.0, help="seconds a case (1800)")
     how.add_argument(
         "--try-anyway", action="store_true", help="start cases whose predicted peak does not fit"
@@ -114,6 +122,9 @@ def run(options: argparse.Namespace) -> int:
         ncu_steps=Steps(options.ncu_warmup, options.ncu_active),
         timeout=options.timeout,
         kernels=KernelChoice.of(options),
+        profile_directory=options.profile_dir,
+        profile_schedule=options.profile_schedule,
+        profile_threshold=options.profile_threshold,
     )
     view = chosen_view(options)
     renderings = {name: getattr(options, name) for name in ("markdown", "csv", "github_benchmark")}

@@ -4,33 +4,34 @@ Builds the case, warms up, runs the active steps. This is the process that instr
 by hand it is the quickest way to try a trainer. The line holds seconds by phase for each active
 step, and peak memory in bytes (CUDA only).
 
+With --profile it runs under the PyTorch profiler instead, on the steps that the schedule names,
+and leaves traces for https://ui.perfetto.dev, tables, a memory snapshot (CUDA only) for
+https://docs.pytorch.org/memory_viz and a TensorBoard log in a folder.
+
 Examples:
   dpbench step --trainer dpsgd --batch-size 4 --seq-len 32 --model-size tiny --device cpu
   dpbench step --trainer dpsgd_ghost --batch-size 8 --seq-len 256 --model-size 1b
+  dpbench step --trainer dpsgd --model-size small --profile runs/mine --profile-schedule active=3
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
-from dpbench.case import ATTENTIONS, PRECISIONS, Case
-from dpbench.commands.options import MODEL_HELP, SIZE_HELP, TRAINER_HELP, add_steps, one_of
-from dpbench.errors import DpbenchError
+from dpbench.case import Case
+from dpbench.commands.options import add_case, add_profile, add_steps, chosen_case
+from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.instruments.child import Steps
 from dpbench.instruments.timing import Timing
+from dpbench.schedule import Schedule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("--trainer", required=True, help=TRAINER_HELP)
-    parser.add_argument("--batch-size", type=int, default=8, help="examples (default 8)")
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens (default 256)")
-    parser.add_argument("--model-size", default="1b", help=SIZE_HELP)
-    parser.add_argument("--precision", default="fp32", help=one_of(PRECISIONS))
-    parser.add_argument("--attention", default="sdpa", help=one_of(ATTENTIONS))
-    parser.add_argument("--model", default="simple", help=MODEL_HELP)
+    add_case(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add_steps(parser, "a process's", Timing.steps)
     parser.add_argument(
@@ -38,30 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="mark phases as NVTX ranges for a profiler, and take no times",
     )
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
+    )
+    add_profile(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    case = Case(
-        trainer=options.trainer,
-        batch_size=options.batch_size,
-        seq_len=options.seq_len,
-        model_size=options.model_size,
-        precision=options.precision,
-        attention=options.attention,
-        model=options.model,
-    )
+    case = chosen_case(options)
     Steps(options.warmup, options.active)  # refuses what makes no sense
-    from dpbench.step import run_case
-
+    if options.nvtx and options.profile:
+        raise ConfigurationError("--nvtx is for Nsight, which excludes --profile: choose one")
     try:
-        record = run_case(
-            case,
-            device=options.device,
-            warmup=options.warmup,
-            active=options.active,
-            nvtx=options.nvtx,
-        )
+        record = _profile(case, options) if options.profile else _measure(case, options)
     except Exception as error:  # whoever started this process learns why from the record
         kind = type(error).__name__
         first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
@@ -70,6 +61,29 @@ def run(options: argparse.Namespace) -> int:
         raise
     _print_record(**record)
     return 0
+
+
+def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    from dpbench.step import run_case
+
+    return run_case(
+        case,
+        device=options.device,
+        warmup=options.warmup,
+        active=options.active,
+        nvtx=options.nvtx,
+    )
+
+
+def _profile(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    from dpbench.instruments.profile_files import prepare, write_summary
+    from dpbench.profiled_step import profile_case
+
+    schedule = Schedule.parse(options.profile_schedule)
+    prepare(options.profile)
+    record = profile_case(case, device=options.device, schedule=schedule, directory=options.profile)
+    write_summary(case, record, options.profile, options.profile_threshold)
+    return record
 
 
 def _print_record(**record: Any) -> None:

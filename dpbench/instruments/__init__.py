@@ -12,8 +12,10 @@ from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu import Ncu, find_ncu
 from dpbench.instruments.ncu_metrics import BYTE_METRICS, resolve
 from dpbench.instruments.timing import Timing
+from dpbench.instruments.torch_profiler import TorchProfiler
+from dpbench.schedule import Schedule
 
-INSTRUMENTS = ("timing", "ncu", "ncu_kernels", "logical")
+INSTRUMENTS = ("timing", "ncu", "ncu_kernels", "logical", "torch_profiler")
 """The names of the instruments."""
 
 ON_GPU = ("timing", "ncu")
@@ -31,6 +33,9 @@ def choose(
     ncu_steps: Steps = Ncu.steps,
     timeout: float = Timing.timeout,
     kernels: KernelChoice | None = None,
+    profile_directory: Path = TorchProfiler.directory,
+    profile_schedule: str = "",
+    profile_threshold: float = TorchProfiler.threshold,
 ) -> list[Instrument]:
     """The instruments with these names, set up from what a user can say on a command line.
 
@@ -39,11 +44,14 @@ def choose(
         directory: where reports and logs go.
         ncu_path: the ``ncu`` program, or None to look for it.
         metrics: metric names, possibly several to a string with commas; None for all of ours.
-        device: ``cuda`` or ``cpu``, for timing; counters exist on CUDA only.
+        device: ``cuda`` or ``cpu``, for timing and profiling; counters exist on CUDA only.
         timing_steps: warm-up and active steps of unprofiled children.
         ncu_steps: warm-up and active steps of profiled children.
         timeout: seconds a child may take.
         kernels: what to profile kernel by kernel beside that.
+        profile_directory: where the PyTorch profiler's folders go, one a case.
+        profile_schedule: which steps it records, as in ``wait=1,active=3``.
+        profile_threshold: milliseconds from which an operator is a bottleneck.
 
     Raises:
         DpbenchError: a metric, phase or set does not exist, or ``ncu`` was not found.
@@ -64,6 +72,9 @@ def choose(
         from dpbench.instruments.logical import Logical  # loads torch, which the others do not
 
         found.append(Logical())
+    if "torch_profiler" in chosen:
+        schedule = Schedule.parse(profile_schedule)
+        found.append(TorchProfiler(profile_directory, device, schedule, profile_threshold, timeout))
     return found
 
 

@@ -85,6 +85,11 @@ class Manager:
             self._prepare_ncu()
         elif KernelChoice.of(self.options, "ncu_").wanted:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
+        elif self.options.dpbench_profile:
+            raise ConfigurationError(
+                "--dpbench-profile profiles the cases that --ncu measures; give both "
+                "(dpbench run --instrument torch_profiler needs no Nsight Compute)"
+            )
         if not self.is_worker:
             for path in self.files.values():
                 check_writable_file(path)
@@ -94,9 +99,16 @@ class Manager:
                 check_libraries()
 
     def _prepare_ncu(self) -> None:
+        names = ["ncu"] if self.options.dpbench_no_timing else ["timing", "ncu"]
+        if self.options.dpbench_profile:
+            names.append("torch_profiler")
+        base = self.config.invocation_params.dir
         self.instruments = choose(
-            ("ncu",) if self.options.dpbench_no_timing else ("timing", "ncu"),
-            directory=Path(self.config.invocation_params.dir / self.options.ncu_dir),
+            names,
+            directory=Path(base / self.options.ncu_dir),
+            profile_directory=Path(base / self.options.dpbench_profile_dir),
+            profile_schedule=self.options.dpbench_profile_schedule,
+            profile_threshold=self.options.dpbench_profile_threshold,
             ncu_path=self.options.ncu_path,
             metrics=self.options.ncu_metrics,
             timing_steps=Steps(self.options.dpbench_warmup, self.options.dpbench_active),

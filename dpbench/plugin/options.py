@@ -10,6 +10,7 @@ from dpbench.case import AXES, GRIDS
 from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
+from dpbench.instruments.torch_profiler import TorchProfiler
 from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP
 
 FILES = {
@@ -101,3 +102,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dpbench-group-by", metavar="LABEL", help=GROUP_BY_HELP)
     for name, what in FILES.items():
         group.addoption(f"--dpbench-{name}", type=Path, metavar="FILE", help=f"write {what} here")
+    group.addoption(
+        "--dpbench-profile",
+        action="store_true",
+        help="run each measured case under the PyTorch profiler as well: time, memory and "
+        "copies by phase, traces, tables, a TensorBoard log",
+    )
+    group.addoption(
+        "--dpbench-profile-dir",
+        type=Path,
+        default=TorchProfiler.directory,
+        metavar="DIR",
+        help="where these go, one folder a case (default %(default)s)",
+    )
+    group.addoption(
+        "--dpbench-profile-schedule",
+        default=str(TorchProfiler.schedule),
+        metavar="NAME=N,…",
+        help="steps that it skips, waits, warms up, records, and how often (default %(default)s)",
+    )
+    group.addoption(
+        "--dpbench-profile-threshold",
+        type=float,
+        default=TorchProfiler.threshold,
+        metavar="MS",
+        help="list operators with this many ms of a step or more (default %(default)g)",
+    )

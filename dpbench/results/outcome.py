@@ -22,6 +22,7 @@ from dpbench.results.kernel_tables import case_kernel_tables
 from dpbench.results.kernels import KernelCount
 from dpbench.results.layout import Table, as_markdown
 from dpbench.results.operators import OperatorCount
+from dpbench.results.profile_report import profile_tables
 from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
 from dpbench.results.speed_of_light import KernelSpeed
 from dpbench.results.tables import tables
@@ -180,7 +181,8 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
     that logical counting does not have.
     """
     view = view or View()
-    found = tables(to_frame(row for outcome in outcomes for row in outcome.rows), view)
+    frame = to_frame(row for outcome in outcomes for row in outcome.rows)
+    found = tables(frame, view) + profile_tables(frame)
     for outcome in outcomes:
         found += case_kernel_tables(outcome, view.top)
     assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]

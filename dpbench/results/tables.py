@@ -71,6 +71,7 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
 
     A view with columns gets one table a group, of these columns and nothing else.
     """
+    frame = frame[frame.instrument != "torch_profiler"]  # its tables: results.profile_report
     return [] if frame.empty else tables_of_summary(complete(frame), view or View())
 
 

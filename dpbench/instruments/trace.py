@@ -1,0 +1,254 @@
+"""Reading the PyTorch profiler's Chrome traces: what ran on the device, and who launched it.
+
+A trace is a JSON object whose ``traceEvents`` are the events of Chrome's trace format, times in
+microseconds. What the device did has the category ``kernel``, ``gpu_memcpy`` or ``gpu_memset``
+and a correlation number that it shares with the CUDA call that launched it. The device runs
+behind the CPU, so the phase of a kernel is that of its launch, not of its own time: the launch
+lies inside the phase's annotation also where autograd launched it from a thread of its own,
+because the training thread waits for that one inside the phase.
+
+Neither torch nor a GPU is needed here.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dpbench.case import OUTSIDE
+from dpbench.instruments.base import InstrumentError
+
+ANNOTATION = "dpbench."
+"""What the name of a phase's annotation begins with."""
+
+STEP_ANNOTATION = "ProfilerStep#"
+"""What PyTorch itself puts around a step."""
+
+Kind = Literal["kernel", "memcpy", "memset"]
+KINDS: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+"""What the device does, by the category of its events."""
+
+CALLS = ("cuda_runtime", "cuda_driver", "overhead")
+"""Categories of what the CPU does between an operator and the device."""
+
+AUTOGRAD = "autograd::engine::evaluate_function: "
+"""What PyTorch puts before the name of a backward function while it evaluates it."""
+
+Event = dict[str, Any]
+
+
+class TraceUnreadable(InstrumentError):
+    """A trace is missing, cut off, or no trace at all."""
+
+    remedy = "profile the case again"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One thing that the device did.
+
+    Args:
+        repeat: the recorded step, from 0.
+        phase: the phase in which it was launched.
+        kind: a kernel, a copy or a memset.
+        name: the kernel's demangled name, or e.g. ``Memcpy DtoD (Device -> Device)``.
+        seconds: how long the device took.
+        bytes: what a copy or memset moved; 0 for a kernel, whose trace does not say.
+        operator: the innermost operator around the launch, e.g. ``aten::mm``; None outside all.
+        called_by: the outermost one, e.g. ``aten::linear`` or ``AddmmBackward0``.
+    """
+
+    repeat: int
+    phase: str
+    kind: Kind
+    name: str
+    seconds: float
+    bytes: int
+    operator: str | None
+    called_by: str | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded trace, by step and phase.
+
+    Args:
+        launches: what the device did, in the order of the launches; empty on the CPU.
+        cpu_seconds: for each step, how long the training thread was in each phase.
+        memory_growth: for each step, the most bytes by which allocations on the measured device
+            exceeded those at the step's start while it was in each phase.
+        calls: names of CUDA calls and of the profiler's overhead, which PyTorch lists among
+            operators.
+    """
+
+    launches: list[Launch]
+    cpu_seconds: list[dict[str, float]]
+    memory_growth: list[dict[str, int]]
+    calls: frozenset[str] = frozenset()
+
+    def operators(self) -> dict[tuple[int, str, int], str]:
+        """The operator behind each kernel, by step, phase and its place among their kernels."""
+        seen: dict[tuple[int, str], int] = defaultdict(int)
+        found: dict[tuple[int, str, int], str] = {}
+        for launch in self.launches:
+            if launch.kind != "kernel":
+                continue
+            place = seen[launch.repeat, launch.phase]
+            seen[launch.repeat, launch.phase] += 1
+            if launch.operator is not None:
+                found[launch.repeat, launch.phase, place] = launch.operator
+        return found
+
+
+def read(path: Path) -> Trace:
+    """Read one trace, ``.json`` or ``.json.gz``.
+
+    Work that was launched outside every phase belongs to `OUTSIDE`; nothing is dropped, and a
+    trace of another program is one step outside all phases.
+
+    Raises:
+        TraceUnreadable: what its name says.
+    """
+    with _uncollected():
+        by_category = _events(path)
+        timeline = _Timeline(by_category["user_annotation"])
+        return Trace(
+            launches=_launches(by_category, timeline),
+            cpu_seconds=timeline.seconds(),
+            memory_growth=_memory_growth(by_category, timeline),
+            calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
+        )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which takes three quarters of the time and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _events(path: Path) -> dict[str, list[Event]]:
+    """The events of a trace by category."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as stream:
+            document = json.load(stream)
+        events = document["traceEvents"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        what = getattr(error, "strerror", None) or type(error).__name__
+        raise TraceUnreadable(f"{path}: not a readable trace ({what})") from error
+    by_category: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        by_category[event.get("cat", "")].append(event)
+    return by_category
+
+
+class _Timeline:
+    """Which step and phase the training thread was in at a time."""
+
+    def __init__(self, annotations: Iterable[Event]) -> None:
+        ordered = sorted(annotations, key=lambda event: float(event["ts"]))
+        steps = [event for event in ordered if event["name"].startswith(STEP_ANNOTATION)]
+        self.step_starts = [float(event["ts"]) for event in steps] or [float("-inf")]
+        self.phases = [event for event in ordered if event["name"].startswith(ANNOTATION)]
+        self.starts = [float(event["ts"]) for event in self.phases]
+
+    def locate(self, when: float) -> tuple[int, str]:
+        """Step and phase of a time; before the first step counts as the first."""
+        step = max(0, bisect_right(self.step_starts, when) - 1)
+        place = bisect_right(self.starts, when) - 1
+        if place < 0 or when > self.starts[place] + float(self.phases[place]["dur"]):
+            return step, OUTSIDE
+        return step, self.phases[place]["name"].removeprefix(ANNOTATION)
+
+    def seconds(self) -> list[dict[str, float]]:
+        """For each step, how long it was in each phase."""
+        steps: list[dict[str, float]] = [defaultdict(float) for _ in self.step_starts]
+        for event in self.phases:
+            step, phase = self.locate(float(event["ts"]))
+            steps[step][phase] += float(event["dur"]) / 1e6
+        return [dict(step) for step in steps]
+
+
+def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[Launch]:
+    """What the device did, in the order in which it was launched."""
+    device = [event for category in KINDS for event in by_category[category]]
+    calls = by_category["cuda_runtime"] + by_category["cuda_driver"]
+    wanted = {event["args"].get("correlation") for event in device}
+    calls = [call for call in calls if call["args"].get("correlation") in wanted]
+    call_of = {call["args"]["correlation"]: call for call in calls}
+    stacks = dict(_operators_around(calls, by_category["cpu_op"]))
+
+    def launched(event: Event) -> float:
+        # Without its call (the call lies before the recording), its own time is the best guess.
+        return float(call_of.get(event["args"].get("correlation"), event)["ts"])
+
+    found = []
+    for event in sorted(device, key=lambda event: (launched(event), float(event["ts"]))):
+        repeat, phase = timeline.locate(launched(event))
+        operators = stacks.get(event["args"].get("correlation"), [])
+        found.append(
+            Launch(
+                repeat,
+                phase,
+                KINDS[event["cat"]],
+                event["name"],
+                float(event["dur"]) / 1e6,
+                int(event["args"].get("bytes", 0)),
+                operators[-1] if operators else None,
+                operators[0].removeprefix(AUTOGRAD) if operators else None,
+            )
+        )
+    return found
+
+
+def _operators_around(
+    calls: Iterable[Event], operators: Iterable[Event]
+) -> Iterator[tuple[int, list[str]]]:
+    """Correlation number of each call, and the operators that were open on its thread then.
+
+    One pass over both in the order of time: operators of one thread nest.
+    """
+    open_on: dict[Any, list[tuple[float, str]]] = defaultdict(list)
+    merged = [*operators, *calls]
+    merged.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
+    for event in merged:
+        start, stack = float(event["ts"]), open_on[event["tid"]]
+        while stack and stack[-1][0] < start:
+            stack.pop()
+        if event["cat"] == "cpu_op":
+            stack.append((start + float(event["dur"]), event["name"]))
+        else:
+            yield event["args"]["correlation"], [name for _, name in stack]
+
+
+def _memory_growth(
+    by_category: dict[str, list[Event]], timeline: _Timeline
+) -> list[dict[str, int]]:
+    """The highest sum of allocations less frees since each step's start, in each phase."""
+    changes = [event for event in by_category["cpu_instant_event"] if event["name"] == "[memory]"]
+    on_device = [event for event in changes if event["args"]["Device Type"] != 0]
+    changes = on_device or changes
+    growth: list[dict[str, int]] = [{} for _ in timeline.step_starts]
+    level, current = 0, 0
+    # The border of a phase is a change by nothing: a phase begins with what the last one left.
+    for event in sorted([*timeline.phases, *changes], key=lambda event: float(event["ts"])):
+        step, phase = timeline.locate(float(event["ts"]))
+        if step != current:
+            level, current = 0, step
+        level += int(event["args"].get("Bytes", 0))
+        growth[step][phase] = max(growth[step].get(phase, 0), level)
+    return growth

@@ -1,0 +1,65 @@
+"""Which steps the PyTorch profiler records: skipped, waiting, warm-up, active, repeated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from dpbench.errors import ConfigurationError, unknown
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The arguments of ``torch.profiler.schedule``, in steps.
+
+    Args:
+        skip_first: steps before anything else; the first one initialises libraries.
+        wait: steps of each cycle that the profiler sleeps through.
+        warmup: steps of each cycle that it traces and throws away.
+        active: steps of each cycle that it records.
+        repeat: cycles.
+
+    Raises:
+        ConfigurationError: no active step or no cycle, or less than none of the others.
+    """
+
+    skip_first: int = 1
+    wait: int = 0
+    warmup: int = 1
+    active: int = 1
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 1 if name in ("active", "repeat") else 0
+            if value < least:
+                raise ConfigurationError(
+                    f"profiler schedule: {name} must be >= {least}, not {value}"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """A schedule such as ``wait=1,active=3``; what is left out keeps its default.
+
+        Raises:
+            ConfigurationError: an unknown name, or a value that is no whole number.
+        """
+        known = [field.name for field in fields(cls)]
+        values: dict[str, int] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in known:
+                raise unknown("part of a profiler schedule", name, known, "as in wait=1,active=3")
+            if not value.isdecimal():
+                raise ConfigurationError(
+                    f"profiler schedule: {name} must be a whole number, not {value!r}"
+                )
+            values[name] = int(value)
+        return cls(**values)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
+
+    @property
+    def steps(self) -> int:
+        """How many training steps the whole schedule takes."""
+        return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)
