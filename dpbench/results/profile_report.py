@@ -17,6 +17,9 @@ TOP = 20
 
 SHAPES_WIDTH = 60
 
+REPORT_WIDTH = 120
+"""A report is a file, not a terminal."""
+
 COPY_METRICS = {
     "memcpy_device_to_device_bytes": "device\nto device",
     "memcpy_host_to_device_bytes": "host\nto device",
@@ -84,14 +87,14 @@ def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Tabl
     cells = [
         [
             f"{line['phase']}: {line['name'].partition(' (')[0]}",
-            line["operator"] or ABSENT,
-            line["called_by"] or ABSENT,
             f"{line['count'] / steps:g}",
             gigabytes(line["bytes"] / steps),
+            line["operator"] or ABSENT,
+            line["called_by"] or ABSENT,
         ]
         for line in copies.head(TOP).to_dict("records")
     ]
-    headers = ["copy", "operator", "called by", "count", "GB"]
+    headers = ["copy", "count", "GB", "operator", "called by"]
     note = "A copy on the device reads its bytes and writes them; a memset only writes."
     return [Table("Copies and memsets, per step", headers, cells, (note,))]
 
@@ -132,7 +135,8 @@ def profile_report(
         _by(by_name, f"self_{column}_memory_bytes", f"Operators by {device} memory"),
         _by(by_shape, f"self_{column}_seconds", f"Operators and input shapes by {device} time"),
     ]
-    return f"{head}\n\n{as_text(table for table in found if table.cells)}\n"
+    text = as_text((table for table in found if table.cells), REPORT_WIDTH)
+    return f"{head}\n\n{text}\n"
 
 
 def _per_step(operators: Sequence[Mapping[str, Any]], steps: int) -> pd.DataFrame:

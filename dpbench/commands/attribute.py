@@ -1,0 +1,102 @@
+"""Say which kernels and copies move the bytes of one case, and whether they are all.
+
+Measures the case three times, each in a process of its own: the ranges of its phases and then
+each kernel under Nsight Compute, and copies and operators under the PyTorch profiler. Prints the
+account (ranges less kernels less copies), the kernels and operators that move most, and the
+copies. The exit code is 1 if more than 1 % of the step's bytes are left over.
+
+Examples:
+  dpbench attribute --trainer dpsgd --batch-size 8 --seq-len 256
+  dpbench attribute --trainer dpsgd --batch-size 8 --seq-len 256 --saved     # no GPU needed
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpbench.case import Case
+from dpbench.commands.options import add_case, chosen_case
+from dpbench.errors import DpbenchError
+from dpbench.gpu import visible_gpus
+from dpbench.instruments import choose
+from dpbench.instruments.profile_files import operators_of, read_summary
+from dpbench.instruments.timing import Timing
+from dpbench.instruments.torch_profiler import TorchProfiler
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dpbench.results.layout import Table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    add_case(parser)
+    parser.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
+    reports = Path("ncu_reports")
+    parser.add_argument("--ncu-dir", type=Path, default=reports, help=f"default {reports}")
+    profile = TorchProfiler.directory
+    parser.add_argument("--profile-dir", type=Path, default=profile, help=f"default {profile}")
+    parser.add_argument("--timeout", type=float, default=Timing.timeout, help="seconds a process")
+    parser.add_argument("--top", type=int, default=10, help="kernels that a table shows (10)")
+    parser.add_argument(
+        "--saved", action="store_true", help="measure nothing; read what an earlier run left"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from dpbench.results.account import account, account_table, unaccounted
+    from dpbench.results.layout import as_text, terminal_width
+
+    case = chosen_case(options)
+    if not options.saved:
+        _measure(case, options)
+    rows, tables = _saved(case, options)
+    accounted = account(rows)
+    print(as_text([account_table(case.id, accounted), *tables], terminal_width()))
+    return 1 if unaccounted(accounted) else 0
+
+
+def _measure(case: Case, options: argparse.Namespace) -> None:
+    """Measure the case; what was found is in the files that it leaves."""
+    from dpbench.runner import measure
+
+    instruments = choose(
+        ("ncu", "ncu_kernels", "torch_profiler"),
+        directory=options.ncu_dir,
+        ncu_path=options.ncu_path,
+        timeout=options.timeout,
+        profile_directory=options.profile_dir,
+    )
+    for instrument in instruments:
+        instrument.check()
+    outcome = measure(case, instruments, gpu=next(iter(visible_gpus()), None))
+    if outcome.error:
+        log = f" (log: {outcome.log})" if outcome.log else ""
+        raise DpbenchError(f"{outcome.error}: {outcome.message}{log}")
+
+
+def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[Table]]:
+    """The rows of a case's files, and tables of its kernels and copies."""
+    from dpbench.instruments.ncu_kernel_report import read_kernels
+    from dpbench.instruments.ncu_report_file import KERNELS, kernel_report_path, read
+    from dpbench.results.frame import to_frame
+    from dpbench.results.kernel_tables import Premise, kernel_tables, known_roofs, step_bytes
+    from dpbench.results.kernels import fold, kernel_rows
+    from dpbench.results.profile_report import copies_table
+
+    ranges = read(options.ncu_dir / case.report_path, case)
+    kernels = read_kernels(options.ncu_dir / kernel_report_path(case, KERNELS))
+    profile = read_summary(options.profile_dir / case.id)
+    counts = fold(kernels.launches, operators_of(options.profile_dir / case.id, kernels.launches))
+    rows = [
+        *ranges,
+        *kernel_rows(case, counts, instrument="ncu_kernels", device=kernels.device, tool="ncu"),
+        *profile.rows,
+    ]
+    premise = Premise(case.id, step_bytes(ranges), known_roofs(kernels.device))
+    tables = kernel_tables(counts, premise, top=options.top)
+    return to_frame(rows), [*tables, *copies_table(profile.launches, profile.steps)]
