@@ -25,7 +25,7 @@ from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.logical_counter import ByteCounter, without_data
 from dpbench.results.operators import OperatorCount
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.training.build import build
 from dpbench.training.phases import observed_step
 
@@ -33,7 +33,7 @@ STEADY = 1e-3
 """A step that changes the bytes alive by no more than this part of them is steady. Opacus keeps
 each example's norms after the first step: kilobytes, whose making costs nothing."""
 
-DEVICE = "logical (no hardware)"
+DEVICE = NO_HARDWARE
 """What stands in the rows for the name of a processor."""
 
 

@@ -190,12 +190,19 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is set, also where the disk is full.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

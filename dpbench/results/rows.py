@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from dpbench.case import AXES, Case
@@ -12,8 +13,14 @@ from dpbench.registry import MODELS, TRAINERS
 SCHEMA = 1
 """Version of the JSON documents; raised when a field changes its meaning."""
 
+STORAGE = Path(".dpbench")
+"""Where runs are saved unless told otherwise."""
+
 STEP = "step"
 """The phase of a row that speaks of the whole step."""
+
+NO_HARDWARE = "logical (no hardware)"
+"""The device of rows that were counted, not measured."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,199 @@
+"""The folder of saved runs: numbered, found again, one of them the reference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pandas as pd
+from filelock import FileLock, Timeout
+
+from dpbench.errors import ConfigurationError, check_writable
+from dpbench.results.frame import to_frame
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, write_text
+from dpbench.results.run import Run
+
+LOGICAL = "cpu-logical"
+"""The folder of runs that counted without hardware."""
+
+_FILE = re.compile(r"(\d{4,})_(.+)\.json")
+
+Source = tuple[str, str]
+"""A device and an instrument: numbers of different sources are not compared unasked."""
+
+
+def folder_name(device: str | None) -> str:
+    """The folder for a device, e.g. ``NVIDIA-H200``; None stands for no hardware."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.") if device else LOGICAL
+
+
+def check_name(name: str) -> str:
+    """A name that can be part of a file's.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ConfigurationError(
+            f"run name {name!r} must be made of letters, digits, '.', '_' and '-'"
+        )
+    return name
+
+
+def automatic_name(code: dict[str, object] | None, now: datetime) -> str:
+    """A name for a run that got none: commit, whether it was changed, and the time in UTC."""
+    time = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}"
+    if code is None:
+        return time
+    return f"{str(code['commit'])[:7]}{'-dirty' if code['dirty'] else ''}_{time}"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Runs, newest last; ``skipped`` says for each file that was not read, why not."""
+
+    runs: list[Run]
+    skipped: list[str] = field(default_factory=list)
+
+
+class Storage:
+    """A directory with one folder a device and one numbered file a run, ``0001_NAME.json``.
+
+    Numbers count through all folders, so that one number names one run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def paths(self) -> list[Path]:
+        """The files of runs by number, readable or not."""
+        found = [path for path in self.directory.glob("*/*.json") if _FILE.fullmatch(path.name)]
+        return sorted(found, key=lambda path: (number_of(path), path.name))
+
+    def listing(self) -> Listing:
+        """Every run that can be read, by number, and what was skipped."""
+        listing = Listing([])
+        for path in self.paths():
+            try:
+                listing.runs.append(Run.load(path))
+            except ConfigurationError as error:
+                listing.skipped.append(f"skipped: {error}")
+        return listing
+
+    def find(self, text: str) -> Path:
+        """The file of a run named by its number or by a path.
+
+        Raises:
+            ConfigurationError: there is none, or a number occurs twice.
+        """
+        if not text.isdecimal():
+            if not Path(text).is_file():
+                raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
+            return Path(text)
+        found = [path for path in self.paths() if number_of(path) == int(text)]
+        if not found:
+            numbers = ", ".join(f"{number_of(path):04}" for path in self.paths()[-10:])
+            raise ConfigurationError(
+                f"no run number {int(text):04} in {self.directory}; there is {numbers or 'none'}"
+            )
+        if len(found) > 1:
+            listed = " and ".join(map(str, found))
+            raise ConfigurationError(f"run number {int(text):04} is both {listed}; name the file")
+        return found[0]
+
+    def references(self, wanted: Iterable[Source]) -> tuple[dict[Source, Run], list[str]]:
+        """For each source, the latest complete run with its rows that is not marked regressed.
+
+        Also returns why files were skipped on the way.
+        """
+        missing = set(wanted)
+        folders = {LOGICAL, *(folder_name(device) for device, _ in missing)}
+        found: dict[Source, Run] = {}
+        skipped: list[str] = []
+        for path in reversed(self.paths()):
+            if not missing:
+                break
+            if path.parent.name not in folders:
+                continue
+            try:
+                run = Run.load(path)
+            except ConfigurationError as error:
+                skipped.append(f"skipped: {error}")
+                continue
+            if run.status == COMPLETE and not run.regressed:
+                found |= dict.fromkeys(missing.intersection(run.sources), run)
+                missing -= set(run.sources)
+        return found, skipped
+
+    def interrupted(self, device: str | None) -> tuple[Run | None, list[str]]:
+        """A device's latest run that did not come to its end and holds something, if any.
+
+        Also returns why files were skipped on the way.
+        """
+        skipped: list[str] = []
+        for path in reversed(self.paths()):
+            if path.parent.name != folder_name(device):
+                continue
+            try:
+                run = Run.load(path)
+            except ConfigurationError as error:
+                skipped.append(f"skipped: {error}")
+                continue
+            if run.status == INTERRUPTED and run.outcomes:
+                return run, skipped
+        return None, skipped
+
+    def allocate(self, name: str, device: str | None, text: str) -> Path:
+        """Take the next number: a new file with a text in it, that no other session gets.
+
+        Raises:
+            ConfigurationError: the storage cannot be written.
+        """
+        check_name(name)
+        folder = self.directory / folder_name(device)
+        check_writable(folder)
+        with FileLock(self.directory / ".lock"):
+            numbers = [number_of(path) for path in self.paths()]
+            path = folder / f"{max(numbers, default=0) + 1:04}_{name}.json"
+            path.touch(exist_ok=False)  # where locks do not work, two sessions end up here
+            write_text(path, text)
+        return path
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Hold a run's file while a session writes it; the system lets go if the session dies.
+
+        Raises:
+            ConfigurationError: another session is writing it.
+        """
+        lock = FileLock(path.with_name(f".{path.stem}.lock"), timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise ConfigurationError(f"run file {path} is being written by a session") from error
+        try:
+            yield
+        finally:
+            lock.release()
+            with suppress(OSError):
+                Path(lock.lock_file).unlink()
+
+
+def number_of(path: Path) -> int:
+    """The number of a run's file."""
+    match = _FILE.fullmatch(path.name)
+    assert match, f"{path} is no numbered run"
+    return int(match[1])
+
+
+def frame_of(references: dict[Source, Run]) -> pd.DataFrame:
+    """The rows of each source, from that source's run, as one long table."""
+    parts = [
+        run.frame[(run.frame.device == device) & (run.frame.instrument == instrument)]
+        for (device, instrument), run in references.items()
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else to_frame([])

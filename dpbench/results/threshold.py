@@ -1,0 +1,173 @@
+"""How much a number may change: ``METRIC[@PHASE]:[±]LIMIT``.
+
+A limit is a share (``5%``), an amount in SI units (``0.5GB``, ``2ms``, a plain number in the
+metric's own unit), or both (``5%+0.1GB``): then only a change beyond both counts. Without ``±``
+(or ``+-``) only a change for the worse counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from dpbench.case import OUTSIDE, PHASES
+from dpbench.errors import ConfigurationError, unknown
+from dpbench.results.rows import STEP
+
+METRICS = (
+    "dram_bytes",
+    "dram_read_bytes",
+    "dram_write_bytes",
+    "l2_total_bytes",
+    "l2_read_bytes",
+    "l2_write_bytes",
+    "l2_atomic_bytes",
+    "global_load_bytes",
+    "global_store_bytes",
+    "logical_bytes",
+    "logical_read_bytes",
+    "logical_write_bytes",
+    "flops",
+    "peak_memory_bytes",
+    "step_time_seconds",
+    "samples_per_second",
+)
+"""Metrics that a threshold can be set for before anything is measured. Counters by their own
+names can too; those have ``__`` in them."""
+
+HIGHER_IS_BETTER = frozenset({"samples_per_second"})
+"""For these a fall is a change for the worse; for all others a rise."""
+
+RATIO = "_ratio"
+"""``dram_ratio``, ``l2_ratio``, ``peak_memory_ratio``: the metric of that name over the standard
+trainer's."""
+
+_PHASES = (STEP, *PHASES, OUTSIDE)
+_SCALES = {
+    "B": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+}
+_UNITS = {unit: base for base, scales in _SCALES.items() for unit in scales}
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
+_PART = re.compile(rf"({_NUMBER})\s*(.*)")
+
+SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC:±5% (either way)"
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The change of one metric that is still no regression.
+
+    Args:
+        metric: the metric, e.g. ``dram_bytes``, whose value or ratio is meant.
+        ratio: whether it is the metric's ratio to standard.
+        phase: a phase, or ``"step"``.
+        percent: of the value before, or None.
+        amount: in the metric's unit, or None.
+        two_sided: whether a change for the better counts too.
+        written: how the user put it.
+    """
+
+    metric: str
+    ratio: bool = False
+    phase: str = STEP
+    percent: float | None = None
+    amount: float | None = None
+    two_sided: bool = False
+    written: str = field(default="", compare=False)
+
+    @classmethod
+    def parse(cls, text: str, others: Iterable[str] = ()) -> Threshold:
+        """Read what a user wrote.
+
+        Args:
+            text: such as ``dram_bytes@clip:5%+0.1GB``.
+            others: further metrics that exist, besides `METRICS`.
+
+        Raises:
+            ConfigurationError: the syntax is another, or the metric does not exist.
+        """
+        text = text.strip()
+        match = _SPEC.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(f"threshold {text!r}: write {SYNTAX}")
+        name, phase, sign, *parts = match.groups()
+        metric, ratio = _resolve(name, list(dict.fromkeys((*METRICS, *others))))
+        if phase is not None and phase not in _PHASES:
+            raise unknown("phase", phase, _PHASES)
+        limits: dict[str, float] = {}
+        for part in filter(None, parts):
+            kind, value = _limit(part.strip(), metric, ratio, text)
+            if kind in limits:
+                raise ConfigurationError(f"threshold {text!r} has two limits of one kind; {SYNTAX}")
+            limits[kind] = value
+        return cls(metric, ratio, phase or STEP, two_sided=bool(sign), written=text, **limits)
+
+    @property
+    def name(self) -> str:
+        """The metric as a user names it, e.g. ``dram_ratio``."""
+        return ratio_name(self.metric) if self.ratio else self.metric
+
+    @property
+    def limit(self) -> str:
+        """The limit as it was written, e.g. ``±5%``."""
+        return self.written.rpartition(":")[2]
+
+    def __str__(self) -> str:
+        return self.written
+
+    def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
+        """For each pair of values the change that is allowed, and whether it is exceeded.
+
+        What was there before and is not there any more exceeds every limit.
+        """
+        allowed = (before.abs() * (self.percent or 0) / 100).clip(lower=self.amount or 0)
+        change = after - before
+        if self.two_sided:
+            change = change.abs()
+        elif self.metric in HIGHER_IS_BETTER:
+            change = -change
+        return allowed.to_frame("limit").assign(regressed=(change > allowed) | after.isna())
+
+
+def ratio_name(metric: str) -> str:
+    """The name of a metric's ratio to standard, e.g. ``l2_ratio`` for ``l2_total_bytes``."""
+    return re.sub(r"(_total)?_(bytes|seconds)$", "", metric) + RATIO
+
+
+def _resolve(name: str, known: Sequence[str]) -> tuple[str, bool]:
+    """The metric that a name means, and whether its ratio is meant."""
+    stem = name.removesuffix(RATIO)
+    if stem == name:
+        if name in known or "__" in name:
+            return name, False
+    else:
+        for candidate in (f"{stem}_bytes", f"{stem}_total_bytes", f"{stem}_seconds", stem):
+            if candidate in known:
+                return candidate, True
+        if "__" in stem:
+            return stem, True
+    raise unknown("metric", name, known, "or the ratio of one to standard, such as dram_ratio")
+
+
+def _limit(text: str, metric: str, ratio: bool, whole: str) -> tuple[str, float]:
+    """One part of a limit as the name of its field and its value."""
+    match = _PART.fullmatch(text)
+    assert match, text
+    number, unit = float(match[1]), match[2]
+    if unit == "%":
+        return "percent", number
+    base = "B" if metric.endswith("_bytes") else "s" if metric.endswith("_seconds") else None
+    if not unit:
+        return "amount", number
+    if ratio or base is None or _UNITS.get(unit) != base:
+        allowed = ["%", *(_SCALES[base] if base and not ratio else ())]
+        raise ConfigurationError(
+            f"threshold {whole!r}: {unit!r} is no unit of this metric; "
+            f"use {', '.join(allowed)}, or a plain number"
+        )
+    return "amount", number * _SCALES[base][unit]

@@ -1,0 +1,156 @@
+"""The folder of saved runs."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_text
+from dpbench.results.rows import STEP, Measurement
+from dpbench.results.storage import Storage, automatic_name, folder_name, frame_of
+
+CASE = Case("dpsgd", batch_size=8, seq_len=256)
+H200 = "NVIDIA H200"
+
+
+def text(value: float = 5.0, device: str = H200, instrument: str = "ncu", **session: Any) -> str:
+    row = Measurement(CASE, instrument, STEP, "dram_read_bytes", value, "B", 0, device, "")
+    return json.dumps(document([Outcome(CASE, (row,), 1.0)], {}, {"status": COMPLETE, **session}))
+
+
+def values(storage: Storage, *wanted: tuple[str, str]) -> list[float]:
+    return sorted(frame_of(storage.references(wanted)[0]).value)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(tmp_path / "runs")
+
+
+def test_runs_are_numbered_under_a_folder_for_their_device(storage: Storage) -> None:
+    paths = [
+        storage.allocate("before", H200, text()),
+        storage.allocate("after", None, text()),
+        storage.allocate("before", H200, text()),
+    ]
+    assert [path.relative_to(storage.directory).as_posix() for path in paths] == [
+        "NVIDIA-H200/0001_before.json",
+        "cpu-logical/0002_after.json",
+        "NVIDIA-H200/0003_before.json",
+    ]
+    assert [run.name for run in storage.listing().runs] == [path.stem for path in paths]
+
+
+def test_many_sessions_at_once_get_numbers_of_their_own(storage: Storage) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda i: storage.allocate(f"run{i}", H200, text()), range(24)))
+    assert sorted(path.name[:4] for path in paths) == [f"{i:04}" for i in range(1, 25)]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "a b", "x" * 101])
+def test_name_that_cannot_be_a_file_name_is_refused(storage: Storage, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be made of letters"):
+        storage.allocate(name, H200, text())
+
+
+def test_automatic_name_says_commit_and_time() -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    code = {"commit": "4663987abc", "dirty": False}
+    assert automatic_name(code, now) == "4663987_20260102T030405Z"
+    assert automatic_name({**code, "dirty": True}, now) == "4663987-dirty_20260102T030405Z"
+    assert automatic_name(None, now) == "20260102T030405Z"
+
+
+def test_folder_is_named_after_the_device() -> None:
+    assert folder_name("NVIDIA GeForce RTX 4090/../x") == "NVIDIA-GeForce-RTX-4090-..-x"
+    assert folder_name(None) == "cpu-logical"
+
+
+# --- the reference ---------------------------------------------------------------------------
+
+
+def test_reference_is_the_latest_complete_run_that_did_not_regress(storage: Storage) -> None:
+    storage.allocate("old", H200, text(1.0))
+    storage.allocate("good", H200, text(2.0))
+    storage.allocate("regressed", H200, text(3.0, regressed=True))
+    storage.allocate("interrupted", H200, text(4.0, status=INTERRUPTED))
+    storage.allocate("elsewhere", "NVIDIA A100", text(5.0, device="NVIDIA A100"))
+    storage.allocate("timed", H200, text(6.0, instrument="timing"))
+    assert values(storage, (H200, "ncu")) == [2.0]
+    assert values(storage, (H200, "ncu"), (H200, "timing")) == [2.0, 6.0]
+    assert values(storage, ("NVIDIA L4", "ncu")) == []
+
+
+def test_damaged_and_newer_files_are_named_and_passed_over(storage: Storage) -> None:
+    storage.allocate("good", H200, text(2.0))
+    cut = storage.allocate("cut", H200, text(3.0)[:-9])
+    newer = storage.allocate("newer", H200, text(4.0).replace('"schema": 1', '"schema": 2'))
+    found, skipped = storage.references([(H200, "ncu")])
+    assert list(frame_of(found).value) == [2.0]
+    listing = storage.listing()
+    assert [run.name for run in listing.runs] == ["0001_good"]
+    for lines in (sorted(skipped), sorted(listing.skipped)):
+        assert [str(path) in line for path, line in zip([cut, newer], lines, strict=True)]
+        assert "upgrade dpbench" in lines[1]
+
+
+# --- finding ---------------------------------------------------------------------------------
+
+
+def test_run_is_found_by_number_or_path(storage: Storage) -> None:
+    path = storage.allocate("before", H200, text())
+    assert storage.find("1") == storage.find("0001") == storage.find(str(path)) == path
+
+
+def test_what_is_not_there_is_said_with_what_is(storage: Storage, tmp_path: Path) -> None:
+    path = storage.allocate("before", H200, text())
+    with pytest.raises(ConfigurationError, match=r"no run number 0007 in .*; there is 0001"):
+        storage.find("7")
+    with pytest.raises(ConfigurationError, match=r"no run file absent\.json"):
+        storage.find("absent.json")
+    write_text(tmp_path / "runs/copied/0001_copy.json", path.read_text())
+    with pytest.raises(ConfigurationError, match=r"0001 is both .* and .*name the file"):
+        storage.find("1")
+
+
+# --- resuming, and what goes wrong -----------------------------------------------------------
+
+
+def test_latest_interrupted_run_is_the_one_to_resume(storage: Storage) -> None:
+    assert storage.interrupted(H200) == (None, [])
+    storage.allocate("first", H200, text(1.0, status=INTERRUPTED))
+    storage.allocate("second", H200, text(2.0, status=INTERRUPTED))
+    storage.allocate("empty", H200, json.dumps(document([], {}, {"status": INTERRUPTED})))
+    storage.allocate("done", H200, text(3.0))
+    damaged = storage.allocate("damaged", H200, "{")
+    storage.allocate("elsewhere", None, text(4.0, status=INTERRUPTED))
+    run, skipped = storage.interrupted(H200)
+    assert run is not None
+    assert run.name == "0002_second"
+    assert [str(damaged) in line for line in skipped] == [True]
+
+
+def test_run_that_a_session_is_writing_is_left_to_it(storage: Storage) -> None:
+    path = storage.allocate("first", H200, text(status=INTERRUPTED))
+    with (
+        storage.writing(path),
+        pytest.raises(ConfigurationError, match="is being written"),
+        Storage(storage.directory).writing(path),
+    ):
+        pass
+    with storage.writing(path):
+        assert path.exists()
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_storage_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"file.* cannot be written: Not a directory"):
+        Storage(tmp_path / "file").allocate("before", H200, text())

@@ -1,0 +1,114 @@
+"""How a user says what change is too much."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpbench.case import PHASES
+from dpbench.errors import ConfigurationError
+from dpbench.results.rows import STEP
+from dpbench.results.threshold import METRICS, Threshold, ratio_name
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dram_bytes:5%", Threshold("dram_bytes", percent=5)),
+        ("dram_bytes:0.5GB", Threshold("dram_bytes", amount=0.5e9)),
+        ("dram_bytes:1000", Threshold("dram_bytes", amount=1000)),
+        ("dram_bytes:5%+0.1GB", Threshold("dram_bytes", percent=5, amount=0.1e9)),
+        ("dram_bytes:1e-1kB+5 %", Threshold("dram_bytes", percent=5, amount=100)),
+        ("dram_bytes@clip:±5%", Threshold("dram_bytes", phase="clip", percent=5, two_sided=True)),
+        ("dram_bytes:+-5%", Threshold("dram_bytes", percent=5, two_sided=True)),
+        ("step_time_seconds:2ms", Threshold("step_time_seconds", amount=2e-3)),
+        ("dram_ratio:3%", Threshold("dram_bytes", ratio=True, percent=3)),
+        ("l2_ratio:0.1", Threshold("l2_total_bytes", ratio=True, amount=0.1)),
+        ("logical_ratio@clip:3%", Threshold("logical_bytes", True, "clip", percent=3)),
+        ("peak_memory_ratio:3%", Threshold("peak_memory_bytes", ratio=True, percent=3)),
+        ("step_time_ratio:3%", Threshold("step_time_seconds", ratio=True, percent=3)),
+        ("sm__cycles_active.avg:3%", Threshold("sm__cycles_active.avg", percent=3)),
+    ],
+)
+def test_threshold_is_read(text: str, expected: Threshold) -> None:
+    threshold = Threshold.parse(text)
+    assert threshold == expected
+    assert str(threshold) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dram:5%", "unknown metric 'dram'; choose from dram_bytes, dram_read_bytes"),
+        ("drum_ratio:5%", "unknown metric 'drum_ratio'; choose from"),
+        ("dram_bytes@klip:5%", "unknown phase 'klip'; choose from step, forward"),
+        ("dram_bytes", "write METRIC[@PHASE]:5%"),
+        ("dram_bytes:", "write METRIC[@PHASE]:5%"),
+        ("dram_bytes:-5%", "write METRIC[@PHASE]:5%"),
+        ("dram_bytes:nan", "write METRIC[@PHASE]:5%"),
+        ("dram_bytes:5%+6%", "two limits of one kind"),
+        ("dram_bytes:5GiB", "'GiB' is no unit of this metric; use %, B, kB, MB, GB, TB"),
+        ("dram_bytes:5ms", "'ms' is no unit of this metric"),
+        ("step_time_seconds:5GB", "'GB' is no unit of this metric; use %, s, ms"),
+        ("dram_ratio:5GB", "'GB' is no unit of this metric; use %, or a plain number"),
+        ("samples_per_second:5s", "'s' is no unit of this metric; use %, or a plain number"),
+    ],
+)
+def test_what_is_no_threshold_gets_one_line_that_says_what_would_be(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Threshold.parse(text)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+numbers = st.floats(0, 1e15, allow_subnormal=False)
+
+
+@given(
+    metric=st.sampled_from(METRICS),
+    ratio=st.booleans(),
+    phase=st.sampled_from([STEP, *PHASES]),
+    percent=numbers | st.none(),
+    amount=numbers,
+    sign=st.sampled_from(["", "±", "+-"]),
+)
+def test_what_is_written_is_what_is_read(
+    metric: str, ratio: bool, phase: str, percent: float | None, amount: float, sign: str
+) -> None:
+    name = ratio_name(metric) if ratio else metric
+    limits = repr(amount) if percent is None else f"{percent!r}%+{amount!r}"
+    threshold = Threshold.parse(f"{name}@{phase}:{sign}{limits}")
+    assert threshold == Threshold(metric, ratio, phase, percent, amount, bool(sign))
+    assert threshold.name == name
+    assert Threshold.parse(str(threshold)) == threshold
+
+
+def exceeded(text: str, before: float, after: float) -> bool:
+    verdict = Threshold.parse(text).exceeded(pd.Series([before]), pd.Series([after]))
+    return bool(verdict.regressed.iloc[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "after", "expected"),
+    [
+        ("dram_bytes:5%", 100, 105, False),
+        ("dram_bytes:5%", 100, 105.1, True),
+        ("dram_bytes:5%", 100, 10, False),
+        ("dram_bytes:±5%", 100, 94, True),
+        ("dram_bytes:5", 100, 106, True),
+        ("dram_bytes:5%+10", 100, 109, False),
+        ("dram_bytes:20%+10", 100, 115, False),
+        ("dram_bytes:5%+10", 100, 111, True),
+        ("dram_bytes:5%", 0, 1, True),
+        ("dram_bytes:0%", 100, 100, False),
+        ("samples_per_second:5%", 100, 94, True),
+        ("samples_per_second:5%", 100, 120, False),
+        ("dram_bytes:500%", 100, float("nan"), True),
+    ],
+)
+def test_change_beyond_every_limit_is_a_regression(
+    text: str, before: float, after: float, expected: bool
+) -> None:
+    assert exceeded(text, before, after) is expected
