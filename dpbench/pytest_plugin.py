@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dpbench.errors import DpbenchError
+from dpbench.plugin import comparing
 from dpbench.plugin.manager import NAME, NEEDS_NCU, Manager, asked_grid
 from dpbench.plugin.options import pytest_addoption
 from dpbench.plugin.workers import Workers, expected_cost, useful_workers
@@ -40,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(manager, NAME)
     if config.option.ncu:
         config.pluginmanager.register(Workers(manager.grid))
+    config.addinivalue_line("markers", comparing.MARKER)
+    if manager.comparing.is_asked_for:
+        config.pluginmanager.register(manager.comparing, f"{NAME}-comparing")
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

@@ -20,7 +20,9 @@ from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KernelChoice
+from dpbench.plugin import comparing, saving
 from dpbench.plugin.options import FILES
+from dpbench.plugin.updating import reference_to_update, update
 from dpbench.results.view import View
 
 if TYPE_CHECKING:
@@ -78,25 +80,28 @@ class Manager:
         self.problems: list[str] = []
         if self.is_worker:
             self.directory = Path(config.workerinput["dpbench_directory"])  # type: ignore[attr-defined]
+        self.to_update = reference_to_update(self)
         self.runs_tests = not any(getattr(self.options, name, False) for name in RUNS_NO_TEST)
-        if not self.runs_tests:
-            return
-        if self.options.ncu:
+        if self.options.ncu and self.runs_tests:
             self._prepare_ncu()
-        elif KernelChoice.of(self.options, "ncu_").wanted:
+        elif self.runs_tests and KernelChoice.of(self.options, "ncu_").wanted:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
-        elif self.options.dpbench_profile:
+        elif self.runs_tests and self.options.dpbench_profile:
             raise ConfigurationError(
                 "--dpbench-profile profiles the cases that --ncu measures; give both "
                 "(dpbench run --instrument torch_profiler needs no Nsight Compute)"
             )
-        if not self.is_worker:
+        if self.runs_tests and not self.is_worker:
             for path in self.files.values():
                 check_writable_file(path)
             if "html" in self.files:
                 from dpbench.results.html import check_libraries
 
                 check_libraries()
+        self.comparing = comparing.Comparing(self)
+        self.saving = saving.Saving(self)  # last: takes a number only if all else is well
+        for outcome in self.saving.kept:
+            self._keep(outcome)
 
     def _prepare_ncu(self) -> None:
         names = ["ncu"] if self.options.dpbench_no_timing else ["timing", "ncu"]
@@ -128,6 +133,8 @@ class Manager:
     def pytest_configure_node(self, node: Any) -> None:
         """Tell an xdist worker where the session's outcomes are."""
         node.workerinput["dpbench_directory"] = str(self._made_directory())
+        node.workerinput[saving.KEY] = self.saving.for_worker()
+        node.workerinput[comparing.KEY] = self.comparing.for_worker()
 
     def _made_directory(self) -> Path:
         if self.directory is None:
@@ -149,8 +156,21 @@ class Manager:
     def _report(
         self, case: Case, instruments: Sequence[Instrument], gpu: Gpu | None = None
     ) -> CaseReport:
-        """The case by these instruments, by this process or whichever asked first."""
+        """The report of a case by these instruments, for the test that asks."""
         from dpbench.results.report import CaseReport
+
+        outcome = self._outcome(case, instruments, gpu)
+        if outcome.skipped:
+            pytest.skip(outcome.message)
+        if outcome.error:
+            pytest.fail(_failure(outcome), pytrace=False)
+        self.comparing.asked(outcome, lambda other: self._outcome(other, instruments, gpu))
+        return CaseReport.of_outcome(outcome)
+
+    def _outcome(
+        self, case: Case, instruments: Sequence[Instrument], gpu: Gpu | None = None
+    ) -> Outcome:
+        """The case by these instruments, by this process or whichever asked first."""
         from dpbench.results.store import OutcomeStore
         from dpbench.runner import measure
 
@@ -164,11 +184,14 @@ class Manager:
         outcome = OutcomeStore(self._made_directory()).once(case, measure_now, by=by)
         if fresh:
             self._write()  # at once, so that a killed session keeps what it has
-        if outcome.skipped:
-            pytest.skip(outcome.message)
-        if outcome.error:
-            pytest.fail(_failure(outcome), pytrace=False)
-        return CaseReport.of_outcome(outcome)
+        return outcome
+
+    def _keep(self, outcome: Outcome) -> None:
+        """Take over what an earlier session measured."""
+        from dpbench.results.store import OutcomeStore
+
+        by = "+".join(outcome.instruments)
+        OutcomeStore(self._made_directory()).once(outcome.case, lambda _: outcome, by=by)
 
     def outcomes(self) -> list[Outcome]:
         """What the session has measured and counted, by any of its processes."""
@@ -195,9 +218,14 @@ class Manager:
         """Write the files; a ``--ncu`` session that measured nothing must not look green."""
         if self.is_worker or not self.runs_tests:
             return
-        self._write()
-        self._write_page()
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
+        stopped = interrupted or bool(session.shouldfail or session.shouldstop)
+        self._write(complete=not stopped and exitstatus != pytest.ExitCode.INTERNAL_ERROR)
+        self.saving.end(self.outcomes())
+        self._write_page()
+        if not interrupted:
+            self._update()
+            self.problems += self.comparing.problems()
         if self.instruments and not interrupted and not self._measured_under_ncu():
             self.problems.append(
                 "--ncu was given and nothing was measured; "
@@ -212,12 +240,12 @@ class Manager:
     def _measured_under_ncu(self) -> bool:
         return any(outcome.rows and "ncu" in outcome.instruments for outcome in self.outcomes())
 
-    def _write(self) -> None:
+    def _write(self, complete: bool = False) -> None:
         """Bring the files that were asked for up to date; nothing replaces no earlier run."""
-        if not (self.files and self.outcomes()):
+        if not ((self.files or self.saving.file) and self.outcomes()):
             return
         from dpbench.results.export import write_renderings
-        from dpbench.results.outcome import environment, write_json
+        from dpbench.results.outcome import write_json
         from dpbench.results.store import OutcomeStore
 
         renderings = {
@@ -227,22 +255,39 @@ class Manager:
             with OutcomeStore(self._made_directory()).lock():
                 outcomes = self.outcomes()
                 if "json" in self.files:
-                    write_json(self.files["json"], outcomes, environment(self.gpu))
+                    premise = self.saving.premise.environment, self.saving.session(complete)
+                    write_json(self.files["json"], outcomes, *premise)
                 write_renderings(outcomes, self.view, **renderings)
+                self.saving.write(outcomes, complete)
         except OSError as error:
-            self.problems.append(f"{error.filename}: {error.strerror}")
+            self._problem(f"{error.filename}: {error.strerror}")
 
     def _write_page(self) -> None:
         """Draw the session, once: a page takes a second."""
         if "html" not in self.files:
             return
         from dpbench.plugin.html import write_page
-        from dpbench.results.outcome import environment
 
         try:
-            write_page(self.files["html"], self.outcomes(), environment(self.gpu))
+            write_page(self.files["html"], self.outcomes(), self.saving.premise.environment)
         except OSError as error:
-            self.problems.append(f"{error.filename}: {error.strerror}")
+            self._problem(f"{error.filename}: {error.strerror}")
+
+    def _problem(self, text: str) -> None:
+        """Something that the session must not hide; said once."""
+        if text not in self.problems:
+            self.problems.append(text)
+
+    def _update(self) -> None:
+        """Bring the committed reference up to date, if that was asked for."""
+        if self.to_update is None:
+            return
+        try:
+            self.saving.notes.append(update(self, self.to_update, self.outcomes()))
+        except ConfigurationError as error:
+            self._problem(str(error))
+        except OSError as error:
+            self._problem(f"{error.filename}: {error.strerror}")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One table for the whole session; workers are silent."""
@@ -258,7 +303,8 @@ class Manager:
             for path in self.files.values():
                 named = os.path.relpath(path, self.config.invocation_params.dir)
                 terminalreporter.write_line(f"dpbench: no case ran, so {named} was not written")
-        if not (outcomes or self.problems):
+        notes = [*self.comparing.notes, *self.saving.notes]
+        if not (outcomes or self.problems or notes):
             return
         terminalreporter.section("dpbench")
         if outcomes:
@@ -266,10 +312,12 @@ class Manager:
             from dpbench.results.layout import as_text, terminal_width
             from dpbench.results.outcome import summary_tables
 
-            found = summary_tables(outcomes, self.view)
+            found = [*summary_tables(outcomes, self.view), *self.comparing.tables(outcomes)]
             terminalreporter.write_line(as_text(found, terminal_width()))
             if warning := append_step_summary(found):
                 terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
+        for note in notes:
+            terminalreporter.write_line(f"dpbench: {note}")
         for problem in self.problems:
             terminalreporter.write_line(f"ERROR: dpbench: {problem}", red=True)
 

@@ -11,6 +11,7 @@ from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler import TorchProfiler
+from dpbench.plugin import comparing, saving
 from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP
 
 FILES = {
@@ -128,3 +129,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MS",
         help="list operators with this many ms of a step or more (default %(default)g)",
     )
+    saving.add_options(group)
+    comparing.add_options(group)

@@ -128,6 +128,20 @@ def project(
     return run
 
 
+@pytest.fixture
+def refused(project: RunSuite) -> Callable[..., str]:
+    """The one line with which a session refuses to begin."""
+
+    def run(*arguments: str) -> str:
+        result = project(*arguments)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        [line] = [line for line in result.stderr.lines if line]
+        assert line.startswith("ERROR: dpbench: ")
+        return line
+
+    return run
+
+
 WITHOUT = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
 """Pytest plugins that a project does not need; loading Hypothesis takes half a second."""
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.plugin.conftest import RunSuite
+from tests.plugin.saved_runs import saved
 
 
 def test_rows_survive_the_worker_that_measured_them(
@@ -22,11 +23,13 @@ def test_rows_survive_the_worker_that_measured_them(
             ncu("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
         """
     )
-    result = project("-n2", "--dpbench-json=run.json")
+    result = project("-n2", "--dpbench-json=run.json", "--dpbench-save=run")
     result.assert_outcomes(passed=1, failed=1)
     document = json.loads((pytester.path / "run.json").read_text())
     assert {row["trainer"] for row in document["rows"]} == {"standard", "dpsgd"}
     assert result.stdout.str().count("GB per step") == 1
+    run = saved(pytester.path, 1)
+    assert {outcome.case.trainer for outcome in run.outcomes} == {"standard", "dpsgd"}
 
 
 def test_a_killed_session_keeps_what_it_had_measured(
@@ -41,6 +44,10 @@ def test_a_killed_session_keeps_what_it_had_measured(
             os._exit(1)
         """
     )
-    project("-p", "no:xdist", "-p", "no:randomly", "--dpbench-json=run.json", alone=True)
+    files = ["--dpbench-json=run.json", "--dpbench-save=run"]
+    project("-p", "no:xdist", "-p", "no:randomly", *files, alone=True)
     document = json.loads((pytester.path / "run.json").read_text())
     assert {row["trainer"] for row in document["rows"]} == {"standard"}
+    run = saved(pytester.path, 1)
+    assert run.status == "interrupted"
+    assert run.devices == ("NVIDIA H200",)
