@@ -18,6 +18,8 @@ COMMANDS = (
     "step",
     "run",
     "show",
+    "compare",
+    "list",
     "report",
     "kernels",
     "attribute",

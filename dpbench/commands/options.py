@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
 
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Case, Grid
 from dpbench.instruments.child import Steps
 from dpbench.instruments.torch_profiler import TorchProfiler
 from dpbench.registry import MODELS, TRAINERS
+from dpbench.results.rows import STORAGE
 from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP, TOP, View
 from dpbench.schedule import Schedule
 
@@ -102,6 +104,16 @@ def add_profile(parser: argparse._ActionsContainer) -> None:
         default=TorchProfiler.threshold,
         metavar="MS",
         help="list operators with this many ms of a step or more (default %(default)g)",
+
+
+def add_storage(parser: argparse._ActionsContainer) -> None:
+    """Declare where runs are saved."""
+    parser.add_argument(
+        "--storage",
+        type=Path,
+        default=STORAGE,
+        metavar="DIR",
+        help="where runs are saved (default %(default)s)",
     )
 
 

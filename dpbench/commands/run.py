@@ -20,6 +20,7 @@ Examples:
   dpbench run --instrument logical --batch-size 8 --seq-len 256
   dpbench run --instrument ncu --instrument timing --instrument logical
   dpbench run --columns dram_bytes,dram_ratio,spread --sort dram_ratio --group-by device
+  dpbench run --instrument logical --autosave --compare-fail logical_bytes:1%
   dpbench run --instrument timing --device cpu --model-size tiny --batch-size 4 --seq-len 32
   dpbench run --instrument torch_profiler --trainer dpsgd --profile-schedule active=3
 """
@@ -39,6 +40,7 @@ from dpbench.commands.options import (
     chosen_grid,
     chosen_view,
 )
+from dpbench.commands.saved import Saved, add_saved
 from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.child import Steps
@@ -88,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="the columns of the tables, for github-action-benchmark (customSmallerIsBetter)",
     )
+    add_saved(parser)
 
 
 def _instruments_here(options: argparse.Namespace) -> tuple[str, ...]:
@@ -108,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.gpu import visible_gpus
     from dpbench.results.export import append_step_summary, write_renderings
     from dpbench.results.layout import as_text, terminal_width
-    from dpbench.results.outcome import Outcome, environment, summary_tables, write_json
+    from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, summary_tables, write_json
     from dpbench.runner import measure
 
     grid = chosen_grid(options)
@@ -135,21 +138,30 @@ def run(options: argparse.Namespace) -> int:
     gpu = next(iter(visible_gpus()), None)
     on_gpu = any(instrument.name != "logical" for instrument in instruments)
     card = gpu if on_gpu and options.device == "cuda" and not options.try_anyway else None
-    outcomes: list[Outcome] = []
+    saved = Saved(options, grid, instruments, gpu if on_gpu else None)
+    outcomes: list[Outcome] = [*saved.kept]
+    done = {outcome.case for outcome in outcomes}
+    complete = worse = False
 
     def write_files() -> None:
+        saved.write(outcomes)
         if options.json:
-            write_json(options.json, outcomes, environment(gpu))
+            session = saved.premise.session(COMPLETE if complete else INTERRUPTED)
+            write_json(options.json, outcomes, saved.premise.environment, session)
         write_renderings(outcomes, view, **renderings)
 
     try:
         with tqdm(list(grid.cases()), unit="case", disable=None, file=sys.stderr) as progress:
             for case in progress:
+                if case in done:
+                    continue
                 progress.set_description(case.id)
                 outcomes.append(measure(case, instruments, gpu=card))
                 write_files()  # at once, so that a killed run keeps what it has
                 if outcomes[-1].error:
                     progress.write(outcomes[-1].message, file=sys.stderr)
+        complete = True
+        write_files()
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     finally:  # an interrupted run shows what it has
@@ -157,4 +169,5 @@ def run(options: argparse.Namespace) -> int:
         print(as_text(found, terminal_width()))
         if warning := append_step_summary(found):
             print(f"dpbench run: WARNING: {warning}", file=sys.stderr)
-    return 1 if any(outcome.error and not outcome.skipped for outcome in outcomes) else 0
+        worse = saved.end(outcomes, complete)
+    return 1 if worse or any(o.error and not o.skipped for o in outcomes) else 0

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from dpbench.case import Case
     from dpbench.plugin.manager import Manager
+    from dpbench.results.layout import Table
     from dpbench.results.outcome import Outcome
-    from dpbench.results.tables import Table
     from dpbench.results.threshold import Threshold
 
 KEY = "dpbench_comparing"

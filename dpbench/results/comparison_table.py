@@ -11,8 +11,8 @@ from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import KEYS
 from dpbench.results.frame import CONFIGURATION
+from dpbench.results.layout import ABSENT, Table, gigabytes
 from dpbench.results.rows import STEP, saved_case
-from dpbench.results.tables import ABSENT, Table, gigabytes
 
 SHOWN = (
     *("dram_bytes", "dram_ratio", "l2_total_bytes", "l2_ratio"),

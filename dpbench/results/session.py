@@ -123,8 +123,8 @@ def _settings(instrument: object) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as it comes back from a JSON file."""
-    return json.loads(json.dumps(value))
+    """The value as it comes back from a JSON file; what JSON does not know becomes text."""
+    return json.loads(json.dumps(value, default=str))
 
 
 class RunFile:

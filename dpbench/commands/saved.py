@@ -1,0 +1,172 @@
+"""What ``dpbench run`` does with saved runs: save its own, go on with one, compare with one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpbench.case import Grid
+from dpbench.commands.options import add_storage
+from dpbench.errors import ConfigurationError
+from dpbench.gpu import Gpu
+from dpbench.instruments.base import Instrument
+from dpbench.instruments.ncu import Ncu, ncu_version
+from dpbench.results.rows import NO_HARDWARE
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dpbench.results.outcome import Outcome
+    from dpbench.results.session import RunFile
+    from dpbench.results.threshold import Threshold
+
+
+def add_saved(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; they are those of pytest without ``dpbench-``."""
+    group = parser.add_argument_group("saved runs", "dpbench list and dpbench compare read them")
+    group.add_argument("--save", metavar="NAME", help="save the run as NAME")
+    group.add_argument("--autosave", action="store_true", help="save it under commit and time")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the latest interrupted run; with --save or --autosave, or begin one",
+    )
+    group.add_argument(
+        "--compare",
+        nargs="?",
+        const="",
+        metavar="NUM|FILE",
+        help="compare with a saved run (default the latest that is complete and did not regress)",
+    )
+    group.add_argument(
+        "--compare-fail",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="exit with 1 if something got worse by more; dpbench compare --help has the syntax",
+    )
+    add_storage(group)
+
+
+class Saved:
+    """The run's own file and what it is compared with, as the options of `add_saved` say.
+
+    Raises:
+        ConfigurationError: the storage cannot be written, or what was named does not exist.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        grid: Grid,
+        instruments: Sequence[Instrument],
+        gpu: Gpu | None,
+    ) -> None:
+        from dpbench.results.outcome import environment
+        from dpbench.results.session import Premise
+        from dpbench.results.storage import Storage
+        from dpbench.results.threshold import Threshold
+
+        self.options = options
+        ncu = [ncu_version(i.path) for i in instruments if isinstance(i, Ncu)]
+        found = environment(gpu, ncu=ncu[0] if ncu else None, project=Path.cwd())
+        self.premise = Premise.now(found, grid, instruments)
+        self.storage = Storage(options.storage)
+        self.file: RunFile | None = None
+        self.thresholds: list[Threshold] = [Threshold.parse(text) for text in options.compare_fail]
+        hardware = {i.name for i in instruments} - {"logical"}
+        self.device = (
+            (gpu.name if gpu and options.device == "cuda" else "cpu") if hardware else None
+        )
+        self.before = self._reference(instruments)
+        self.kept: list[Outcome] = self._begin()
+
+    def _reference(self, instruments: Sequence[Instrument]) -> pd.DataFrame | None:
+        from dpbench.results.compare import frame_sources
+        from dpbench.results.run import Run
+        from dpbench.results.storage import frame_of
+
+        if self.options.compare is None and not self.thresholds:
+            return None
+        names = [i.name for i in instruments]
+        wanted = [(NO_HARDWARE if n == "logical" else str(self.device), n) for n in names]
+        if self.options.compare:
+            run = Run.load(self.storage.find(self.options.compare))
+            if not set(wanted) & frame_sources(run.frame):
+                by = f"{', '.join(names)} on {self.device or 'no hardware'}"
+                raise ConfigurationError(f"{run.path} has nothing by {by}")
+            return run.frame
+        references, skipped = self.storage.references(wanted)
+        for line in skipped:
+            self._say(line)
+        if not references:
+            self._say(f"nothing to compare with in {self.storage.directory}")
+            return None
+        self._say(f"comparing with {', '.join(sorted({r.name for r in references.values()}))}")
+        return frame_of(references)
+
+    def _begin(self) -> list[Outcome]:
+        """Take a number, or an interrupted run's; returns what need not be measured again."""
+        from dpbench.results.session import RunFile
+
+        named = self.options.save or self.options.autosave
+        if self.options.resume:
+            run, skipped = self.storage.interrupted(self.device)
+            for line in skipped:
+                self._say(line)
+            if run is not None:
+                self.file, kept = RunFile.resume(self.storage, run, self.premise)
+                return kept
+            if not named:
+                raise ConfigurationError(
+                    f"no interrupted run in {self.storage.directory} to resume"
+                )
+        if named:
+            name = None if self.options.autosave else self.options.save
+            self.file = RunFile.create(self.storage, name, self.device, self.premise)
+        return []
+
+    def write(self, outcomes: Sequence[Outcome]) -> None:
+        """Bring the file up to date; see `RunFile.write`."""
+        if self.file is not None:
+            self.file.write(outcomes)
+
+    def end(self, outcomes: Sequence[Outcome], complete: bool) -> bool:
+        """Print what changed, finish the file; returns whether something is wrong."""
+        worse = self._compare(outcomes)
+        if self.file is None:
+            return bool(worse)
+        if not outcomes:
+            self.file.discard()
+            return False
+        try:
+            self.file.write(outcomes, complete=complete, regressions=worse)
+        except OSError as error:
+            self._say(f"ERROR: {error.filename}: {error.strerror}")
+            return True
+        finally:
+            self.file.close()
+        self._say(f"saved {self.file.path}")
+        return bool(worse)
+
+    def _compare(self, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+        from dpbench.results.compare import compare, judge, regressions, unapplied
+        from dpbench.results.comparison_table import comparison_tables
+        from dpbench.results.frame import to_frame
+        from dpbench.results.layout import as_text
+
+        after = to_frame(row for outcome in outcomes for row in outcome.rows)
+        if self.before is None or after.empty:
+            return []
+        changes = compare(self.before, after, checked=True)
+        verdict = judge(changes, self.thresholds)
+        print(f"\n{as_text(comparison_tables(changes, verdict, 'Change: '))}")
+        for threshold in unapplied(changes, self.thresholds):
+            self._say(f"{threshold}: not in both runs, so nothing was judged by it")
+        return regressions(verdict)
+
+    def _say(self, text: str) -> None:
+        print(f"dpbench run: {text}", file=sys.stderr)

@@ -1,0 +1,133 @@
+"""``dpbench compare`` and ``dpbench list``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.results.storage import Storage
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+GRID1 = RESULTS / "h200-grid1.json"
+
+
+def more(row: dict[str, Any]) -> None:
+    """Clipping moves 2 % more."""
+    if row["phase"] == "clip" and row["unit"] == "B":
+        row["value"] *= 1.02
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    """A project with the committed run, and the same with heavier clipping."""
+    monkeypatch.chdir(tmp_path)
+    storage = Storage(tmp_path / ".dpbench")
+    save(storage, "before")
+    save(storage, "after", more, started="2026-01-02T03:04:05+00:00", regressed=True)
+    return storage
+
+
+def save(
+    storage: Storage,
+    name: str,
+    change: Callable[[dict[str, Any]], object] = lambda row: None,
+    **session: Any,
+) -> None:
+    data = json.loads(GRID1.read_text())
+    data["session"] = session
+    for row in data["rows"]:
+        change(row)
+    storage.allocate(name, "NVIDIA H200", json.dumps(data))
+
+
+@pytest.mark.usefixtures("storage")
+def test_change_within_the_limit_is_shown_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "1", "2", "--fail", "dram_bytes@clip:3%", "--fail=dram_ratio:1%"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("0001_before -> 0002_after\n")
+    assert "1b-fp32, batch 8, sequence 256, ncu on NVIDIA H200" in out
+    [line] = [text for text in out.splitlines() if "177.1 GB" in text][:1]
+    assert line.split() == [
+        "dpsgd",
+        "dram_bytes@clip",
+        "177.1",
+        "GB",
+        "180.7",
+        "GB",
+        "+2.00%",
+        "3%",
+    ]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("storage")
+def test_change_beyond_a_limit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "1", "2", str(GRID1), "--fail", "dram_bytes@clip:1%"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "dpbench compare: 0001_before -> 0002_after: 12 regressions\n"
+    assert captured.out.count("1% exceeded") == 12
+    assert "0001_before -> h200-grid1\n" in captured.out
+
+
+@pytest.mark.usefixtures("storage")
+def test_case_that_fails_now_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = json.loads(GRID1.read_text())
+    data["rows"] = [row for row in data["rows"] if row["trainer"] != "dpsgd"]
+    for case in data["cases"]:
+        if case["trainer"] == "dpsgd":
+            case["error"] = "CaseOutOfMemory"
+    (tmp_path / "worse.json").write_text(json.dumps(data))
+    assert main(["compare", "1", "worse.json"]) == 1
+    captured = capsys.readouterr()
+    assert "worse: dpsgd-bs16-seq1024-1b-fp32: CaseOutOfMemory" in captured.err
+    assert "Not in worse: dpsgd-bs16-seq1024-1b-fp32, " in captured.out
+
+
+@pytest.mark.usefixtures("storage")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["1", "9"], "no run number 0009 in .dpbench; there is 0001, 0002"),
+        (["1", "absent.json"], "no run file absent.json"),
+        (["1", "2", "--fail", "dram:5%"], "unknown metric 'dram'"),
+        (["1", "2", "--fail", "logical_bytes:5%"], "no case of both runs has logical_bytes:5%"),
+        (["1", str(RESULTS / "h200-precisions.json")], "the two have no case in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["compare", *arguments]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("dpbench compare: ")
+    assert words in line
+
+
+def test_other_devices_only_across(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    save(storage, "elsewhere", lambda row: row.update(device="NVIDIA A100"))
+    assert main(["compare", "1", "3"]) == 2
+    assert "on NVIDIA A100 are different premises" in capsys.readouterr().err
+    assert main(["compare", "1", "3", "--across"]) == 0
+    assert "ncu on NVIDIA H200 -> NVIDIA A100" in capsys.readouterr().out
+
+
+def test_list_shows_runs_and_names_what_it_skips(
+    storage: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = storage.allocate("damaged", None, "{")
+    assert main(["list"]) == 0
+    captured = capsys.readouterr()
+    assert [" ".join(line.split()) for line in captured.out.splitlines()[4:]] == [
+        "0001 before NVIDIA H200 - 16/16 complete",
+        "0002 after NVIDIA H200 2026-01-02 03:04 16/16 regressed",
+    ]
+    assert f"skipped: run file {damaged.relative_to(Path.cwd())} is damaged" in captured.err
+    assert main(["list", "--storage", "absent"]) == 0
+    assert capsys.readouterr().out == "no runs in absent\n"

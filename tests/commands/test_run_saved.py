@@ -1,0 +1,55 @@
+"""``dpbench run`` saves, resumes and compares as pytest does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import dpbench.runner
+from dpbench.cli import main
+from dpbench.results.run import Run
+
+RUN = ["run", "--instrument=logical", "--batch-size=2", "--seq-len=8", "--model-size=tiny"]
+TWO = ["--trainer=standard", "--trainer=dpsgd"]
+SAVED = Path(".dpbench/cpu-logical")
+
+
+def test_run_is_saved_resumed_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    measure = dpbench.runner.measure
+    counted: list[str] = []
+
+    def interrupted_at_dpsgd(case, instruments, **rest):  # type: ignore[no-untyped-def]
+        counted.append(case.trainer)
+        if counted == ["standard", "dpsgd"]:
+            raise KeyboardInterrupt
+        return measure(case, instruments, **rest)
+
+    monkeypatch.setattr("dpbench.runner.measure", interrupted_at_dpsgd)
+    assert main([*RUN, *TWO, "--save=first"]) == 130
+    first = SAVED / "0001_first.json"
+    assert Run.load(first).status == "interrupted"
+
+    assert main([*RUN, "--trainer=standard", "--resume"]) == 2
+    assert "grid's trainer ['standard', 'dpsgd'] -> ['standard']" in capsys.readouterr().err
+    assert main([*RUN, *TWO, "--resume"]) == 0
+    assert counted == ["standard", "dpsgd", "dpsgd"]
+    run = Run.load(first)
+    assert run.status == "complete"
+    assert [outcome.case.trainer for outcome in run.outcomes] == ["standard", "dpsgd"]
+
+    data = json.loads(first.read_text())
+    for row in data["rows"]:
+        row["value"] *= 0.9 if row["trainer"] == "dpsgd" else 1
+    first.write_text(json.dumps(data))
+    capsys.readouterr()
+    assert main([*RUN, *TWO, "--autosave", "--compare-fail=logical_ratio:5%"]) == 1
+    captured = capsys.readouterr()
+    assert "comparing with 0001_first" in captured.err
+    assert "5% exceeded" in captured.out
+    [second] = SAVED.glob("0002_*.json")
+    assert Run.load(second).regressed
