@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +40,13 @@ PARTS: dict[str, type[OperatorCount] | type[KernelCount] | type[KernelSpeed]] = 
     "speed_of_light": KernelSpeed,
 }
 """The fields of an `Outcome`, and lists of a document, with an entry an operator or kernel."""
+
+
+def belongs(part: str, instruments: Iterable[str]) -> bool:
+    """Whether one of `PARTS` is of an outcome by these instruments: counted, or under ncu."""
+    if part == "operators":
+        return "logical" in instruments
+    return any(name.startswith("ncu") for name in instruments)
 
 
 @dataclass(frozen=True)

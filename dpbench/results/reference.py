@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dpbench.errors import ConfigurationError
-from dpbench.results.outcome import Outcome
+from dpbench.results.outcome import PARTS, Outcome, belongs
 from dpbench.results.run import Run
 
 
@@ -76,4 +77,5 @@ def _without(outcome: Outcome, instruments: set[str]) -> Outcome:
         return outcome
     rows = tuple(row for row in outcome.rows if row.instrument not in instruments)
     left = tuple(name for name in outcome.instruments if name not in instruments)
-    return replace(outcome, rows=rows, instruments=left)
+    gone: dict[str, Any] = {part: () for part in PARTS if not belongs(part, left)}
+    return replace(outcome, rows=rows, instruments=left, **gone)

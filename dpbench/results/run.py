@@ -15,7 +15,7 @@ from pandas.api.types import infer_dtype
 
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome
+from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, belongs
 from dpbench.results.rows import COLUMNS, SCHEMA, Measurement, saved_case
 
 _KINDS = {
@@ -177,7 +177,7 @@ def _parts_of(
 ) -> dict[str, tuple[Any, ...]]:
     """What a document says of a case's operators and kernels; nothing if it is older.
 
-    Operators are counted and kernels are measured: each belongs to the outcome that was.
+    Of several outcomes of the case each is in one alone, or it would be saved twice.
     """
     axes = asdict(case)
     return {
@@ -187,7 +187,7 @@ def _parts_of(
             if all(row.get(axis) == value for axis, value in axes.items())
         )
         for part, kind in PARTS.items()
-        if part != "operators" or "logical" in instruments
+        if belongs(part, instruments)
     }
 
 

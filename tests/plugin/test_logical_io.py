@@ -108,7 +108,7 @@ def test_an_ncu_session_that_only_counted_is_not_green(
     manager: Manager = pytester.parseconfigure().pluginmanager.getplugin(NAME)
     manager.instruments = choose(("ncu",), directory=tmp_path, ncu_path=sys.executable)
     manager.directory = tmp_path
-    session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+    session = SimpleNamespace(exitstatus=pytest.ExitCode.OK, shouldfail=False, shouldstop=False)
 
     def finish() -> int:
         session.exitstatus = pytest.ExitCode.OK

@@ -13,6 +13,8 @@ import pytest
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import to_frame
+from dpbench.results.kernels import KernelCount
+from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import INTERRUPTED, Outcome, environment, write_json
 from dpbench.results.rows import SCHEMA, STEP, Measurement
 from dpbench.results.run import Run
@@ -62,6 +64,19 @@ def test_committed_documents_of_the_first_version_are_runs(name: str) -> None:
     assert [outcome.seconds for outcome in run.outcomes] == [
         case["seconds"] for case in run.document["cases"]
     ]
+
+
+def test_what_kernels_and_operators_did_is_in_one_outcome_of_a_case(tmp_path: Path) -> None:
+    kernel = KernelCount(0, "clip", "void norm()", None, 3, 1.0, 2.0, 3.0, 0.5)
+    operator = OperatorCount("clip", "aten.clone", 1, 2, 3, 4)
+    outcomes = (
+        Outcome(CASE, ROWS, 1.5, instruments=("ncu",), kernels=(kernel,)),
+        Outcome(CASE, (), 0.5, instruments=("logical",), operators=(operator,)),
+        Outcome(CASE, (), 0.5, instruments=("timing",)),
+    )
+    path = tmp_path / "run.json"
+    write_json(path, outcomes, environment())
+    assert Run.load(path).outcomes == outcomes
 
 
 def test_trainer_that_this_process_does_not_know_is_read(saved: Path) -> None:
