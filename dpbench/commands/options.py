@@ -104,6 +104,7 @@ def add_profile(parser: argparse._ActionsContainer) -> None:
         default=TorchProfiler.threshold,
         metavar="MS",
         help="list operators with this many ms of a step or more (default %(default)g)",
+    )
 
 
 def add_storage(parser: argparse._ActionsContainer) -> None:
