@@ -131,30 +131,12 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-LOCKS = "DPBENCH_LOCKS"
-"""Environment variable: where the locks of `exclusive` lie, if not among temporary files."""
-
-
 def child_environment() -> dict[str, str]:
-    """What a CUDA process must have set beyond this process's environment.
+    """What a CUDA process must have set so that its GPU numbers are NVML's.
 
-    So that its GPU numbers are NVML's: CUDA numbers GPUs fastest first unless told otherwise;
-    NVML and nvidia-smi go by bus. And a directory for temporary files that belongs to its GPU:
-    ncu profiles one thing at a time among all processes that share its lock file, which lies
-    there, so that profiling one GPU would wait for another.
+    CUDA numbers GPUs fastest first unless told otherwise; NVML and nvidia-smi go by bus.
     """
-    added = {} if "CUDA_DEVICE_ORDER" in os.environ else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    gpu = next(iter(visible_gpus()), None)
-    if gpu is not None:
-        own = lock_directory() / f"dpbench-{os.getuid()}-{gpu.uuid}"
-        own.mkdir(exist_ok=True)
-        added |= {LOCKS: str(lock_directory()), "TMPDIR": str(own)}
-    return added
-
-
-def lock_directory() -> Path:
-    """Where the locks of all GPUs lie: the same for a process and its children."""
-    return Path(os.environ.get(LOCKS) or tempfile.gettempdir())
+    return {} if "CUDA_DEVICE_ORDER" in os.environ else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 WAITING = "dpbench: waiting for"
@@ -177,6 +159,6 @@ def exclusive(gpu: Gpu) -> Iterator[None]:
     DRAM counters are device-wide: without this, another case's traffic would be counted.
     The operating system releases the lock when the process ends, however it ends.
     """
-    path = lock_directory() / f"dpbench-{gpu.uuid}.lock"
+    path = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock"
     with FileLock(path, mode=0o666):
         yield

@@ -89,13 +89,11 @@ def test_visible_gpus_follow_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_child_numbers_gpus_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", list)
     assert child_environment() == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def test_child_keeps_an_order_that_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", list)
     assert child_environment() == {}
 
 
@@ -141,22 +139,6 @@ def test_gpu_is_free_again_after_an_interrupt() -> None:
         raise KeyboardInterrupt
     with exclusive(GPUS[0]):
         pass
-
-
-def test_a_childs_temporary_files_are_its_gpus_own_but_locks_are_everyones(
-    locks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for gpu in GPUS[:2]:
-        monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda gpu=gpu: [gpu])
-        found.append(child_environment())
-    assert found[0]["TMPDIR"] != found[1]["TMPDIR"]
-    assert all(Path(added["TMPDIR"]).is_dir() for added in found)
-    assert {added["DPBENCH_LOCKS"] for added in found} == {str(locks)}
-    monkeypatch.setenv("DPBENCH_LOCKS", found[0]["DPBENCH_LOCKS"])  # as in a child
-    monkeypatch.setattr(tempfile, "tempdir", found[0]["TMPDIR"])
-    with exclusive(GPUS[0]):
-        assert (locks / f"dpbench-{GPUS[0].uuid}.lock").exists()
 
 
 HOLDER = """
