@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 from dpbench.gpu import visible_gpus
 
 pytest_plugins = ["pytester"]
+
+settings.register_profile("quick", max_examples=30)
+settings.register_profile("thorough", max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -40,7 +40,7 @@ def test_an_outside_trainer_that_ends_its_process_takes_nothing_with_it() -> Non
 
 
 def test_an_outside_trainer_is_refused_too() -> None:
-    same = Case("same=dpbench.training.dpsgd:DPSGDTrainer", 4, 64, "tiny")
+    same = Case("same=dpbench.training.standard:StandardTrainer", 4, 64, "tiny")
     with pytest.raises(DoesNotFit):
         check_fits(same, gpu(1))
 
