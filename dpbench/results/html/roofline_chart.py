@@ -44,16 +44,19 @@ from dpbench.results.tables import SHOWN_SHARE
 TERA = 1e12
 TITLE = "Roofline by phase"
 
+MEASURED_CASE = ["run", *AXES, "device"]
+"""What tells one measured case from another: two runs may have measured the same."""
+
 
 def roofline(sources: Sequence[Source], material: Material) -> Chart:
     """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
     drawn: list[pd.DataFrame] = []
     notes: list[str] = []
     roofs: dict[str, Roofs] = {}
-    for device, frame in _with_operations(sources):
+    for run, device, frame in _with_operations(sources):
         try:
             roofs[device] = find_card(device).roofs()
-            drawn.append(under(intensities(frame), roofs[device]))
+            drawn.append(under(intensities(frame), roofs[device]).assign(run=run))
         except ConfigurationError as error:
             notes.append(f"{device}: {error}.")
     if not drawn:
@@ -89,7 +92,7 @@ def _nothing(summary: pd.DataFrame) -> str:
     return NEEDS_LOGICAL
 
 
-def _with_operations(sources: Sequence[Source]) -> Iterator[tuple[str, pd.DataFrame]]:
+def _with_operations(sources: Sequence[Source]) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """By run and device, the measured rows of cases whose operations some run has counted."""
     everything = pd.concat([source.frame for source in sources], ignore_index=True)
     counted = everything[(everything.instrument == "logical")]
@@ -104,7 +107,7 @@ def _with_operations(sources: Sequence[Source]) -> Iterator[tuple[str, pd.DataFr
             ]
             if not both.empty:
                 theirs = counted[cases.isin(pd.MultiIndex.from_frame(both[list(AXES)]))]
-                yield str(device), pd.concat([both, theirs], ignore_index=True)
+                yield source.label, str(device), pd.concat([both, theirs], ignore_index=True)
 
 
 def _cases_with(rows: pd.DataFrame, metric: str) -> pd.Series[bool]:
@@ -115,15 +118,14 @@ def _cases_with(rows: pd.DataFrame, metric: str) -> pd.Series[bool]:
 
 
 def _titled(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    names = summary[summary.measured].drop_duplicates([*AXES, "device"])
-    titles = names.set_index([*AXES, "device"]).title
-    return in_order(table.join(titles, on=[*AXES, "device"]))
+    names = summary[summary.measured].drop_duplicates(MEASURED_CASE)
+    return in_order(table.join(names.set_index(MEASURED_CASE).title, on=MEASURED_CASE))
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:
     """Every phase of measured steps, and what lies outside if that takes enough to matter."""
-    steps = table[table.phase == STEP].set_index([*AXES, "device"]).seconds
-    share = table.seconds / table.join(steps.rename("whole"), on=[*AXES, "device"]).whole
+    steps = table[table.phase == STEP].set_index(MEASURED_CASE).seconds
+    share = table.seconds / table.join(steps.rename("whole"), on=MEASURED_CASE).whole
     shown = (table.bytes_are == MEASURED_BYTES) & (table.phase.isin(PHASES) | (share > SHOWN_SHARE))
     shown &= table.phase != STEP
     order = {name: place for place, name in enumerate((*PHASES, OUTSIDE))}

@@ -76,6 +76,13 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
     assert all(chart.table and chart.table.rows for chart in charts.values())
 
 
+def test_two_runs_of_one_cell_are_drawn_apart() -> None:
+    charts = charts_of(cell(), cell(), COUNTED)
+    once = charts_of(cell(), COUNTED)["roofline"]
+    assert len(charts["roofline"].panels) == 2 * len(once.panels)
+    assert len(charts["roofline"].table.rows) == 2 * len(once.table.rows)
+
+
 def test_chart_that_needs_counts_says_so() -> None:
     charts = charts_of(GRID1)
     assert "--with-logical" in charts["logical"].missing
