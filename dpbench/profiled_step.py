@@ -56,8 +56,6 @@ class PhaseAnnotations:
 
     def end_step(self) -> None:
         self._end()
-        if self.on_cuda:  # what is still running belongs to this step's part of the trace
-            torch.cuda.synchronize()
 
     def _start(self, phase: str) -> None:
         self.phase = phase
@@ -126,6 +124,8 @@ def _profile(
             recorded = planned(number) in RECORDED
             with observed_step(annotations if recorded else None):
                 loss = trainer.train_step(batch)
+            if annotations.on_cuda:  # or what still runs would count as the next step's
+                torch.cuda.synchronize()
             profiler.step()
     if device.type == "cuda":
         _snapshot(trainer, batches[-1], directory / "memory_snapshot.pickle")
