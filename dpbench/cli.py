@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -32,8 +33,27 @@ the arguments, ``run(options)`` does it and returns the exit code."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
+PIPE_CLOSED = 141
+"""What a shell says of a program that SIGPIPE ended: whoever read its output has gone."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 good, 1 a failure, 2 bad input)."""
+    try:
+        try:
+            return _run(argv)
+        finally:  # here, where a closed pipe can be caught, and not when the interpreter ends
+            sys.stdout.flush()
+    except BrokenPipeError:  # dpbench list | head
+        for stream in (sys.stdout, sys.stderr):  # with 2>&1 both are the pipe
+            try:
+                stream.flush()
+            except BrokenPipeError:  # or the interpreter tries again when it ends, and complains
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return PIPE_CLOSED
+
+
+def _run(argv: Sequence[str] | None) -> int:
     if str(Path.cwd()) not in sys.path:  # as with python -m: an outside trainer may lie here
         sys.path.insert(0, str(Path.cwd()))
     arguments = [hyphenated(text) for text in (sys.argv[1:] if argv is None else argv)]

@@ -162,12 +162,16 @@ def run(options: argparse.Namespace) -> int:
                     progress.write(outcomes[-1].message, file=sys.stderr)
         complete = True
         write_files()
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     finally:  # an interrupted run shows what it has
-        found = summary_tables(outcomes, view)
-        print(as_text(found, terminal_width()))
-        if warning := append_step_summary(found):
-            print(f"dpbench run: WARNING: {warning}", file=sys.stderr)
-        worse = saved.end(outcomes, complete)
+        try:
+            found = summary_tables(outcomes, view)
+            print(as_text(found, terminal_width()))
+            if warning := append_step_summary(found):
+                print(f"dpbench run: WARNING: {warning}", file=sys.stderr)
+        finally:  # whether or not anybody reads the tables
+            worse = saved.end(outcomes, complete)
     return 1 if worse or any(o.error and not o.skipped for o in outcomes) else 0

@@ -19,6 +19,7 @@ from dpbench.results.rows import NO_HARDWARE
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dpbench.results.layout import Table
     from dpbench.results.outcome import Outcome
     from dpbench.results.session import RunFile
     from dpbench.results.threshold import Threshold
@@ -136,7 +137,22 @@ class Saved:
 
     def end(self, outcomes: Sequence[Outcome], complete: bool) -> bool:
         """Print what changed, finish the file; returns whether something is wrong."""
-        worse = self._compare(outcomes)
+        from dpbench.results.layout import as_text
+
+        tables, worse, unused = self._compare(outcomes)
+        try:
+            if tables:
+                print(f"\n{as_text(tables)}")
+            for threshold in unused:
+                self._say(f"{threshold}: not in both runs, so nothing was judged by it")
+        finally:  # whether or not anybody reads that
+            wrong = self._finish(outcomes, complete, worse)
+        return wrong
+
+    def _finish(
+        self, outcomes: Sequence[Outcome], complete: bool, worse: list[dict[str, Any]]
+    ) -> bool:
+        """Write the file for the last time, and let go of it."""
         if self.file is None:
             return bool(worse)
         if not outcomes:
@@ -152,21 +168,21 @@ class Saved:
         self._say(f"saved {self.file.path}")
         return bool(worse)
 
-    def _compare(self, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    def _compare(
+        self, outcomes: Sequence[Outcome]
+    ) -> tuple[list[Table], list[dict[str, Any]], list[Threshold]]:
+        """What changed; what got worse by too much; limits that nothing was judged by."""
         from dpbench.results.compare import compare, judge, regressions, unapplied
         from dpbench.results.comparison_table import comparison_tables
         from dpbench.results.frame import to_frame
-        from dpbench.results.layout import as_text
 
         after = to_frame(row for outcome in outcomes for row in outcome.rows)
         if self.before is None or after.empty:
-            return []
+            return [], [], []
         changes = compare(self.before, after, checked=True)
         verdict = judge(changes, self.thresholds)
-        print(f"\n{as_text(comparison_tables(changes, verdict, 'Change: '))}")
-        for threshold in unapplied(changes, self.thresholds):
-            self._say(f"{threshold}: not in both runs, so nothing was judged by it")
-        return regressions(verdict)
+        tables = comparison_tables(changes, verdict, "Change: ")
+        return tables, regressions(verdict), unapplied(changes, self.thresholds)
 
     def _say(self, text: str) -> None:
         print(f"dpbench run: {text}", file=sys.stderr)
