@@ -41,16 +41,20 @@ def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
 
 
 def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with rows of ``dram_bytes`` (read + write) added, step by step."""
+    """The frame with rows of ``dram_bytes`` (read + write) added, step by step.
+
+    A step that is in the frame twice, because its case was measured twice, has two totals.
+    """
     parts = [frame]
+    keys = [c for c in frame.columns if c not in ("metric", "value")]
     for total, metrics in _SUMS.items():
-        keys = [c for c in frame.columns if c not in ("metric", "value")]
         chosen = frame[frame.metric.isin(metrics)]
-        summed = chosen.groupby(keys, as_index=False).agg(
+        again = chosen.groupby([*keys, "metric"]).cumcount().rename("again")
+        summed = chosen.groupby([*keys, again], as_index=False).agg(
             value=("value", "sum"), found=("metric", "nunique")
         )
-        summed = summed[summed.found == len(metrics)].drop(columns="found")
-        parts.append(summed.assign(metric=total))
+        summed = summed[summed.found == len(metrics)]
+        parts.append(summed[[*keys, "value"]].assign(metric=total))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -113,9 +117,10 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     says so.
     """
     step = summary[summary.phase == STEP]
-    times = step[step.metric == "step_time_seconds"][[*AXES, "device", "value"]]
+    times = step[(step.metric == "step_time_seconds") & (step.instrument == "timing")]
+    times = times[[*AXES, "device", "value"]].rename(columns={"value": "seconds"})
     counted = step[(step.unit == "B") & (step.instrument == "ncu")]
-    merged = counted.merge(times.rename(columns={"value": "seconds"}), on=[*AXES, "device"])
+    merged = counted.merge(times, on=[*AXES, "device"], validate="m:1")
     return merged.assign(
         value=merged.value / merged.seconds,
         metric=merged.metric.str.replace("_bytes", "_throughput"),

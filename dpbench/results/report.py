@@ -65,17 +65,33 @@ class CaseReport:
     def value(self, metric: str, phase: str = STEP) -> float:
         """A metric of the step or of one phase: mean over the active steps, median for times.
 
+        Peak memory of a case that was both measured and counted is the measured one.
+
         Raises:
-            ConfigurationError: it was not measured; the message lists what was.
+            ConfigurationError: it was not measured, and the message lists what was; or several
+                devices or instruments measured it.
         """
+        return self._value(metric, phase)[0]
+
+    def _value(self, metric: str, phase: str) -> tuple[float, str]:
+        """The same, and the device that it was measured on."""
         rows = self.summary[self.summary.phase == phase]
-        found = rows[rows.metric == metric].value
+        found = rows[rows.metric == metric]
         if found.empty:
             known = ", ".join(sorted(set(rows.metric))) or f"nothing in phase {phase!r}"
             raise ConfigurationError(
                 f"{self.case.id}: {metric!r} was not measured for {phase!r}; there is {known}"
             )
-        return float(found.iloc[0])
+        if len(found) > 1:
+            found = found[found.instrument != "logical"]
+        if len(found) > 1:
+            by = " and ".join(
+                f"{i} on {d}" for i, d in zip(found.instrument, found.device, strict=True)
+            )
+            raise ConfigurationError(
+                f"{self.case.id}: {metric!r} was measured by {by}; make a report of one of them"
+            )
+        return float(found.value.iloc[0]), str(found.device.iloc[0])
 
     @property
     def dram_bytes(self) -> float:
@@ -151,13 +167,17 @@ class CaseReport:
                 f"{self.case.id} and {baseline.case.id} differ in more than the trainer; "
                 f"a ratio between them would compare different work"
             )
-        devices = sorted({*self.frame.device, *baseline.frame.device})
-        if len(devices) > 1:
+        mine, theirs = set(self.frame.device), set(baseline.frame.device)
+        if mine & theirs:
+            (value, device), (reference, other) = (
+                report._value(metric, phase) for report in (self, baseline)
+            )
+            mine, theirs = {device}, {other}
+        if mine != theirs:
             raise ConfigurationError(
                 f"{self.case.id} and {baseline.case.id} were measured on different devices, "
-                f"{' and '.join(devices)}"
+                f"{' and '.join(sorted(mine | theirs))}"
             )
-        value, reference = self.value(metric, phase), baseline.value(metric, phase)
         if reference == 0:
             raise ConfigurationError(
                 f"{baseline.case.id}: {metric!r} is 0 for {phase!r}, so nothing is a ratio to it"

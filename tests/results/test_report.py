@@ -240,6 +240,40 @@ def test_counted_and_measured_have_no_ratio() -> None:
     assert "logical (no hardware)" in message
 
 
+def both(trainer: str, measured: dict[str, list[float]]) -> CaseReport:
+    """A report of a case that was counted and measured."""
+    case = Case(trainer, batch_size=8, seq_len=256)
+    logical = {"logical_read_bytes": [3.0], "logical_write_bytes": [1.0]}
+    rows_of_counting = [
+        replace(row, instrument="logical", device="logical (no hardware)")
+        for row in rows(case, {**logical, "peak_memory_bytes": [1.0]})
+    ]
+    return CaseReport.of(case, [*rows_of_counting, *rows(case, {**STEP_METRICS, **measured})])
+
+
+def test_case_that_was_measured_and_counted_has_the_measured_peak_and_both_ratios() -> None:
+    dpsgd = both("dpsgd", {"peak_memory_bytes": [60.0]})
+    standard = both("standard", {"peak_memory_bytes": [12.0]})
+    assert dpsgd.value("peak_memory_bytes") == 60.0
+    assert dpsgd.ratio_to(standard, "peak_memory_bytes") == 5.0
+    assert dpsgd.ratio_to(standard) == 1.0
+    assert dpsgd.ratio_to(standard, "logical_bytes") == 1.0
+
+
+def test_no_ratio_of_a_measured_peak_to_a_predicted_one() -> None:
+    dpsgd, standard = both("dpsgd", {"peak_memory_bytes": [60.0]}), both("standard", {})
+    message = refusal(lambda: dpsgd.ratio_to(standard, "peak_memory_bytes"))
+    assert message.endswith("different devices, H200 and logical (no hardware)")
+
+
+def test_value_by_two_devices_is_refused() -> None:
+    case = report().case
+    two = [*rows(case, STEP_METRICS), *rows(case, STEP_METRICS, device="A100")]
+    message = refusal(lambda: CaseReport.of(case, two).dram_bytes)
+    assert "ncu on H200" in message
+    assert "ncu on A100" in message
+
+
 def test_operators_are_a_table_by_phase_and_operator_the_largest_first() -> None:
     table = counted().operators
     assert list(table.index) == [("clip", "aten.clone"), ("backward", "aten.mm")]
