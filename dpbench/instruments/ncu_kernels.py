@@ -120,7 +120,12 @@ class NcuKernels(Instrument):
         process.kernels = fold(found.launches)
         tool = f"ncu {ncu_version(self.path)}, torch {record['torch']}"
         return kernel_rows(
-            case, process.kernels, instrument=self.name, device=found.device, tool=tool
+            case,
+            process.kernels,
+            instrument=self.name,
+            device=found.device,
+            tool=tool,
+            whole=not self.phases,
         )
 
     def expected(self, case: Case) -> int | None:

@@ -99,9 +99,11 @@ def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
 
 
 def step_bytes(rows: Iterable[Measurement]) -> float | None:
-    """DRAM bytes of a step, from rows of ranges; None if there are none."""
+    """DRAM bytes of a step, from rows of ranges; None if reads or writes were not counted."""
     steps = [row for row in rows if row.phase == STEP and row.metric in DRAM]
-    return sum(row.value for row in steps) / len({row.repeat for row in steps}) if steps else None
+    if {row.metric for row in steps} != set(DRAM):
+        return None
+    return sum(row.value for row in steps) / len({row.repeat for row in steps})
 
 
 def known_roofs(device: str) -> Roofs | None:

@@ -138,12 +138,18 @@ KERNEL_METRICS = {
 
 
 def kernel_rows(
-    case: Case, counts: Iterable[KernelCount], *, instrument: str, device: str, tool: str
+    case: Case,
+    counts: Iterable[KernelCount],
+    *,
+    instrument: str,
+    device: str,
+    tool: str,
+    whole: bool = True,
 ) -> list[Measurement]:
-    """What the kernels of a case add up to, by phase and for the whole step."""
+    """What the kernels of a case add up to, by phase and, if all were profiled, for the step."""
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
     for count in counts:
-        for phase in (count.phase, STEP):
+        for phase in (count.phase, STEP) if whole else (count.phase,):
             for metric, (name, _) in KERNEL_METRICS.items():
                 sums[count.repeat, phase, metric] += getattr(count, name)
     return [

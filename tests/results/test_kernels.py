@@ -15,6 +15,7 @@ from dpbench.results.kernel_tables import (
     kernel_frame,
     kernel_table,
     kernel_tables,
+    step_bytes,
     wrapped,
 )
 from dpbench.results.kernels import (
@@ -25,7 +26,7 @@ from dpbench.results.kernels import (
     kernel_rows,
 )
 from dpbench.results.layout import as_markdown, as_text
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, Measurement
 from dpbench.results.speed_of_light import KernelSpeed
 
 FILL = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int)"
@@ -76,6 +77,21 @@ def test_phases_add_up_to_the_step_in_rows(found: list[KernelLaunch]) -> None:
             sums[row.repeat, row.metric] += row.value
     assert {(r.repeat, r.metric): r.value for r in rows if r.phase == STEP} == sums
     assert {row.metric for row in rows} <= set(KERNEL_METRICS)
+
+
+def test_kernels_of_some_phases_are_not_called_the_step() -> None:
+    what = {"instrument": "ncu_kernels", "device": "x", "tool": "y"}
+    rows = kernel_rows(Case("dpsgd", 8, 256), fold([launch()]), **what, whole=False)
+    assert {row.phase for row in rows} == {"clip"}
+
+
+def test_reads_alone_are_not_the_bytes_of_a_step() -> None:
+    read, write = (
+        Measurement(Case("dpsgd", 8, 256), "ncu", STEP, f"dram_{way}_bytes", 2e9, "B", 0, "x", "y")
+        for way in ("read", "write")
+    )
+    assert step_bytes([read, write]) == 4e9
+    assert step_bytes([read]) is None
 
 
 def test_the_operator_stays_with_the_launches_that_it_made() -> None:
