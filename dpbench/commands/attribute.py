@@ -24,6 +24,7 @@ from dpbench.instruments import choose
 from dpbench.instruments.profile_files import operators_of, read_summary
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler import TorchProfiler
+from dpbench.results.view import TOP, check_top
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile = TorchProfiler.directory
     parser.add_argument("--profile-dir", type=Path, default=profile, help=f"default {profile}")
     parser.add_argument("--timeout", type=float, default=Timing.timeout, help="seconds a process")
-    parser.add_argument("--top", type=int, default=10, help="kernels that a table shows (10)")
+    parser.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
     parser.add_argument(
         "--saved", action="store_true", help="measure nothing; read what an earlier run left"
     )
@@ -52,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.results.layout import as_text, terminal_width
 
     case = chosen_case(options)
+    check_top(options.top)
     if not options.saved:
         _measure(case, options)
     rows, tables = _saved(case, options)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.results.view import TOP, check_top
 
 if TYPE_CHECKING:
     from dpbench.instruments.ncu_kernel_report import KernelReport
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep")
-    parser.add_argument("--top", type=int, default=10, help="kernels that a table shows (10)")
+    parser.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
     parser.add_argument("--phase", choices=(*PHASES, OUTSIDE), help="kernels of this phase only")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each launch here")
 
@@ -40,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.instruments.ncu_report_file import SPEED_OF_LIGHT
     from dpbench.results.layout import as_text
 
+    check_top(options.top)
     if options.csv:
         check_writable_file(options.csv)
     found: list[Table] = []

@@ -113,7 +113,9 @@ class Saved:
         """Take a number, or an interrupted run's; returns what need not be measured again."""
         from dpbench.results.session import RunFile
 
-        named = self.options.save or self.options.autosave
+        if self.options.save is not None and self.options.autosave:
+            raise ConfigurationError("--autosave names the run itself: drop --save")
+        named = self.options.save is not None or self.options.autosave
         if self.options.resume:
             run, skipped = self.storage.interrupted(self.device)
             for line in skipped:
@@ -126,8 +128,7 @@ class Saved:
                     f"no interrupted run in {self.storage.directory} to resume"
                 )
         if named:
-            name = None if self.options.autosave else self.options.save
-            self.file = RunFile.create(self.storage, name, self.device, self.premise)
+            self.file = RunFile.create(self.storage, self.options.save, self.device, self.premise)
         return []
 
     def write(self, outcomes: Sequence[Outcome]) -> None:

@@ -1,9 +1,11 @@
-"""Print tables from saved reports; needs no GPU.
+"""Print tables from a saved run or saved reports; needs no GPU.
 
+A run is a JSON document of dpbench run --json, of pytest --dpbench-json, or one in the storage.
 The reports are Nsight Compute's that dpbench made. The case is read off the path,
 .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep.
 
 Examples:
+  dpbench show run.json
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
 """
@@ -11,29 +13,54 @@ Examples:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpbench.case import Case
 from dpbench.commands.options import add_view, chosen_view
 from dpbench.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from dpbench.results.layout import Table
+    from dpbench.results.view import View
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="one run, or reports")
     add_view(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.instruments.ncu_report_file import case_of, read
-    from dpbench.results.frame import to_frame
     from dpbench.results.layout import as_text, terminal_width
-    from dpbench.results.tables import tables
 
     view = chosen_view(options)
+    runs = [path for path in options.files if path.suffix == ".json"]
+    if runs and len(options.files) > 1:
+        raise ConfigurationError(
+            f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
+        )
+    found = _of_run(runs[0], view) if runs else _of_reports(options.files, view)
+    print(as_text(found, terminal_width()))
+    return 0
+
+
+def _of_run(path: Path, view: View) -> list[Table]:
+    from dpbench.results.outcome import summary_tables
+    from dpbench.results.run import Run
+
+    return summary_tables(Run.load(path).outcomes, view)
+
+
+def _of_reports(files: Iterable[Path], view: View) -> list[Table]:
+    from dpbench.instruments.ncu_report_file import case_of, read
+    from dpbench.results.frame import to_frame
+    from dpbench.results.tables import tables
+
     paths: dict[Case, Path] = {}
-    for path in options.reports:
+    for path in files:
         case = case_of(path)
         if case in paths:
             raise ConfigurationError(
@@ -41,5 +68,4 @@ def run(options: argparse.Namespace) -> int:
             )
         paths[case] = path
     rows = [row for case, path in paths.items() for row in read(path, case)]
-    print(as_text(tables(to_frame(rows), view), terminal_width()))
-    return 0
+    return tables(to_frame(rows), view)

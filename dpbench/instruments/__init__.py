@@ -59,11 +59,14 @@ def choose(
     check_timeout(timeout)
     chosen = set(names)
     found: list[Instrument] = []
+    # What was said for one that was not chosen must be right as well.
+    schedule = Schedule.parse(profile_schedule)
+    profiler = TorchProfiler(profile_directory, device, schedule, profile_threshold, timeout)
+    listed = [name.strip() for text in metrics or BYTE_METRICS for name in text.split(",")]
+    resolved = tuple(resolve(filter(None, listed)))
     if "timing" in chosen:
         found.append(Timing(directory, device, timing_steps, timeout))
     if "ncu" in chosen:
-        listed = [name.strip() for text in metrics or BYTE_METRICS for name in text.split(",")]
-        resolved = tuple(resolve(filter(None, listed)))
         found.append(Ncu(directory, find_ncu(ncu_path), resolved, ncu_steps, timeout))
     if "ncu_kernels" in chosen or (kernels and kernels.wanted):
         what = kernels or KernelChoice()
@@ -73,8 +76,7 @@ def choose(
 
         found.append(Logical())
     if "torch_profiler" in chosen:
-        schedule = Schedule.parse(profile_schedule)
-        found.append(TorchProfiler(profile_directory, device, schedule, profile_threshold, timeout))
+        found.append(profiler)
     return found
 
 

@@ -91,6 +91,8 @@ class Manager:
                 "--dpbench-profile profiles the cases that --ncu measures; give both "
                 "(dpbench run --instrument torch_profiler needs no Nsight Compute)"
             )
+        elif self.runs_tests:
+            self._chosen([])  # refuses bad values, though nothing will be measured with them
         if self.runs_tests and not self.is_worker:
             for path in self.files.values():
                 check_writable_file(path)
@@ -107,8 +109,19 @@ class Manager:
         names = ["ncu"] if self.options.dpbench_no_timing else ["timing", "ncu"]
         if self.options.dpbench_profile:
             names.append("torch_profiler")
+        self.instruments = self._chosen(names)
+        self.gpu = next(iter(visible_gpus()), None)
+        if self.is_worker:
+            return
+        for instrument in self.instruments:
+            instrument.check()
+        # A batch system's signal must end the measured processes too, as Ctrl-C does.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def _chosen(self, names: Sequence[str]) -> list[Instrument]:
+        """The instruments with these names, as the options set them up."""
         base = self.config.invocation_params.dir
-        self.instruments = choose(
+        return choose(
             names,
             directory=Path(base / self.options.ncu_dir),
             profile_directory=Path(base / self.options.dpbench_profile_dir),
@@ -121,13 +134,6 @@ class Manager:
             timeout=self.options.dpbench_timeout,
             kernels=KernelChoice.of(self.options, "ncu_"),
         )
-        self.gpu = next(iter(visible_gpus()), None)
-        if self.is_worker:
-            return
-        for instrument in self.instruments:
-            instrument.check()
-        # A batch system's signal must end the measured processes too, as Ctrl-C does.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

@@ -12,7 +12,7 @@ from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler import TorchProfiler
 from dpbench.plugin import comparing, saving
-from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP
+from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP, TOP
 
 FILES = {
     "json": "every row, and what follows from them,",
@@ -50,9 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ncu-kernels-top",
         type=int,
-        default=10,
+        default=TOP,
         metavar="N",
-        help="how many kernels a table shows (default 10)",
+        help="how many kernels a table shows (default %(default)d)",
     )
     for prefix, whose, steps in (
         ("ncu", "profiled", Ncu.steps),

@@ -65,7 +65,7 @@ class Saving:
     def is_asked_for(self) -> bool:
         """Whether the session has a file of its own."""
         return bool(
-            self.options.dpbench_save
+            self.options.dpbench_save is not None
             or self.options.dpbench_autosave
             or self.options.dpbench_resume
         )
@@ -76,7 +76,8 @@ class Saving:
         return Path(self.manager.config.invocation_params.dir / self.options.dpbench_storage)
 
     def _begin(self) -> None:
-        if self.options.dpbench_save and self.options.dpbench_autosave:
+        named = self.options.dpbench_save is not None
+        if named and self.options.dpbench_autosave:
             raise ConfigurationError("--dpbench-autosave names the run itself: drop --dpbench-save")
         if not self.is_asked_for:
             return
@@ -90,7 +91,7 @@ class Saving:
             if run is not None:
                 self.file, self.kept = RunFile.resume(storage, run, self.premise)
                 return
-            if not (self.options.dpbench_save or self.options.dpbench_autosave):
+            if not (named or self.options.dpbench_autosave):
                 raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
         name = self.options.dpbench_save
         self.file = RunFile.create(storage, name, device, self.premise)

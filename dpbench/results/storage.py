@@ -70,7 +70,13 @@ class Storage:
         self.directory = directory
 
     def paths(self) -> list[Path]:
-        """The files of runs by number, readable or not."""
+        """The files of runs by number, readable or not.
+
+        Raises:
+            ConfigurationError: what should be a directory is something else.
+        """
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ConfigurationError(f"storage {self.directory} is no directory")
         found = [path for path in self.directory.glob("*/*.json") if _FILE.fullmatch(path.name)]
         return sorted(found, key=lambda path: (number_of(path), path.name))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dpbench.case import AXES
-from dpbench.errors import unknown
+from dpbench.errors import ConfigurationError, unknown
 
 Kind = Literal["value", "ratio", "spread", "over_logical"]
 
@@ -163,8 +163,9 @@ class View:
         """A view from what was said on a command line: names separated by commas.
 
         Raises:
-            ConfigurationError: a name does not exist.
+            ConfigurationError: a name does not exist, or a table would show nothing.
         """
+        check_top(top)
         labels = _names(group_by) or ("cell",)
         for label in labels:
             if label not in GROUPS:
@@ -172,6 +173,16 @@ class View:
         if sort is not None and sort not in AXES:
             column(sort)
         return cls(tuple(map(column, _names(columns))), sort, labels, top)
+
+
+def check_top(top: int) -> None:
+    """Refuse to show fewer kernels than one.
+
+    Raises:
+        ConfigurationError: that was asked for.
+    """
+    if top < 1:
+        raise ConfigurationError(f"a table shows 1 kernel or more, not {top}")
 
 
 def _names(listed: str | None) -> tuple[str, ...]:

@@ -113,3 +113,12 @@ def test_show_takes_the_same_words(
     assert titles[-1] == "tiny fp32, phase step, NVIDIA H200: per step"
     assert main(["show", str(REPORTS[0]), "--sort=nope"]) == 2
     assert "unknown column 'nope'" in capsys.readouterr().err
+
+
+def test_show_prints_what_the_run_printed(
+    replayed: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replayed("--json=run.json") == 0
+    printed = capsys.readouterr().out
+    assert main(["show", "run.json"]) == 0
+    assert capsys.readouterr().out == printed
