@@ -66,9 +66,9 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
 
     The reason of each failure is said below, then the notes.
     """
-    peaks = {"peak memory GB": "peak_memory_bytes", "logical peak GB": "logical_peak_memory_bytes"}
-    if all(line["logical_peak_memory_bytes"] is None for line in summary):
-        del peaks["logical peak GB"]
+    peaks = {"peak\nmemory GB": "peak_memory_bytes"}
+    if any(line["logical_peak_memory_bytes"] is not None for line in summary):
+        peaks["logical\npeak GB"] = "logical_peak_memory_bytes"
     cells = [
         [
             line["trainer"],
@@ -82,5 +82,5 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
     ]
     failures = [failure for line in summary for failure in line["failures"]]
     reasons = [f"{failure['error']}: {failure['message']}" for failure in failures]
-    headers = ["trainer", "instruments", "cases ok", "success", *peaks]
+    headers = ["trainer", "instruments", "cases\nok", "success", *peaks]
     return Table("Cases by trainer", headers, cells, (*reasons, *notes))
