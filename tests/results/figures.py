@@ -1,0 +1,102 @@
+"""Rows for tests of tables: figures as large as they get, and how to read a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dpbench.case import Case
+from dpbench.results.frame import to_frame
+from dpbench.results.layout import Table
+from dpbench.results.rows import STEP, Measurement
+from dpbench.results.tables import tables
+
+GB = 1e9
+UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}
+TIMING = ("step_time_seconds", "samples_per_second", "peak_memory_bytes")
+
+FIGURES: dict[str, dict[str, float]] = {
+    # As large as they get at 1b on an H200: batch 16, sequence 1024.
+    "standard": {
+        "dram_read_bytes": 512.3 * GB,
+        "dram_write_bytes": 377.4 * GB,
+        "l2_total_bytes": 5120.7 * GB,
+        "peak_memory_bytes": 71.9 * GB,
+        "step_time_seconds": 2.8017,
+    },
+    "dpsgd": {
+        "dram_read_bytes": 1311.2 * GB,
+        "dram_write_bytes": 956.4 * GB,
+        "l2_total_bytes": 10240.1 * GB,
+        "peak_memory_bytes": 138.2 * GB,
+        "step_time_seconds": 5.5942,
+    },
+    "dpsgd_ghost": {
+        "dram_read_bytes": 911.2 * GB,
+        "dram_write_bytes": 756.4 * GB,
+        "l2_total_bytes": 9120.1 * GB,
+        "peak_memory_bytes": 88.2 * GB,
+        "step_time_seconds": 4.1942,
+    },
+    "dpsgd_fgc": {
+        "dram_read_bytes": 1111.2 * GB,
+        "dram_write_bytes": 856.4 * GB,
+        "l2_total_bytes": 9820.1 * GB,
+        "peak_memory_bytes": 101.2 * GB,
+        "step_time_seconds": 5.1942,
+    },
+}
+
+
+def rows(
+    trainer: str, metrics: dict[str, float], *, phase: str = STEP, device: str = "H200", **case: Any
+) -> list[Measurement]:
+    """Measurements of one step of one case."""
+    return [
+        Measurement(
+            Case(trainer, **{"batch_size": 16, "seq_len": 1024, **case}),
+            "timing" if metric in TIMING else "ncu",
+            phase,
+            metric,
+            value,
+            UNITS.get(metric.rpartition("_")[2], "sector"),
+            0,
+            device,
+            "tool 1",
+        )
+        for metric, value in metrics.items()
+    ]
+
+
+def dram(total: float) -> dict[str, float]:
+    return {"dram_read_bytes": total / 4, "dram_write_bytes": 3 * total / 4}
+
+
+def tables_of(*measurements: Iterable[Measurement]) -> list[Table]:
+    return tables(to_frame(row for group in measurements for row in group))
+
+
+def every_figure(**case: Any) -> list[Measurement]:
+    return [row for name, metrics in FIGURES.items() for row in rows(name, metrics, **case)]
+
+
+def column(table: Table, header: str) -> dict[str, str]:
+    """The cells of a column, by trainer."""
+    [index] = [i for i, h in enumerate(table.headers) if h.replace("\n", " ") == header]
+    return {line[0]: line[index] for line in table.cells}
+
+
+def notes(*measurements: Iterable[Measurement]) -> str:
+    return "\n".join(tables_of(*measurements)[0].notes)
+
+
+def by_phase(trainer: str, **phases: float) -> list[Measurement]:
+    """DRAM bytes in GB by phase, and for the step."""
+    return [
+        *(
+            r
+            for phase, total in phases.items()
+            for r in rows(trainer, dram(total * GB), phase=phase)
+        ),
+        *rows(trainer, dram(sum(phases.values()) * GB)),
+    ]
