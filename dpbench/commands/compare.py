@@ -82,7 +82,10 @@ def _compare(before: Run, after: Run, thresholds: Sequence[Threshold], across: b
         print(f"dpbench compare: {after.name}: {name}", file=sys.stderr)
     worse = int(verdict.regressed.sum())
     if worse:
-        print(f"dpbench compare: {title}: {worse} regressions", file=sys.stderr)
+        print(
+            f"dpbench compare: {title}: {worse} regression{'s' if worse > 1 else ''}",
+            file=sys.stderr,
+        )
     return bool(worse or failed)
 
 
