@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpbench.commands.options import (
     METRICS_HELP,
@@ -43,12 +45,16 @@ from dpbench.commands.options import (
 from dpbench.commands.saved import Saved, add_saved
 from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
+from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS, KernelChoice
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler import TorchProfiler
-from dpbench.results.view import TOP
+from dpbench.results.view import TOP, View
+
+if TYPE_CHECKING:
+    from dpbench.results.outcome import Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,18 +110,8 @@ def _instruments_here(options: argparse.Namespace) -> tuple[str, ...]:
     return ("logical",)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    from tqdm import tqdm
-
-    from dpbench.gpu import visible_gpus
-    from dpbench.results.export import append_step_summary, write_renderings
-    from dpbench.results.layout import as_text, terminal_width
-    from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, summary_tables, write_json
-    from dpbench.runner import measure
-
-    grid = chosen_grid(options)
-    instruments = choose(
+def _chosen_instruments(options: argparse.Namespace) -> list[Instrument]:
+    return choose(
         options.instrument or _instruments_here(options),
         directory=options.ncu_dir,
         ncu_path=options.ncu_path,
@@ -129,6 +125,19 @@ def run(options: argparse.Namespace) -> int:
         profile_schedule=options.profile_schedule,
         profile_threshold=options.profile_threshold,
     )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from tqdm import tqdm
+
+    from dpbench.gpu import visible_gpus
+    from dpbench.results.export import write_renderings
+    from dpbench.results.outcome import COMPLETE, INTERRUPTED, write_json
+    from dpbench.runner import measure
+
+    grid = chosen_grid(options)
+    instruments = _chosen_instruments(options)
     view = chosen_view(options)
     renderings = {name: getattr(options, name) for name in ("markdown", "csv", "github_benchmark")}
     for path in filter(None, (options.json, *renderings.values())):
@@ -168,10 +177,19 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     finally:  # an interrupted run shows what it has
         try:
-            found = summary_tables(outcomes, view)
-            print(as_text(found, terminal_width()))
-            if warning := append_step_summary(found):
-                print(f"dpbench run: WARNING: {warning}", file=sys.stderr)
+            _show(outcomes, view)
         finally:  # whether or not anybody reads the tables
             worse = saved.end(outcomes, complete)
     return 1 if worse or any(o.error and not o.skipped for o in outcomes) else 0
+
+
+def _show(outcomes: Sequence[Outcome], view: View) -> None:
+    """Print the tables; on GitHub they go into the step's summary, too."""
+    from dpbench.results.export import append_step_summary
+    from dpbench.results.layout import as_text, terminal_width
+    from dpbench.results.outcome import summary_tables
+
+    found = summary_tables(outcomes, view)
+    print(as_text(found, terminal_width()))
+    if warning := append_step_summary(found):
+        print(f"dpbench run: WARNING: {warning}", file=sys.stderr)
