@@ -145,10 +145,10 @@ class Saved:
             if tables:
                 print(f"\n{as_text(tables)}")
             for threshold in unused:
-                self._say(f"{threshold}: not in both runs, so nothing was judged by it")
+                self._say(f"ERROR: {threshold}: not in both runs, so nothing was judged by it")
         finally:  # whether or not anybody reads that
             wrong = self._finish(outcomes, complete, worse)
-        return wrong
+        return wrong or bool(unused)  # a gate that was not there must not pass
 
     def _finish(
         self, outcomes: Sequence[Outcome], complete: bool, worse: list[dict[str, Any]]
@@ -181,6 +181,8 @@ class Saved:
         if self.before is None or after.empty:
             return [], [], []
         changes = compare(self.before, after, checked=True)
+        if changes.empty:
+            self._say("no case of this run is in the one that it is compared with")
         verdict = judge(changes, self.thresholds)
         tables = comparison_tables(changes, verdict, "Change: ")
         return tables, regressions(verdict), unapplied(changes, self.thresholds)

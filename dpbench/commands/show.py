@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
             f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
         )
     found = _of_run(runs[0], view) if runs else _of_reports(options.files, view)
+    if not found:
+        raise ConfigurationError(f"{', '.join(map(str, options.files))}: nothing to show")
     print(as_text(found, terminal_width()))
     return 0
 

@@ -59,8 +59,11 @@ def check_comparable(before: pd.DataFrame, after: pd.DataFrame) -> None:
     """Refuse to compare numbers with different premises.
 
     Raises:
-        ConfigurationError: no instrument is in both, or one was used on different devices.
+        ConfigurationError: no instrument is in both, or one was used on different devices; or
+            one of the two holds nothing.
     """
+    if before.empty or after.empty:
+        raise ConfigurationError("a run without a single row has nothing to compare")
     pairs = [frame_sources(frame) for frame in (before, after)]
     instruments = [{instrument for _, instrument in found} for found in pairs]
     agreed = {instrument for _, instrument in pairs[0] & pairs[1]}

@@ -53,3 +53,9 @@ def test_run_is_saved_resumed_and_compared(
     assert "5% exceeded" in captured.out
     [second] = SAVED.glob("0002_*.json")
     assert Run.load(second).regressed
+
+    another_batch = [text.replace("--batch-size=2", "--batch-size=4") for text in RUN]
+    assert main([*another_batch, *TWO[:1], "--compare-fail=logical_bytes:5%"]) == 1
+    said = capsys.readouterr().err
+    assert "no case of this run is in the one that it is compared with" in said
+    assert "ERROR: logical_bytes:5%: not in both runs, so nothing was judged by it" in said
