@@ -166,7 +166,11 @@ class Storage:
             numbers = [number_of(path) for path in self.paths()]
             path = folder / f"{max(numbers, default=0) + 1:04}_{name}.json"
             path.touch(exist_ok=False)  # where locks do not work, two sessions end up here
-            write_text(path, text)
+            try:
+                write_text(path, text)
+            except OSError:
+                path.unlink()  # an empty file would be named as damaged ever after
+                raise
         return path
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -154,3 +155,14 @@ def test_storage_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"file.* cannot be written: Not a directory"):
         Storage(tmp_path / "file").allocate("before", H200, text())
+
+
+def test_file_that_could_not_be_filled_is_not_left_behind(storage: Storage) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the system's own refusal to write
+    try:
+        with pytest.raises(OSError, match="too large"):
+            storage.allocate("big", H200, "x" * 200_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert storage.paths() == []
