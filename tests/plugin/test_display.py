@@ -21,7 +21,7 @@ ASKED = [
     [
         (["-p", "no:xdist"], "summary.md"),
         (["-n0"], "absent/summary.md"),  # cannot be written, which is a warning and no more
-        (["-n2"], "summary.md"),
+        (["-n2", "--dpbench-html=out/page.html"], "summary.md"),
     ],
     ids=str,
 )
@@ -53,3 +53,6 @@ def test_tables_and_files_are_as_asked_for(
     totals = [value for name, value in values.items() if name.endswith("/dram_bytes")]
     assert sum(totals) == sum(dram)
     assert len(values) == 3  # two totals, and the ratio of dpsgd
+    if "-n2" in workers:  # drawing a page takes a second
+        page = (pytester.path / "out/page.html").read_text()
+        assert all(f"{value:,.0f}" in page for value in dram)
