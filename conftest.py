@@ -11,7 +11,7 @@ from dpbench.gpu import visible_gpus
 
 pytest_plugins = ["pytester"]
 
-settings.register_profile("quick", max_examples=30)
+settings.register_profile("quick", max_examples=20)
 settings.register_profile("thorough", max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -158,10 +158,10 @@ def test_a_time_out_ends_the_whole_process_group(
 def test_waiting_for_the_gpu_does_not_count_against_the_time_out(tmp_path: Path) -> None:
     program = (
         "import time;"
-        f"print(*{WAITING.split()}, 'GPU-0', flush=True); time.sleep(3);"
+        f"print(*{WAITING.split()}, 'GPU-0', flush=True); time.sleep(1.5);"
         f"print(*{MEASURING.split()}, flush=True); {says(loss=3)}"
     )
-    assert start(program, tmp_path / "log", timeout=1.5).record()["loss"] == 3
+    assert start(program, tmp_path / "log", timeout=0.8).record()["loss"] == 3
 
 
 def test_cancelling_ends_a_child_at_once(tmp_path: Path) -> None:

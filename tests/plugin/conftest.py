@@ -98,7 +98,7 @@ def project(
     """Run pytest in a user's project; ``replayed`` cases are tiny, standard and dpsgd.
 
     The session runs in this process, which costs a tenth of a new one, unless it has workers or
-    is to be ``alone``.
+    is to be ``alone``. With ``fits`` it predicts whether a case fits the GPU.
     """
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
@@ -116,13 +116,16 @@ def project(
         cell="trainer = ['standard', 'dpsgd']\nbatch_size = 4\nseq_len = 64\nmodel_size = 'tiny'",
     )
 
-    def run(*arguments: str, replayed: bool = True, alone: bool = False) -> pytest.RunResult:
+    def run(
+        *arguments: str, replayed: bool = True, alone: bool = False, fits: bool = False
+    ) -> pytest.RunResult:
         measured = ["--ncu", "--ncu-path", str(ncu), "--dpbench-no-timing"] if replayed else []
         grid = [] if any("--dpbench-grid" in a for a in arguments) else ["--dpbench-grid=cell.toml"]
-        everything = [*WITHOUT, *grid, *measured, *arguments]
+        # Predicting a case's memory loads torch and counts; one test is about that.
+        unchecked = [] if fits else ["--dpbench-try-anyway"]
+        everything = [*WITHOUT, *grid, *measured, *unchecked, *arguments]
         if alone or any(a.startswith("-n") and a != "-n0" for a in arguments):
-            # Predicting a case's memory would load torch in each of the new processes.
-            return pytester.runpytest_subprocess(*everything, "--dpbench-try-anyway")
+            return pytester.runpytest_subprocess(*everything)
         return in_this_process(pytester, everything, imports)
 
     return run

@@ -190,9 +190,9 @@ def test_a_case_that_cannot_fit_is_skipped_unless_asked_for(
 ) -> None:
     conftest = pytester.path / "conftest.py"
     conftest.write_text(conftest.read_text().replace("141 * 10**9", "10**6"))
-    result = project("-rs")
+    result = project("-rs", fits=True)
     result.assert_outcomes(skipped=4)
     result.stdout.fnmatch_lines(
         ["*does not fit: needs about * GB of * GB*", "*nothing was measured*"]
     )
-    project("--dpbench-try-anyway").assert_outcomes(passed=4)
+    project("--dpbench-try-anyway", fits=True).assert_outcomes(passed=4)
