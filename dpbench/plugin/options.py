@@ -27,6 +27,16 @@ FILES = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options; their defaults are the instruments' own."""
     group = parser.getgroup("dpbench", "I/O cost of differentially private training (dpbench)")
+    _add_ncu(group)
+    _add_cases(group)
+    _add_measuring(group)
+    _add_output(group)
+    _add_profile(group)
+    saving.add_options(group)
+    comparing.add_options(group)
+
+
+def _add_ncu(group: pytest.OptionGroup) -> None:
     group.addoption("--ncu", action="store_true", help="measure cases under NVIDIA Nsight Compute")
     group.addoption("--ncu-path", metavar="PROGRAM", help="the ncu program, if not on PATH")
     group.addoption(
@@ -54,18 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="how many kernels a table shows (default %(default)d)",
     )
-    for prefix, whose, steps in (
-        ("ncu", "profiled", Ncu.steps),
-        ("dpbench", "unprofiled", Timing.steps),
-    ):
-        for name, default in vars(steps).items():
-            group.addoption(
-                f"--{prefix}-{name}",
-                type=int,
-                default=default,
-                metavar="N",
-                help=f"{name} steps of the {whose} process (default {default})",
-            )
+
+
+def _add_cases(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--dpbench-grid",
         default="grid1",
@@ -81,6 +82,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             metavar=axis.upper(),
             help=f"replaces the grid's {axis.replace('_', ' ')}; repeatable",
         )
+
+
+def _add_measuring(group: pytest.OptionGroup) -> None:
+    for prefix, whose, steps in (
+        ("ncu", "profiled", Ncu.steps),
+        ("dpbench", "unprofiled", Timing.steps),
+    ):
+        for name, default in vars(steps).items():
+            group.addoption(
+                f"--{prefix}-{name}",
+                type=int,
+                default=default,
+                metavar="N",
+                help=f"{name} steps of the {whose} process (default {default})",
+            )
     group.addoption(
         "--dpbench-no-timing",
         action="store_true",
@@ -98,11 +114,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="start cases whose predicted peak memory does not fit the GPU, instead of skipping",
     )
+
+
+def _add_output(group: pytest.OptionGroup) -> None:
     group.addoption("--dpbench-columns", metavar="LABELS", help=COLUMNS_HELP)
     group.addoption("--dpbench-sort", metavar="COL", help=SORT_HELP)
     group.addoption("--dpbench-group-by", metavar="LABEL", help=GROUP_BY_HELP)
     for name, what in FILES.items():
         group.addoption(f"--dpbench-{name}", type=Path, metavar="FILE", help=f"write {what} here")
+
+
+def _add_profile(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--dpbench-profile",
         action="store_true",
@@ -129,5 +151,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MS",
         help="list operators with this many ms of a step or more (default %(default)g)",
     )
-    saving.add_options(group)
-    comparing.add_options(group)

@@ -49,6 +49,10 @@ def belongs(part: str, instruments: Iterable[str]) -> bool:
     return any(name.startswith("ncu") for name in instruments)
 
 
+NOT_TRIED = "DoesNotFit"
+"""The error of a case that was skipped, `dpbench.instruments.fit.DoesNotFit`; others failed."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one case.
@@ -75,7 +79,7 @@ class Outcome:
     @property
     def skipped(self) -> bool:
         """Whether it was not even tried, because it cannot fit the GPU."""
-        return self.error == "DoesNotFit"
+        return self.error == NOT_TRIED
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types; the inverse of `from_json`."""

@@ -9,6 +9,7 @@ import pytest
 from dpbench.case import Case
 from dpbench.gpu import Gpu
 from dpbench.instruments.fit import DoesNotFit, check_fits, predicted_peak_bytes
+from dpbench.results.outcome import NOT_TRIED
 
 CASE = Case("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
 
@@ -28,6 +29,10 @@ def test_the_message_has_sizes_as_people_read_them() -> None:
     case = Case("dpsgd", batch_size=64, seq_len=256, model_size="medium")
     with pytest.raises(DoesNotFit, match=r"needs about [1-9]\d GB of 2 GB"):
         check_fits(case, gpu(2_000_000_000))
+
+
+def test_results_know_the_error_of_a_skipped_case_by_its_name() -> None:
+    assert DoesNotFit.__name__ == NOT_TRIED
 
 
 @pytest.mark.parametrize("unknown", [None, gpu(None)])

@@ -11,6 +11,7 @@ import pandas as pd
 from dpbench.case import AXES, Case
 from dpbench.results.frame import CONFIGURATION, summarise, with_ratios
 from dpbench.results.groups import in_order
+from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import COLUMNS, saved_case
 
 COUNTED = "logical"
@@ -19,7 +20,7 @@ COUNTED = "logical"
 
 def fate(error: str) -> str:
     """What became of a case with this error: ``skipped`` before it cost anything, or ``failed``."""
-    return "skipped" if error == "DoesNotFit" else "failed"
+    return "skipped" if error == NOT_TRIED else "failed"
 
 
 @dataclass(frozen=True)
