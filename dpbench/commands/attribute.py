@@ -8,6 +8,7 @@ copies. The exit code is 1 if more than 1 % of the step's bytes are left over.
 Examples:
   dpbench attribute --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench attribute --trainer dpsgd --batch-size 8 --seq-len 256 --saved     # no GPU needed
+  dpbench attribute --trainer dpsgd_ghost --json account.json
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.case import Case
+from dpbench.case import PHASES, Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import DpbenchError
+from dpbench.errors import ConfigurationError, DpbenchError, check_writable_file
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.profile_files import operators_of, read_summary
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile-dir", type=Path, default=profile, help=f"default {profile}")
     parser.add_argument("--timeout", type=float, default=Timing.timeout, help="seconds a process")
     parser.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the account, in bytes")
     parser.add_argument(
         "--saved", action="store_true", help="measure nothing; read what an earlier run left"
     )
@@ -49,15 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.results.account import account, account_table, unaccounted
+    from dpbench.results.account import account, account_json, account_table, unaccounted
     from dpbench.results.layout import as_text, terminal_width
+    from dpbench.results.outcome import write_text
 
     case = chosen_case(options)
     check_top(options.top)
+    if options.json:
+        check_writable_file(options.json)
     if not options.saved:
         _measure(case, options)
     rows, tables = _saved(case, options)
     accounted = account(rows)
+    if options.json:
+        write_text(options.json, account_json(case.id, accounted))
     print(as_text([account_table(case.id, accounted), *tables], terminal_width()))
     return 1 if unaccounted(accounted) else 0
 
@@ -84,14 +91,28 @@ def _measure(case: Case, options: argparse.Namespace) -> None:
 def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[Table]]:
     """The rows of a case's files, and tables of its kernels and copies."""
     from dpbench.instruments.ncu_kernel_report import read_kernels
-    from dpbench.instruments.ncu_report_file import KERNELS, kernel_report_path, read
+    from dpbench.instruments.ncu_report_file import (
+        KERNELS,
+        kernel_report_path,
+        launches_by_phase,
+        read,
+    )
     from dpbench.results.frame import to_frame
     from dpbench.results.kernel_tables import Premise, kernel_tables, known_roofs, step_bytes
     from dpbench.results.kernels import fold, kernel_rows
     from dpbench.results.profile_report import copies_table
 
     ranges = read(options.ncu_dir / case.report_path, case)
-    kernels = read_kernels(options.ncu_dir / kernel_report_path(case, KERNELS))
+    path = options.ncu_dir / kernel_report_path(case, KERNELS)
+    kernels = read_kernels(path)
+    launched = launches_by_phase(options.ncu_dir / case.report_path)
+    profiled = {launch.phase for launch in kernels.launches}
+    missing = [phase for phase in PHASES if launched.get(phase) and phase not in profiled]
+    if missing:
+        raise ConfigurationError(
+            f"{path} lacks the kernels of {', '.join(missing)}; an account needs those of every "
+            f"phase: measure without --saved, or dpbench run --kernels without --kernels-phase"
+        )
     profile = read_summary(options.profile_dir / case.id)
     counts = fold(kernels.launches, operators_of(options.profile_dir / case.id, kernels.launches))
     rows = [

@@ -7,6 +7,7 @@ up to the third, nothing is missing from a table of kernels and copies.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 import pandas as pd
@@ -89,21 +90,31 @@ def unaccounted(accounted: pd.DataFrame) -> bool:
     return not in_cache(accounted) and bool(abs(accounted.share[STEP]) > TOLERANCE)
 
 
+def account_json(case_id: str, accounted: pd.DataFrame) -> str:
+    """An account in bytes of one step: under ``phases``, the columns of `account` by phase."""
+    phases = {str(phase): line.to_dict() for phase, line in accounted.iterrows()}
+    document = {"case": case_id, "unit": "B", "tolerance": TOLERANCE, "phases": phases}
+    return json.dumps(document, indent=1) + "\n"
+
+
 def account_table(title: str, accounted: pd.DataFrame) -> Table:
-    """An account in GB, a line for each phase."""
+    """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
     cells = [
         [
             str(phase),
-            *(gigabytes(line[part]) for part in (*PARTS, "remainder")),
+            *(
+                gigabytes(line[part]) if in_cache(accounted) else f"{line[part] / 1e9:.2f}"
+                for part in (*PARTS, "remainder")
+            ),
             f"{line.share:.2%}",
         ]
         for phase, line in accounted.iterrows()
     ]
     headers = ["phase"]
     headers += [
-        f"{whose}\n{way}" for whose in ("kernels", "copies", "range") for way in ("read", "write")
+        f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")
     ]
-    notes = ["Range less kernels less copies is left over; % of the step."]
+    notes = ["Left over: range less kernels less copies; % of the step's range."]
     if in_cache(accounted):
         notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
     elif unaccounted(accounted):

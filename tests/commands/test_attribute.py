@@ -11,10 +11,12 @@ import pytest
 
 from dpbench import Case
 from dpbench.cli import main
+from dpbench.instruments.ncu_report_file import KERNELS, kernel_report_path
 from dpbench.instruments.profile_files import write_summary
 from tests.recorded import RANGES, unpacked
 
 CASE = Case("standard", 4, 64, "tiny")
+DPSGD = Case("dpsgd", 4, 64, "tiny")
 PROFILE = Path(__file__).parents[1] / "data" / "profile" / "standard"
 OPTIONS = [*("--batch-size", "4", "--seq-len", "64"), "--model-size=tiny", "--trainer=standard"]
 
@@ -43,6 +45,31 @@ def test_saved_files_become_the_whole_account(
     operators, _, copies = tables.partition("Copies and memsets")
     assert "aten::addmm" in operators.partition("bytes by operator")[2]
     assert "forward: Memset" in copies
+
+
+def test_the_account_is_written_in_bytes(
+    saved: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "account.json"
+    assert main(["attribute", *OPTIONS, *saved, "--json", str(file)]) == 0
+    written = json.loads(file.read_text())
+    assert (written["case"], written["unit"]) == (CASE.id, "B")
+    step = written["phases"].pop("step")
+    for column, value in step.items():
+        by_phase = [phase[column] for phase in written["phases"].values()]
+        assert sum(by_phase) == pytest.approx(value, rel=1e-9, abs=1e-6), column
+    assert step["range_read"] + step["range_written"] > 0
+
+
+def test_kernels_of_one_phase_are_no_account(
+    saved: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clip = unpacked(f"kernels/clip/{DPSGD.report_path.name}", tmp_path / "clip")
+    shutil.copy(clip, tmp_path / kernel_report_path(DPSGD, KERNELS))
+    shutil.copy(RANGES / DPSGD.report_path.name, tmp_path / DPSGD.report_path)
+    assert main(["attribute", *OPTIONS, "--trainer=dpsgd", *saved]) == 2
+    said = capsys.readouterr().err
+    assert "lacks the kernels of forward, backward, noise, optimizer; an account needs" in said
 
 
 def test_without_files_the_missing_one_is_named(
