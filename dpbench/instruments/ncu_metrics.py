@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dpbench.errors import unknown
+from dpbench.errors import ConfigurationError, unknown
 
 SECTOR_BYTES = 32
 """An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
@@ -69,13 +69,19 @@ def resolve(names: Iterable[str]) -> list[NcuMetric]:
     """The metrics behind names of ours, of nvprof, or of counters; DRAM bytes always first.
 
     Raises:
-        ConfigurationError: a name is none of these; the message lists what exists.
+        ConfigurationError: a name is none of these, and the message lists what exists; or it is a
+            counter whose values in two ranges do not add up, such as a rate.
     """
     chosen = {name: BYTE_METRICS[name] for name in ("dram_read_bytes", "dram_write_bytes")}
     for name in names:
         ours = NVPROF_NAMES.get(name, name)
         if ours in BYTE_METRICS:
             chosen[ours] = BYTE_METRICS[ours]
+        elif "__" in name and not name.endswith(".sum"):
+            raise ConfigurationError(
+                f"{name} does not add up over the ranges of a step, as counters whose names end in "
+                f".sum do; --ncu-set shows rates and averages of single kernels"
+            )
         elif "__" in name:
             chosen[name] = NcuMetric(name, (name,), unit="")
         else:

@@ -190,10 +190,14 @@ def _opened(path: Path) -> Iterator[list[Any]]:
     import ncu_report
 
     if not path.is_file():
-        raise ReportUnreadable(f"{path}: no such file")
-    with path.open("rb") as stream:
-        if stream.read(len(REPORT_MAGIC)) != REPORT_MAGIC:
-            raise ReportUnreadable(f"{path}: not an Nsight Compute report")
+        raise ReportUnreadable(f"{path}: {'a folder' if path.is_dir() else 'no such file'}")
+    try:
+        with path.open("rb") as stream:
+            magic = stream.read(len(REPORT_MAGIC))
+    except OSError as error:
+        raise ReportUnreadable(f"{path}: {error.strerror}") from error
+    if magic != REPORT_MAGIC:
+        raise ReportUnreadable(f"{path}: not an Nsight Compute report")
     try:
         context = ncu_report.load_report(str(path))
         yield [context.range_by_idx(i) for i in range(context.num_ranges())]

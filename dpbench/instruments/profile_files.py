@@ -108,6 +108,8 @@ def read_summary(directory: Path) -> Profile:
     path = directory / SUMMARY
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema"] > SCHEMA:
+            raise trace.TraceUnreadable(f"{path}: written by a newer dpbench")
         rows = [Measurement.from_row(row) for row in document["rows"]]
         return Profile(rows, document["launches"], len({row.repeat for row in rows}))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -118,14 +118,18 @@ def read(path: Path) -> Trace:
         TraceUnreadable: what its name says.
     """
     with _uncollected():
-        by_category = _events(path)
-        timeline = _Timeline(by_category["user_annotation"])
-        return Trace(
-            launches=_launches(by_category, timeline),
-            cpu_seconds=timeline.seconds(),
-            memory_growth=_memory_growth(by_category, timeline),
-            calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
-        )
+        try:
+            by_category = _events(path)
+            timeline = _Timeline(by_category["user_annotation"])
+            return Trace(
+                launches=_launches(by_category, timeline),
+                cpu_seconds=timeline.seconds(),
+                memory_growth=_memory_growth(by_category, timeline),
+                calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
+            )
+        except (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+            what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            raise TraceUnreadable(f"{path}: not a readable trace ({what})") from error
 
 
 @contextmanager
@@ -143,17 +147,23 @@ def _uncollected() -> Iterator[None]:
 def _events(path: Path) -> dict[str, list[Event]]:
     """The events of a trace by category."""
     opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as stream:
-            document = json.load(stream)
-        events = document["traceEvents"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        what = getattr(error, "strerror", None) or type(error).__name__
-        raise TraceUnreadable(f"{path}: not a readable trace ({what})") from error
+    with opener(path, "rb") as stream:
+        events = json.load(stream)["traceEvents"]
     by_category: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         by_category[event.get("cat", "")].append(event)
     return by_category
+
+
+def _arguments(event: Event) -> Event:
+    """What an event says beyond name and time, if anything."""
+    found: Event = event.get("args", {})
+    return found
+
+
+def _correlation(event: Event) -> Any:
+    """The number that a CUDA call shares with what it launched; None if the trace says none."""
+    return _arguments(event).get("correlation")
 
 
 class _Timeline:
@@ -187,19 +197,19 @@ def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[
     """What the device did, in the order in which it was launched."""
     device = [event for category in KINDS for event in by_category[category]]
     calls = by_category["cuda_runtime"] + by_category["cuda_driver"]
-    wanted = {event["args"].get("correlation") for event in device}
-    calls = [call for call in calls if call["args"].get("correlation") in wanted]
+    wanted = {_correlation(event) for event in device} - {None}
+    calls = [call for call in calls if _correlation(call) in wanted]
     call_of = {call["args"]["correlation"]: call for call in calls}
     stacks = dict(_operators_around(calls, by_category["cpu_op"]))
 
     def launched(event: Event) -> float:
         # Without its call (the call lies before the recording), its own time is the best guess.
-        return float(call_of.get(event["args"].get("correlation"), event)["ts"])
+        return float(call_of.get(_correlation(event), event)["ts"])
 
     found = []
     for event in sorted(device, key=lambda event: (launched(event), float(event["ts"]))):
         repeat, phase = timeline.locate(launched(event))
-        operators = stacks.get(event["args"].get("correlation"), [])
+        operators = stacks.get(_correlation(event), [])
         found.append(
             Launch(
                 repeat,
@@ -207,7 +217,7 @@ def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[
                 KINDS[event["cat"]],
                 event["name"],
                 float(event["dur"]) / 1e6,
-                int(event["args"].get("bytes", 0)),
+                int(_arguments(event).get("bytes", 0)),
                 operators[-1] if operators else None,
                 operators[0].removeprefix(AUTOGRAD) if operators else None,
             )
@@ -249,6 +259,6 @@ def _memory_growth(
         step, phase = timeline.locate(float(event["ts"]))
         if step != current:
             level, current = 0, step
-        level += int(event["args"].get("Bytes", 0))
+        level += int(_arguments(event).get("Bytes", 0))
         growth[step][phase] = max(growth[step].get(phase, 0), level)
     return growth

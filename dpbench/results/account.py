@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import AXES, OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise
 from dpbench.results.layout import Table, gigabytes
@@ -22,7 +22,10 @@ from dpbench.results.tables import IN_CACHE_BYTES
 TOLERANCE = 0.01
 """The share of the step's bytes up to which the remainder of an account is in order."""
 
-BOTH_WAYS = ("memcpy_device_to_device_bytes", "memcpy_other_bytes")
+OTHER_COPIES = "memcpy_other_bytes"
+"""Copies of which a trace says no direction that it knows; there are rows only if there are any."""
+
+BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
 """Copies that read and write device memory; one to the host reads, one from it writes."""
 
 PARTS = {
@@ -49,10 +52,11 @@ def account(frame: pd.DataFrame) -> pd.DataFrame:
         frame: the long table of one case, of the instruments in `PARTS`.
 
     Raises:
-        ConfigurationError: an instrument is missing, or the rows are of several cases or devices.
+        ConfigurationError: an instrument is missing, or a metric in one of its phases, or the
+            rows are of several cases or devices.
     """
     summary = summarise(frame)
-    if len(summary[["trainer", "batch_size", "seq_len", "device"]].drop_duplicates()) > 1:
+    if len(summary[[*AXES, "device"]].drop_duplicates()) > 1:
         raise ConfigurationError("an account is of one case on one device; these rows mix several")
     columns = {
         name: _by_phase(summary, instrument, metrics)
@@ -71,12 +75,20 @@ def account(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _by_phase(summary: pd.DataFrame, instrument: str, metrics: Iterable[str]) -> pd.Series[float]:
     """The sum of metrics by phase."""
-    rows = summary[(summary.instrument == instrument) & summary.metric.isin(list(metrics))]
+    of_instrument = summary[summary.instrument == instrument]
+    rows = of_instrument[of_instrument.metric.isin(list(metrics))]
     if STEP not in set(rows.phase):
         raise ConfigurationError(
             f"an account needs {' or '.join(metrics)} of the instrument {instrument!r}; "
             f"there is {', '.join(sorted(set(summary.instrument))) or 'nothing'}"
         )
+    known = {m for whose, names in PARTS.values() if whose == instrument for m in names}
+    phases = set(of_instrument[of_instrument.metric.isin(known)].phase)
+    for metric in sorted(set(metrics) - {OTHER_COPIES}):
+        if lacking := phases - set(rows[rows.metric == metric].phase):
+            raise ConfigurationError(
+                f"an account needs {metric} of each phase; {', '.join(sorted(lacking))} has none"
+            )
     return rows.groupby("phase").value.sum()
 
 

@@ -63,15 +63,30 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 
     ``value`` is the mean over the steps, for times and rates the median; ``spread`` is
     (largest - smallest) / value, over ``repeats`` steps. Metrics of `with_totals` included.
+
+    A phase that only some steps have, such as the optimizer's under gradient accumulation, did
+    nothing in the others: its value is the mean over all steps, and phases add up to the step.
     """
     frame = with_totals(frame)
     keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
     grouped = frame.groupby(keys, sort=False).value
     summary = grouped.agg(["mean", "median", "min", "max", "count"]).reset_index()
     summary["value"] = summary["mean"].where(~summary.metric.isin(_TIMES), summary["median"])
+    steps = _steps(summary)
+    partial = (summary["count"] < steps) & ~summary.metric.str.contains("memory")
+    summary.loc[partial, "min"] = 0.0
+    summary.loc[partial, "value"] = summary["mean"] * summary["count"] / steps
     summary["spread"] = ((summary["max"] - summary["min"]) / summary.value).fillna(0.0)
-    summary = summary.rename(columns={"count": "repeats"})
-    return summary.drop(columns=["mean", "median", "min", "max"])
+    summary["repeats"] = steps.where(partial, summary["count"])
+    return summary.drop(columns=["mean", "median", "min", "max", "count"])
+
+
+def _steps(summary: pd.DataFrame) -> pd.Series[int]:
+    """For each row, over how many steps the whole step was counted; 0 where it was not."""
+    keys = [*AXES, "instrument", "metric", "unit", "device"]
+    whole = summary[summary.phase == STEP][[*keys, "count"]].rename(columns={"count": "steps"})
+    merged = summary[keys].merge(whole, on=keys, how="left", validate="m:1")
+    return merged.steps.fillna(0).astype(int).set_axis(summary.index)
 
 
 def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:

@@ -70,7 +70,7 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
         ["ncu"],
         directory=Path("x"),
         ncu_path=sys.executable,
-        metrics=["gld_throughput, sm__cycles_active.avg", "l2_write_bytes"],
+        metrics=["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
     )
     assert isinstance(chosen[0], Ncu)
     asked = chosen[0].command(CASE)
@@ -78,7 +78,7 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
         "dram__bytes_read.sum",
         "dram__bytes_write.sum",
         "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
-        "sm__cycles_active.avg",
+        "sm__cycles_active.sum",
         "lts__t_sectors_op_write.sum",
     ]
 

@@ -29,8 +29,22 @@ def test_dram_bytes_are_always_measured() -> None:
 
 
 def test_a_counter_keeps_its_own_name() -> None:
-    metric = resolve(["sm__cycles_active.avg"])[-1]
-    assert (metric.name, metric.counters) == ("sm__cycles_active.avg", ("sm__cycles_active.avg",))
+    metric = resolve(["sm__cycles_active.sum"])[-1]
+    assert (metric.name, metric.counters) == ("sm__cycles_active.sum", ("sm__cycles_active.sum",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lts__t_sector_hit_rate.pct",
+        "dram__bytes_read.sum.per_second",
+        "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+        "device__attribute_l2_cache_size",
+    ],
+)
+def test_what_does_not_add_up_over_ranges_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{name} does not add up over the ranges"):
+        resolve([name])
 
 
 def test_each_counter_is_asked_for_once() -> None:

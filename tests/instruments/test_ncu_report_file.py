@@ -13,6 +13,7 @@ from dpbench.instruments.ncu_report_file import (
     MetricMissing,
     ReportUnreadable,
     case_of,
+    load_actions,
     read,
 )
 from dpbench.results.rows import STEP
@@ -85,12 +86,20 @@ def test_values_are_those_that_nsight_compute_saved() -> None:
 
 def test_a_missing_counter_is_an_error_and_never_a_zero() -> None:
     with pytest.raises(MetricMissing, match="sm__cycles_active"):
-        read(DPSGD, case_of(DPSGD), resolve(["sm__cycles_active.avg"]))
+        read(DPSGD, case_of(DPSGD), resolve(["sm__cycles_active.sum"]))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReportUnreadable, match=r"nothing\.ncu-rep: no such file"):
         read(tmp_path / "nothing.ncu-rep", Case("dpsgd", 1, 1))
+
+
+def test_a_report_that_cannot_be_opened_is_named() -> None:
+    unreadable = Path("/proc/self/mem")  # a file, whose first bytes nobody may read
+    with pytest.raises(ReportUnreadable, match="/proc/self/mem: Input/output error"):
+        load_actions(unreadable)
+    with pytest.raises(ReportUnreadable, match="a folder"):
+        load_actions(unreadable.parent)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.9999])

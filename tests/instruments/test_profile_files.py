@@ -115,6 +115,12 @@ def test_what_is_no_summary_is_named(tmp_path: Path, content: str | None) -> Non
         read_summary(tmp_path)
 
 
+def test_a_summary_of_a_newer_version_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text('{"schema": 99, "rows": [], "launches": []}')
+    with pytest.raises(TraceUnreadable, match="written by a newer dpbench"):
+        read_summary(tmp_path)
+
+
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd"])
 def test_kernels_under_ncu_find_their_operators_by_place(trainer: str, tmp_path: Path) -> None:
     """Two processes under two tools launched the same kernels in the same order."""

@@ -116,7 +116,23 @@ def test_a_kernel_whose_launch_was_not_recorded_is_not_dropped(tmp_path: Path) -
     assert None in {launch.operator for launch in found.launches}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\x1f\x8b\x08"])
+def test_a_kernel_of_which_the_trace_says_no_more_is_not_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    kernel = {"ph": "X", "cat": "kernel", "name": "void sum()", "ts": 1.0, "dur": 2.0}
+    call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.5, "dur": 1.0}
+    path.write_text(json.dumps({"traceEvents": [kernel, {**call, "tid": 1}]}))
+    [launch] = read(path).launches
+    assert (launch.name, launch.phase, launch.operator) == ("void sum()", OUTSIDE, None)
+
+
+DAMAGED = [
+    b'{"traceEvents": 5}',
+    b'{"traceEvents": [1, 2]}',
+    b'{"traceEvents": [{"cat": "kernel"}]}',
+]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\x1f\x8b\x08", *DAMAGED])
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_what_is_no_trace_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     path = tmp_path / name

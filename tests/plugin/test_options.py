@@ -93,9 +93,9 @@ def test_ncu_metrics_narrow_what_is_counted(project: RunSuite, pytester: pytest.
 
 
 def test_a_counter_that_is_not_in_the_report_is_an_error(project: RunSuite) -> None:
-    result = project("--ncu-metrics=sm__cycles_active.avg")
+    result = project("--ncu-metrics=sm__cycles_active.sum")
     result.assert_outcomes(failed=4)
-    result.stdout.fnmatch_lines(["*MetricMissing*sm__cycles_active.avg*ncu --query-metrics*"])
+    result.stdout.fnmatch_lines(["*MetricMissing*sm__cycles_active.sum*ncu --query-metrics*"])
 
 
 def test_steps_reach_the_profiled_process(project: RunSuite, pytester: pytest.Pytester) -> None:

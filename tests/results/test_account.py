@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 from hypothesis import given, settings
@@ -100,8 +102,17 @@ def test_a_missing_instrument_is_an_error(instrument: str) -> None:
         account(whole[whole.instrument != instrument])
 
 
-def test_rows_of_two_cases_are_refused() -> None:
-    both = [frame({"forward": phase(dram_read_bytes=1.0)}, c) for c in (CASE, CASE.baseline)]
+@pytest.mark.parametrize("metric", ["kernel_dram_write_bytes", "memset_bytes", "dram_read_bytes"])
+def test_a_metric_that_one_phase_lacks_is_an_error_and_no_zero(metric: str) -> None:
+    whole = frame({"forward": phase(dram_read_bytes=1.0), "clip": phase(dram_read_bytes=1.0)})
+    lacking = whole[(whole.metric != metric) | (whole.phase != "clip")]
+    with pytest.raises(ConfigurationError, match=f"needs {metric} of each phase; clip has none"):
+        account(lacking)
+
+
+@pytest.mark.parametrize("other", [CASE.baseline, replace(CASE, model_size="small")])
+def test_rows_of_two_cases_are_refused(other: Case) -> None:
+    both = [frame({"forward": phase(dram_read_bytes=1.0)}, c) for c in (CASE, other)]
     with pytest.raises(ConfigurationError, match="of one case"):
         account(pd.concat(both))
 

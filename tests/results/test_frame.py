@@ -335,3 +335,40 @@ def test_no_throughput_from_the_time_of_another_case_or_device(other: dict[str, 
         *rows("dpsgd", {"step_time_seconds": 2.0}, instrument="timing", **other),
     ]
     assert throughputs(summarise(to_frame(measurements))).empty
+
+
+# --- phases that only some steps have --------------------------------------------------------
+
+
+def accumulation(instrument: str, metrics: Mapping[str, float]) -> list[Measurement]:
+    """Two steps with a backward pass each, and an optimizer's phase in the second only."""
+    found: list[Measurement] = []
+    for metric, value in metrics.items():
+        found += rows("dpsgd", {metric: [value, value]}, phase="backward", instrument=instrument)
+        found += rows("dpsgd", {metric: [value, 3 * value]}, instrument=instrument)
+        last = rows("dpsgd", {metric: [0, 2 * value]}, phase="optimizer", instrument=instrument)
+        found.append(last[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("instrument", "metrics", "metric"),
+    [
+        ("ncu", {"dram_read_bytes": 4.0, "dram_write_bytes": 6.0}, "dram_bytes"),
+        ("ncu_kernels", {"kernel_time_seconds": 10.0}, "kernel_time_seconds"),
+        ("timing", {"step_time_seconds": 10.0}, "step_time_seconds"),
+    ],
+)
+def test_phases_add_up_to_the_step_if_one_is_in_some_steps_only(
+    instrument: str, metrics: dict[str, float], metric: str
+) -> None:
+    summary = summarise(to_frame(accumulation(instrument, metrics)))
+    found = {phase: only(summary, metric=metric, phase=phase) for phase in set(summary.phase)}
+    assert found == {"backward": 10.0, "optimizer": 10.0, STEP: 20.0}
+    assert only(summary, "spread", metric=metric, phase="optimizer") == 2.0
+    assert only(summary, "repeats", metric=metric, phase="optimizer") == 2
+
+
+def test_a_peak_of_memory_is_no_mean_over_steps_without_the_phase() -> None:
+    found = accumulation("torch_profiler", {"phase_peak_memory_bytes": 10.0})
+    assert only(summarise(to_frame(found)), phase="optimizer") == 20.0

@@ -29,7 +29,7 @@ from dpbench.results.threshold import METRICS, Threshold, ratio_name
         ("logical_ratio@clip:3%", Threshold("logical_bytes", True, "clip", percent=3)),
         ("peak_memory_ratio:3%", Threshold("peak_memory_bytes", ratio=True, percent=3)),
         ("step_time_ratio:3%", Threshold("step_time_seconds", ratio=True, percent=3)),
-        ("sm__cycles_active.avg:3%", Threshold("sm__cycles_active.avg", percent=3)),
+        ("sm__cycles_active.sum:3%", Threshold("sm__cycles_active.sum", percent=3)),
     ],
 )
 def test_threshold_is_read(text: str, expected: Threshold) -> None:
