@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from dpbench.training.dpsgd import DPSGDTrainer
+from tests.plugin import conftest as sessions
+
+imports = sessions.imports  # a fixture: what a session imported stays
 
 CLONES_BEFORE_IT_CLIPS = """
 from dpbench.training.dpsgd import DPSGDTrainer
@@ -45,16 +46,15 @@ def test_bytes(logical_io, trainer):
 
 
 def test_the_committed_bound_names_the_phase_and_the_operator(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, imports: sessions.Imports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inherited = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), inherited])))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr(DPSGDTrainer, "__init__", DPSGDTrainer.__init__)  # and back, after it
     pytester.makeconftest(CLONES_BEFORE_IT_CLIPS)
     pytester.makepyfile(test_suite=SUITE)
-    plain = ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    result = pytester.runpytest_subprocess(*plain, "--dpbench-json=run.json")
+    plain = ["-p", "no:xdist", "--dpbench-json=run.json"]
+    result = sessions.in_this_process(pytester, [*sessions.WITHOUT, *plain], imports)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [

@@ -97,6 +97,8 @@ def test_saved_row_may_name_a_class_that_this_process_does_not_know(
     field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainers, models = copy.deepcopy(TRAINERS), copy.deepcopy(MODELS)
+    for registry in (trainers, models):
+        registry._labels.clear()  # what other tests read
     for module in ("dpbench.case", "dpbench.results.rows"):
         monkeypatch.setattr(f"{module}.TRAINERS", trainers)
         monkeypatch.setattr(f"{module}.MODELS", models)
