@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import settings
 
 from dpbench.gpu import visible_gpus
 
 pytest_plugins = ["pytester"]
-
-settings.register_profile("quick", max_examples=20)
-settings.register_profile("thorough", max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +19,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not config.option.ncu:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Choose how many examples Hypothesis tries; ``HYPOTHESIS_PROFILE=thorough`` for many.
+
+    Only where tests run: the process that hands them out would be loading Hypothesis while its
+    workers wait to be started.
+    """
+    if session.config.pluginmanager.hasplugin("dsession"):  # xdist's, in that process
+        return
+    from hypothesis import settings
+
+    settings.register_profile("quick", max_examples=20)
+    settings.register_profile("thorough", max_examples=1000)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
