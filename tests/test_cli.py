@@ -19,7 +19,7 @@ from dpbench.gpu import Gpu
 
 DATA = Path(__file__).parent / "data" / "tiny-fp32"
 TINY = ["--model-size", "tiny", "--batch-size", "4", "--seq-len", "16"]
-ON_CPU = ["run", "--instrument", "timing", "--device", "cpu", "--warmup", "0", "--active", "1"]
+ON_CPU = ["run", "--instrument", "timing", "--device", "cpu", "--warmup", "0", "--active", "2"]
 
 OUTSIDE = """
 import time
@@ -29,6 +29,15 @@ class Doubling(StandardTrainer):
     def train_step(self, batch):
         super().train_step(batch)
         return super().train_step(batch)
+
+class Drifting:
+    def __init__(self, model, **options):
+        self.model = model
+
+    def train_step(self, batch):
+        for parameter in self.model.parameters():
+            parameter.data += 1
+        return parameter.sum()
 
 class Crashing(StandardTrainer):
     def train_step(self, batch):
@@ -235,8 +244,9 @@ def test_run_measures_a_grid_file_and_writes_what_it_shows(
     elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With an outside model, a trainer that works and one that does not, on the CPU."""
+    Path("private.py").write_text("from dpbench import DPSGDTrainer as Private\n")
     Path("mine.toml").write_text(
-        "trainer = ['outside:Crashing', 'twice=outside:Doubling']\n"
+        "trainer = ['outside:Crashing', 'mine=private:Private']\n"
         "model = 'narrow=outside:NarrowModel'\n"
         "batch_size = 4\nseq_len = 16\nmodel_size = 'tiny'\n"
     )
@@ -245,8 +255,10 @@ def test_run_measures_a_grid_file_and_writes_what_it_shows(
     rows = json.loads(Path("out/run.json").read_text())["rows"]
     assert {row["metric"] for row in rows} == {"step_time_seconds", "samples_per_second"}
     assert {row["device"] for row in rows} == {"cpu"}
-    assert {(row["trainer"], row["model"]) for row in rows} == {("twice", "narrow")}
-    assert cases_of(Path("out/run.json")) == {"Crashing": "CaseFailed", "twice": None}
+    assert {row["repeat"] for row in rows} == {0, 1}
+    assert {"forward", "backward", "clip", "noise", "optimizer"} < {row["phase"] for row in rows}
+    assert {(row["trainer"], row["model"]) for row in rows} == {("mine", "narrow")}
+    assert cases_of(Path("out/run.json")) == {"Crashing": "CaseFailed", "mine": None}
     log = Path("ncu_reports/tiny-fp32-narrow/report_Crashing_bs4_seq16.timing.log").read_text()
     assert "Traceback" in log
     shown = capfd.readouterr()
@@ -379,12 +391,12 @@ def test_two_reports_of_one_case_are_refused(
 def test_the_installed_command_finds_a_trainer_in_the_current_directory(elsewhere: Path) -> None:
     command = Path(sys.executable).with_name("dpbench")
     result = subprocess.run(
-        [command, "smoke", "--trainer", "outside:Doubling"],
+        [command, "smoke", "--trainer", "outside:Drifting"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert result.stdout == "[TEST OK] Doubling passed local test.\n", result.stderr
+    assert result.stdout == "[TEST OK] Drifting passed local test.\n", result.stderr
 
 
 def test_show_prints_tables_from_saved_reports(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def test_a_case_is_refused_if_its_tensors_alone_exceed_the_memory() -> None:
 
 
 def test_the_message_has_sizes_as_people_read_them() -> None:
-    case = Case("dpsgd", batch_size=64, seq_len=256, model_size="medium")
+    case = Case("standard", batch_size=128, seq_len=256, model_size="medium")
     with pytest.raises(DoesNotFit, match=r"needs about [1-9]\d GB of 2 GB"):
         check_fits(case, gpu(2_000_000_000))
 

@@ -1,4 +1,4 @@
-"""The timing instrument, on the CPU: the same process as on a GPU, without CUDA."""
+"""The timing instrument; `tests/test_cli.py` runs its processes, on the CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, ConfigurationError
-from dpbench.instruments.child import Steps
 from dpbench.instruments.timing import Timing, timing_rows
 
 CASE = Case("dpsgd", 4, 16, "tiny")
@@ -34,14 +33,6 @@ def test_samples_per_second_are_the_batch_over_the_step_time() -> None:
 def test_peak_memory_is_left_out_where_it_is_not_known() -> None:
     rows = timing_rows(CASE, {**RECORD, "peak_memory_bytes": None})
     assert not [row for row in rows if row.metric == "peak_memory_bytes"]
-
-
-def test_a_case_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
-    rows = Timing(tmp_path, "cpu", Steps(warmup=1, active=2)).measure(CASE)
-    assert {row.device for row in rows} == {"cpu"}
-    assert {row.repeat for row in rows} == {0, 1}
-    assert {"forward", "backward", "clip", "noise", "optimizer"} < {row.phase for row in rows}
-    assert (tmp_path / "tiny-fp32" / "report_dpsgd_bs4_seq16.timing.log").exists()
 
 
 def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
