@@ -299,14 +299,14 @@ def test_failures_of_every_kind_leave_the_other_cases_running(
         monkeypatch.setattr(f"{module}.visible_gpus", lambda gpus=gpus: gpus)
     names = ["Crashing", "Hanging", "Greedy"]
     trainers = [f"--trainer=outside:{name}" for name in names]
-    assert main([*REPLAYED, *trainers, "--trainer=standard", "--timeout=3"]) == 1
+    assert main([*REPLAYED, *trainers, "--trainer=standard", "--timeout=1.5"]) == 1
     assert cases_of(Path("run.json")) == {
         "Crashing": "CaseFailed",
         "Hanging": "CaseTimedOut",
         "Greedy": "CaseOutOfMemory",
         "standard": None,
     }
-    assert "did not finish within 3 s" in " ".join(capsys.readouterr().out.split())
+    assert "did not finish within 1.5 s" in " ".join(capsys.readouterr().out.split())
     summary = json.loads(Path("run.json").read_text())["summary"]
     assert {line["trainer"]: line["success_rate"] for line in summary} == {
         **dict.fromkeys(names, 0.0),

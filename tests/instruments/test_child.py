@@ -138,17 +138,18 @@ def lives(process_id: int) -> bool:
 def test_a_time_out_ends_the_whole_process_group(
     stubborn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpbench.instruments.child.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("dpbench.instruments.child.GRACE_SECONDS", 0.2)
     ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stubborn else ""
     program = (
+        f"print({WAITING!r}, flush=True);"  # stops the clock
         f"import subprocess, sys, time; {ignore}"
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        "print(p.pid, flush=True); time.sleep(60)"
+        f"print(p.pid); print({MEASURING!r}, flush=True); time.sleep(60)"
     )
-    error = fails(program, tmp_path, timeout=1.5)
+    error = fails(program, tmp_path, timeout=0.8)
     assert isinstance(error, CaseTimedOut)
-    assert "within 1.5 s" in str(error)
-    grandchild = int((tmp_path / "log").read_text().splitlines()[1])
+    assert "within 0.8 s" in str(error)
+    grandchild = int((tmp_path / "log").read_text().splitlines()[2])
     deadline = time.monotonic() + 5
     while lives(grandchild) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -158,7 +159,7 @@ def test_a_time_out_ends_the_whole_process_group(
 def test_waiting_for_the_gpu_does_not_count_against_the_time_out(tmp_path: Path) -> None:
     program = (
         "import time;"
-        f"print(*{WAITING.split()}, 'GPU-0', flush=True); time.sleep(1.5);"
+        f"print(*{WAITING.split()}, 'GPU-0', flush=True); time.sleep(1.0);"
         f"print(*{MEASURING.split()}, flush=True); {says(loss=3)}"
     )
     assert start(program, tmp_path / "log", timeout=0.8).record()["loss"] == 3

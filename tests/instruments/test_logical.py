@@ -217,7 +217,7 @@ class TestSteadyStep:
 
     def test_two_counts_are_equal(self) -> None:
         case = tiny("dpsgd_ghost")
-        assert Logical().count(case) == Logical().count(case)
+        assert Logical().count(case) == count(case)
 
 
 class Hoards(StandardTrainer):
