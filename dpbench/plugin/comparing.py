@@ -91,6 +91,10 @@ class Comparing:
         runs = {path: Run.load(Path(path)) for path in set(self.references.values())}
         return frame_of({source: runs[path] for source, path in self.references.items()})
 
+    def remember(self) -> None:
+        """Read the references now, because one is about to be rewritten."""
+        assert self.before is not None
+
     # --- before anything runs, in the controller ---------------------------------------------
 
     def _begin(self) -> None:

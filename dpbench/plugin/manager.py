@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,20 @@ def asked_grid(options: argparse.Namespace) -> Grid:
     return grid.narrow(**{axis: getattr(options, f"dpbench_{axis}") for axis in AXES})
 
 
+def check_distinct(files: Mapping[str, Path]) -> None:
+    """Refuse one file for two kinds of output, of which the last would replace the others.
+
+    Raises:
+        ConfigurationError: two options name the same file.
+    """
+    kinds: dict[Path, str] = {}
+    for kind, path in files.items():
+        first = kinds.setdefault(path.resolve(), kind)
+        if first != kind:
+            options = " and ".join(f"--dpbench-{name.replace('_', '-')}" for name in (first, kind))
+            raise ConfigurationError(f"{options} name the same file, {path.name!r}")
+
+
 class Manager:
     """The session's grid, instruments and outcomes, in each process that runs tests.
 
@@ -73,6 +87,7 @@ class Manager:
             for name in FILES
             if (path := getattr(self.options, f"dpbench_{name.replace('-', '_')}")) is not None
         }
+        check_distinct(self.files)
         self.instruments: list[Instrument] = []
         """What the ``ncu`` fixture measures with; none without ``--ncu``."""
         self.directory: Path | None = None
@@ -288,6 +303,7 @@ class Manager:
         """Bring the committed reference up to date, if that was asked for."""
         if self.to_update is None:
             return
+        self.comparing.remember()
         try:
             self.saving.notes.append(update(self, self.to_update, self.outcomes()))
         except ConfigurationError as error:

@@ -13,27 +13,39 @@ import pytest
 
 from dpbench import MODELS, TRAINERS
 from dpbench.gpu import visible_gpus
+from dpbench.instruments import child, torch_profiler
 
-REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
+REPLAYS = {name: Path(__file__).parents[1] / f"replay_{name}.py" for name in ("ncu", "step")}
 
 CONFTEST = """
-import os
-import dpbench.instruments.ncu, dpbench.instruments.timing
+import os, pathlib, sys
+import dpbench.instruments.ncu, dpbench.instruments.timing, dpbench.instruments.torch_profiler
 import dpbench.plugin.manager, dpbench.plugin.workers
 from dpbench.gpu import Gpu, select
 
 def replayed_gpus():
     count = int(os.environ.get("REPLAYED_GPUS", 1))
-    gpus = [Gpu(f"GPU-{i}", "NVIDIA H200", 141 * 10**9, "580.159.03") for i in range(count)]
+    memory = int(os.environ.get("REPLAYED_MEMORY", 141 * 10**9))
+    gpus = [Gpu(f"GPU-{i}", "NVIDIA H200", memory, "580.159.03") for i in range(count)]
     return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 for module in (
     dpbench.instruments.ncu,
     dpbench.instruments.timing,
+    dpbench.instruments.torch_profiler,
     dpbench.plugin.manager,
     dpbench.plugin.workers,
 ):
     module.visible_gpus = replayed_gpus
+
+class Interpreter:
+    executable = str(pathlib.Path(__file__).with_name("step"))
+
+    def __getattr__(self, name):
+        return getattr(sys, name)
+
+for module in (dpbench.instruments.child, dpbench.instruments.torch_profiler):
+    module.sys = Interpreter()
 """
 
 SUITE = """
@@ -104,11 +116,11 @@ def project(
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    ncu = pytester.path / "ncu"
-    ncu.write_text(
-        f"#!{sys.executable}\n{REPLAY.read_text()}".replace("__file__", repr(str(REPLAY)))
-    )
-    ncu.chmod(0o755)
+    for name, replay in REPLAYS.items():
+        program = pytester.path / name
+        text = replay.read_text().replace("__file__", repr(str(replay)))
+        program.write_text(f"#!{sys.executable}\n{text}")
+        program.chmod(0o755)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_suite=SUITE)
     pytester.makefile(
@@ -119,7 +131,7 @@ def project(
     def run(
         *arguments: str, replayed: bool = True, alone: bool = False, fits: bool = False
     ) -> pytest.RunResult:
-        measured = ["--ncu", "--ncu-path", str(ncu), "--dpbench-no-timing"] if replayed else []
+        measured = ["--ncu", "--ncu-path=./ncu", "--dpbench-no-timing"] if replayed else []
         grid = [] if any("--dpbench-grid" in a for a in arguments) else ["--dpbench-grid=cell.toml"]
         # Predicting a case's memory loads torch and counts; one test is about that.
         unchecked = [] if fits else ["--dpbench-try-anyway"]
@@ -152,12 +164,14 @@ WITHOUT = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
 def in_this_process(
     pytester: pytest.Pytester, arguments: list[str], imports: Imports
 ) -> pytest.RunResult:
-    """Run a session and leave this process as it was: its GPUs, registries, signal handler."""
+    """Run a session and leave this process as it was: GPUs, registries, signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("dpbench.") and "visible_gpus" in vars(module):
                 patch.setattr(module, "visible_gpus", visible_gpus)  # CONFTEST sets another
+        for module in (child, torch_profiler):
+            patch.setattr(module, "sys", sys)
         for registry in (TRAINERS, MODELS):
             patch.setattr(registry, "_targets", dict(registry._targets))
             patch.setattr(registry, "_labels", set(registry._labels))

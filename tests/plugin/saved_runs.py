@@ -51,3 +51,20 @@ def less(row: dict[str, Any]) -> None:
     """DP-SGD moved 10 % less."""
     if row["trainer"] == "dpsgd":
         row["value"] /= 1.1
+
+
+def less_and_elsewhere(row: dict[str, Any]) -> None:
+    """DP-SGD moved 10 % less, and it was another GPU."""
+    less(row)
+    row["device"] = "NVIDIA A100"
+
+
+def halved(row: dict[str, Any]) -> None:
+    """Everything moved half of it."""
+    row["value"] /= 2
+
+
+def values(document: dict[str, Any], trainer: str, instrument: str = "ncu") -> list[float]:
+    """What a document says of a trainer, by an instrument."""
+    rows = [row for row in document["rows"] if row["instrument"] == instrument]
+    return [row["value"] for row in rows if row["trainer"] == trainer]

@@ -1,4 +1,4 @@
-"""``--dpbench-compare``, ``--dpbench-compare-fail`` and the marker."""
+"""The marker, and what can't be compared; what the options do is in `test_modes.py`."""
 
 from __future__ import annotations
 
@@ -8,52 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from tests.plugin.conftest import RunSuite
-from tests.plugin.saved_runs import less, recorded_document, save, saved
-
-
-@pytest.mark.parametrize("workers", [["-p", "no:xdist"], ["-n0"], ["-n2"]], ids=str)
-def test_regression_fails_the_tests_that_measured_it_and_marks_the_run(
-    project: RunSuite, pytester: pytest.Pytester, workers: list[str]
-) -> None:
-    save(pytester.path, "good", recorded_document(less))
-    save(pytester.path, "regressed", recorded_document(regressed=True))
-    result = project(
-        *workers,
-        "--dpbench-autosave",
-        "--dpbench-compare",
-        "--dpbench-compare-fail=l2_total_bytes:5%",
-        "--dpbench-compare-fail=l2_ratio@backward:3%",
-        "--dpbench-compare-fail=l2_read_bytes:20%",
-        "--dpbench-compare-fail=step_time_seconds:5%",
-    )
-    result.assert_outcomes(passed=2, failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "*2 regressions against 0001_good*",
-            "* dpbench comparison *",
-            "metric*phase*before*after*change*limit",
-            "l2_total_bytes*step*GB*GB*+10.00%*5%",
-            "l2_ratio*backward*+10.00%*3%",
-            "Change: tiny-fp32, batch 4, sequence 64, ncu on NVIDIA H200",
-            "dpbench: compared with 0001_good",
-            "ERROR: dpbench: *step_time_seconds:5%: nothing that was measured has this*",
-        ]
-    )
-    assert "Traceback" not in result.stdout.str()
-    run = saved(pytester.path, 3)
-    assert (run.status, run.regressed) == ("complete", True)
-    found = run.session["regressions"]
-    assert {(row["trainer"], row["metric"], row["phase"]) for row in found} == {
-        ("dpsgd", "l2_total_bytes", "step"),
-        ("dpsgd", "l2_ratio", "backward"),
-    }
-    assert {outcome.case.trainer for outcome in run.outcomes} == {"standard", "dpsgd"}
+from tests.plugin.saved_runs import less, recorded_document, save
 
 
 def test_marker_replaces_the_thresholds_of_the_command_line(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:
     save(pytester.path, "good", recorded_document(less))
+    save(pytester.path, "regressed", recorded_document(regressed=True))
+    newer = save(pytester.path, "newer", {**recorded_document(), "schema": 2})
     pytester.makepyfile(
         test_suite="""
         import pytest
@@ -84,11 +47,13 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
         """
     )
     thresholds = "--dpbench-compare-fail=l2_total_bytes:±5%"
-    result = project("-n0", "-rA", "--dpbench-compare=1", thresholds)
+    result = project("-n0", "-rA", "--dpbench-compare", thresholds)
     result.assert_outcomes(passed=2, failed=3)
     result.stdout.fnmatch_lines(
         [
             "dpbench: unknown metric 'l2'; choose from dram_bytes*",
+            f"dpbench: skipped: run file {newer} has schema 2*upgrade dpbench",
+            "dpbench: compared with 0001_good",
             "PASSED*test_may_do_anything*",
             "PASSED*test_may_do_a_little*",
             "FAILED*test_needs_a_baseline_that_no_test_asks_for*",

@@ -1,4 +1,4 @@
-"""A worker that dies takes nothing with it that was measured."""
+"""A session that is killed keeps what it measured; for a worker, see `test_workers.py`."""
 
 from __future__ import annotations
 
@@ -8,28 +8,6 @@ import pytest
 
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import saved
-
-
-def test_rows_survive_the_worker_that_measured_them(
-    project: RunSuite, pytester: pytest.Pytester
-) -> None:
-    pytester.makepyfile(
-        test_suite="""
-        import os
-        def test_measures_then_dies(ncu):
-            ncu("standard", batch_size=4, seq_len=64, model_size="tiny")
-            os._exit(1)
-        def test_measures(ncu):
-            ncu("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
-        """
-    )
-    result = project("-n2", "--dpbench-json=run.json", "--dpbench-save=run")
-    result.assert_outcomes(passed=1, failed=1)
-    document = json.loads((pytester.path / "run.json").read_text())
-    assert {row["trainer"] for row in document["rows"]} == {"standard", "dpsgd"}
-    assert result.stdout.str().count("GB per step") == 1
-    run = saved(pytester.path, 1)
-    assert {outcome.case.trainer for outcome in run.outcomes} == {"standard", "dpsgd"}
 
 
 def test_a_killed_session_keeps_what_it_had_measured(

@@ -1,20 +1,16 @@
-"""``--dpbench-profile``: what the PyTorch profiler is told."""
+"""``--dpbench-profile`` with what it cannot work with."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from dpbench.gpu import Gpu
 from dpbench.instruments import ncu, timing, torch_profiler
-from dpbench.instruments.torch_profiler import TorchProfiler
 from dpbench.plugin import manager
-from dpbench.plugin.manager import NAME
-from dpbench.schedule import Schedule
 
 
 @pytest.fixture
@@ -25,22 +21,6 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "visible_gpus", lambda: [Gpu("GPU-0", "H200", None, "580")])
     yield
     signal.signal(signal.SIGTERM, handler)
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_the_options_reach_the_instrument(pytester: pytest.Pytester) -> None:
-    config = pytester.parseconfigure(
-        *("--ncu", f"--ncu-path={sys.executable}", "--dpbench-profile"),
-        "--dpbench-profile-dir=profiles",
-        "--dpbench-profile-schedule=wait=2,active=3",
-        "--dpbench-profile-threshold=5",
-        "--dpbench-timeout=60",
-    )
-    chosen = config.pluginmanager.getplugin(NAME).instruments
-    assert [instrument.name for instrument in chosen] == ["timing", "ncu", "torch_profiler"]
-    folder = Path(pytester.path / "profiles")
-    schedule = Schedule(wait=2, active=3)
-    assert chosen[-1] == TorchProfiler(folder, "cuda", schedule, threshold=5.0, timeout=60.0)
 
 
 @pytest.mark.parametrize(

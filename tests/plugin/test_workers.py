@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dpbench.case import GRIDS, Case
 from dpbench.gpu import Gpu
 from dpbench.plugin import workers
 from dpbench.plugin.workers import case_of, expected_cost, useful_workers, visible_names
-from tests.plugin.conftest import RunSuite
+from tests.plugin.conftest import CONFTEST, RunSuite
+from tests.plugin.saved_runs import saved
 
 SUITE = """
-import os, pathlib, pytest
-from dpbench.gpu import visible_gpus
+import os, pathlib
 
 def test_measures(dpbench_case, ncu):
     ncu(dpbench_case)
-    place = pathlib.Path("workers") / os.environ["PYTEST_XDIST_WORKER"]
-    place.mkdir(parents=True, exist_ok=True)
-    (place / os.environ["CUDA_VISIBLE_DEVICES"]).touch()
-
-def test_again(dpbench_case, ncu):
-    ncu(dpbench_case)
-    if os.environ.get("CRASH") and not pathlib.Path("crashed").exists():
-        pathlib.Path("crashed").touch()
+    if dpbench_case.batch_size == 3:
+        pathlib.Path("crashed").write_text(os.environ["PYTEST_XDIST_WORKER"])
         os._exit(1)
+"""
+
+SAYS_ITS_GPU = """
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    pathlib.Path("workers").mkdir(exist_ok=True)
+    pathlib.Path("workers", worker).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 """
 
 
@@ -33,29 +35,28 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(workers, "visible_gpus", lambda: found)
 
 
-def test_workers_have_a_gpu_each_from_the_callers_own_list(
+def test_auto_workers_have_a_gpu_each_and_one_that_dies_takes_nothing_with_it(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REPLAYED_GPUS", "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    pytester.makepyfile(test_suite=SUITE)
-    result = project("-n2", "-v")
-    result.assert_outcomes(passed=4)
-    used = {place.parent.name: place.name for place in pytester.path.glob("workers/*/*")}
-    assert used == {"gw0": "3", "gw1": "1"}
-    result.stdout.fnmatch_lines(["dpbench: cell, 2 cases, 2 x NVIDIA H200*"])
-
-
-def test_auto_means_two_workers_a_gpu_and_a_replaced_worker_keeps_its_gpu(
-    project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CRASH", "1")
     monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    pytester.makeconftest(CONFTEST + SAYS_ITS_GPU)
     pytester.makepyfile(test_suite=SUITE)
-    result = project("-nauto")
-    result.stdout.fnmatch_lines(["*2 workers*", "*replacing crashed worker*"])
-    assert {place.name for place in pytester.path.glob("workers/*/*")} == {"GPU-0"}
+    sizes = [f"--dpbench-batch-size={size}" for size in (2, 3, 4)]
+    files = ["--dpbench-json=run.json", "--dpbench-save=run"]
+    result = project("-nauto", "--dpbench-trainer=dpsgd", *sizes, *files)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*3 workers*", "*replacing crashed worker*"])
+    assert "dpbench: cell, 3 cases, 2 x NVIDIA H200" in result.stdout.str()
+
+    used = {path.name: path.read_text() for path in (pytester.path / "workers").iterdir()}
+    crashed = (pytester.path / "crashed").read_text()
+    assert used == {"gw0": "3", "gw1": "1", "gw2": "3", "gw3": used[crashed]}
+
+    document = json.loads((pytester.path / "run.json").read_text())
+    assert {row["batch_size"] for row in document["rows"]} == {2, 3, 4}
+    assert {outcome.case.batch_size for outcome in saved(pytester.path, 1).outcomes} == {2, 3, 4}
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 2), (4, 8), (12, 16)])
