@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -54,3 +54,19 @@ def check_writable(directory: Path) -> None:
         raise ConfigurationError(
             f"directory {directory} cannot be written: {error.strerror}"
         ) from error
+
+
+def check_distinct_files(files: Mapping[str, Path | None]) -> None:
+    """Refuse one file for two kinds of output, of which the last would replace the others.
+
+    Args:
+        files: what each option names, if it was given.
+
+    Raises:
+        ConfigurationError: two options name the same file.
+    """
+    options: dict[Path, str] = {}
+    for option, path in files.items():
+        first = options.setdefault(path.resolve(), option) if path else option
+        if path and first != option:
+            raise ConfigurationError(f"{first} and {option} name the same file, {path.name!r}")

@@ -43,7 +43,7 @@ from dpbench.commands.options import (
     chosen_view,
 )
 from dpbench.commands.saved import Saved, add_saved
-from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.errors import ConfigurationError, check_distinct_files, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
@@ -140,7 +140,9 @@ def run(options: argparse.Namespace) -> int:
     instruments = _chosen_instruments(options)
     view = chosen_view(options)
     renderings = {name: getattr(options, name) for name in ("markdown", "csv", "github_benchmark")}
-    for path in filter(None, (options.json, *renderings.values())):
+    files = {"json": options.json, **renderings}
+    check_distinct_files({f"--{name.replace('_', '-')}": path for name, path in files.items()})
+    for path in filter(None, files.values()):
         check_writable_file(path)
     for instrument in instruments:
         instrument.check()

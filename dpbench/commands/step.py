@@ -47,10 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    from dpbench.gpu import visible_gpus
+
     case = chosen_case(options)
     Steps(options.warmup, options.active)  # refuses what makes no sense
     if options.nvtx and options.profile:
         raise ConfigurationError("--nvtx is for Nsight, which excludes --profile: choose one")
+    if options.nvtx and (options.device == "cpu" or not visible_gpus()):
+        raise ConfigurationError("--nvtx is for Nsight, which sees a GPU's work only: drop it")
     try:
         record = _profile(case, options) if options.profile else _measure(case, options)
     except Exception as error:  # whoever started this process learns why from the record

@@ -7,14 +7,14 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dpbench.case import AXES, Case, Grid
-from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.errors import ConfigurationError, check_distinct_files, check_writable_file
 from dpbench.gpu import Gpu, visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
@@ -50,20 +50,6 @@ def asked_grid(options: argparse.Namespace) -> Grid:
     return grid.narrow(**{axis: getattr(options, f"dpbench_{axis}") for axis in AXES})
 
 
-def check_distinct(files: Mapping[str, Path]) -> None:
-    """Refuse one file for two kinds of output, of which the last would replace the others.
-
-    Raises:
-        ConfigurationError: two options name the same file.
-    """
-    kinds: dict[Path, str] = {}
-    for kind, path in files.items():
-        first = kinds.setdefault(path.resolve(), kind)
-        if first != kind:
-            options = " and ".join(f"--dpbench-{name.replace('_', '-')}" for name in (first, kind))
-            raise ConfigurationError(f"{options} name the same file, {path.name!r}")
-
-
 class Manager:
     """The session's grid, instruments and outcomes, in each process that runs tests.
 
@@ -87,7 +73,9 @@ class Manager:
             for name in FILES
             if (path := getattr(self.options, f"dpbench_{name.replace('-', '_')}")) is not None
         }
-        check_distinct(self.files)
+        check_distinct_files(
+            {f"--dpbench-{name}": self.files.get(name.replace("-", "_")) for name in FILES}
+        )
         self.instruments: list[Instrument] = []
         """What the ``ncu`` fixture measures with; none without ``--ncu``."""
         self.directory: Path | None = None

@@ -1,0 +1,174 @@
+"""Options of ``dpbench`` that the other tests of its commands do not give."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench.ceilings import measure_ceilings
+from dpbench.cli import build_parser, main
+from dpbench.doctor import Setup
+from dpbench.gpu import Gpu
+from dpbench.registry import MODELS
+from dpbench.results.ceilings import read_ceilings
+from dpbench.results.storage import Storage
+from tests.plugin.saved_runs import recorded_document, save
+
+REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
+CELL = ["--batch-size=4", "--seq-len=64", "--model-size=tiny"]
+AXES = ["--precision=bf16", "--attention=dp_mha", "--model=mine=outside:Model"]
+CONFIGURATION = "tiny-bf16-dp_mha-mine"
+SLOW = "def main() -> int:\n    import time; time.sleep(60)\n"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another directory, with a replaying ``ncu`` in it; what models are known is restored."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(MODELS, "_targets", dict(MODELS._targets))
+    monkeypatch.setattr(MODELS, "_labels", set(MODELS._labels))
+    Path("outside.py").touch()
+    program("")
+
+
+def program(slow: str) -> None:
+    """The ``ncu`` of this directory; ``slow`` takes the place of its first line of work."""
+    text = REPLAY.read_text().replace("__file__", repr(str(REPLAY)))
+    if slow:
+        text = text.replace("def main() -> int:\n", slow, 1)
+    ncu = Path("ncu")
+    ncu.write_text(f"#!{sys.executable}\n{text}")
+    ncu.chmod(0o755)
+
+
+def replayed_gpu(monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None = None) -> None:
+    """Let there be a GPU; of unknown memory, any case may fit it."""
+    build_parser()  # a module that is first imported now would keep this GPU
+    found = [Gpu("GPU-0", "NVIDIA H200", memory_bytes, "580.159.03")]
+    for module in ("gpu", "instruments.ncu", "instruments.torch_profiler", "commands.attribute"):
+        monkeypatch.setattr(f"dpbench.{module}.visible_gpus", lambda: found)
+
+
+def test_run_counts_the_chosen_case_as_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replayed_gpu(monkeypatch, memory_bytes=10**6)  # nothing fits
+    run = ["run", "--instrument=ncu", "--ncu-path=./ncu", "--trainer=dpsgd", *CELL, *AXES]
+    kernels = ["--kernels-phase=clip", "--ncu-set=detailed", "--ncu-section=SourceCounters"]
+    how = ["--ncu-dir=deep", "--ncu-metrics=gld_throughput", "--ncu-warmup=2", "--ncu-active=4"]
+    saved = ["--storage=kept", "--save=clip"]
+    more = ["--ncu-set-kernels=3", "--try-anyway"]
+    assert main([*run, *how, *kernels, *more, *saved]) == 0
+    name = "report_dpsgd_bs4_seq64.log"
+    ranges, clip, speed = (
+        (Path("deep") / CONFIGURATION / folder / name).read_text().splitlines()[0]
+        for folder in ("", "kernels", "sol")
+    )
+    assert "--precision bf16 --attention dp_mha --model mine=outside:Model" in ranges
+    assert "--warmup 2 --active 4 --nvtx" in ranges
+    assert "--nvtx-include dpbench@0.clip" in clip
+    assert "--set detailed --section SourceCounters --metrics" in speed
+    assert re.search(r"--kernel-name '?regex:(\S+)", speed)[1].count("|") == 2  # type: ignore[index]
+    [path] = Storage(Path("kept")).paths()
+    assert path.name == "0001_clip.json"
+    document = json.loads(path.read_text())
+    assert {row["metric"] for row in document["rows"] if row["instrument"] == "ncu"} == {
+        "dram_read_bytes",
+        "dram_write_bytes",
+        "global_load_bytes",
+    }
+    assert {row["phase"] for row in document["kernels"]} == {"clip"}
+
+    capsys.readouterr()
+    assert main([*run, "--try-anyway", "--storage=kept", "--compare=1"]) == 0
+    assert f"Change: {CONFIGURATION}, batch 4, sequence 64, ncu on" in capsys.readouterr().out
+
+
+def test_attribute_ends_a_case_that_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replayed_gpu(monkeypatch)
+    program(SLOW)
+    case = ["--trainer=dpsgd", *CELL, *AXES]
+    how = ["--ncu-path=./ncu", "--ncu-dir=deep", "--timeout=0.3"]
+    assert main(["attribute", *case, *how]) == 1
+    said = capsys.readouterr().err
+    assert f"deep/{CONFIGURATION}/report_dpsgd_bs4_seq64" in said
+    assert "CaseTimedOut" in said
+    assert "did not finish within 0.3 s" in said
+
+
+def test_compare_finds_numbers_in_the_storage_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        save(tmp_path, name, recorded_document())
+    Path(".dpbench").rename("kept")
+    assert main(["compare", "1", "2"]) == 2
+    assert main(["compare", "1", "2", "--storage=kept"]) == 0
+    assert "0001_one -> 0002_two" in capsys.readouterr().out
+
+
+def test_smoke_trains_on_the_device_that_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["smoke", "--trainer=standard", "--device=cuda"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("[TEST FAILED] StandardTrainer: ")
+    assert "CUDA" in shown
+
+
+def test_step_takes_every_axis_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ["--precision=bf16", "--attention=dp_mha", "--model=simple"]
+    cell = ["--batch-size=2", "--seq-len=8", "--model-size=100x8x1x2", "--device=cpu"]
+    command = ["step", "--trainer=dpsgd", *cell, *axes, "--warmup=0", "--active=1"]
+    assert main(command) == 0
+    case = json.loads(capsys.readouterr().out)["case"]
+    assert (case["precision"], case["attention"], case["model"]) == ("bf16", "dp_mha", "simple")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["step", "--trainer=dpsgd", "--nvtx", "--device=cpu"], "sees a GPU's work only"),
+        (["step", "--trainer=dpsgd", "--nvtx", "--model-size=tiny"], "sees a GPU's work only"),
+        (["step", "--trainer=dpsgd", "--nvtx", "--profile=runs"], "excludes --profile"),
+        (
+            ["run", "--instrument=logical", "--json=run", "--github-benchmark=./run"],
+            "--json and --github-benchmark name the same file, 'run'",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_roofline_takes_every_axis_of_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("cell.toml").write_text("trainer = 'standard'\nbatch_size = 2\nseq_len = 8\n")
+    axes = ["--model-size=100x8x1x2", "--precision=bf16", "--attention=dp_mha", "--model=simple"]
+    assert main(["roofline", "--grid=cell.toml", "--card=h200", *axes]) == 0
+    assert "100x8x1x2 bf16, dp_mha, batch 2, sequence 8" in capsys.readouterr().out
+
+
+def test_ceilings_are_written_for_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure_ceilings("cpu", copy_bytes=2**20, matrix=8, seconds=0.001)
+    replayed_gpu(monkeypatch)
+    monkeypatch.setattr("dpbench.ceilings.measure_ceilings", lambda: found)
+    assert main(["ceilings", "--json=out/ceilings.json"]) == 0
+    assert read_ceilings(Path("out/ceilings.json")) == found
+
+
+def test_doctor_looks_where_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Setup] = []
+    monkeypatch.setattr("dpbench.doctor.examine", lambda setup: asked.append(setup) or iter(()))
+    assert main(["doctor", "--ncu-dir=deep", "--timeout=7", "--ncu-path=./ncu", "--json"]) == 0
+    assert asked == [Setup(Path("deep"), "./ncu", 7.0)]
