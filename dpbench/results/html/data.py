@@ -161,11 +161,11 @@ def with_logical(summary: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame
 def measured_against_logical(summary: pd.DataFrame) -> pd.DataFrame:
     """Measured DRAM bytes of each step (``value``) with the ``logical`` ones of the same case.
 
-    ``quotient`` is logical ÷ measured, NaN where nothing was measured to move.
+    ``over_logical`` is measured ÷ logical, as everywhere else; NaN where nothing was counted.
     """
     logical = with_logical(summary, {"logical": "logical_bytes"})
     found = step_bytes(summary, DRAM).join(logical, on=[*AXES, "phase"]).dropna(subset="logical")
-    return found.assign(quotient=found.logical / found.value.where(found.value != 0))
+    return found.assign(over_logical=found.value / found.logical.where(found.logical != 0))
 
 
 STEP_METRICS = (

@@ -40,7 +40,7 @@ def against_logical(material: Material) -> Chart:
             *CASE,
             Column("measured, GB", "value", GB),
             Column("logical (counted), GB", "logical", GB),
-            Column("logical ÷ measured", "quotient", "{:.3f}".format),
+            Column("measured ÷ logical", "over_logical", "{:.3f}".format),
         ],
     )
     keys = [
@@ -48,7 +48,7 @@ def against_logical(material: Material) -> Chart:
         Key("◇", "counted: logical bytes, without hardware"),
     ]
     notes = [
-        "At the right: logical ÷ measured. Logical bytes are what operators must move if "
+        "At the right: measured ÷ logical. Logical bytes are what operators must move if "
         "nothing stays in a cache between two of them."
     ]
     premise = "filled marks are measured, open marks are counted without hardware"
@@ -95,7 +95,7 @@ def _pairs(title: str, rows: pd.DataFrame, longest: float, look: Mapping[str, St
             x=[longest] * len(rows),
             mode="text",
             textposition="middle right",
-            text=["" if pd.isna(q) else f"   {q:.2f}" for q in rows.quotient],
+            text=["" if pd.isna(q) else f"   {q:.2f}" for q in rows.over_logical],
             cliponaxis=False,
             hoverinfo="skip",
         ),
