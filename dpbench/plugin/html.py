@@ -10,8 +10,13 @@ if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
 
 
-def write_page(path: Path, outcomes: Sequence[Outcome], environment: Mapping[str, Any]) -> None:
-    """Write a session's outcomes as one HTML file.
+def write_page(
+    path: Path,
+    outcomes: Sequence[Outcome],
+    environment: Mapping[str, Any],
+    session: Mapping[str, Any],
+) -> None:
+    """Write a session's outcomes as one HTML file, as ``dpbench report`` of its document would.
 
     Raises:
         OSError: the file cannot be written.
@@ -20,4 +25,4 @@ def write_page(path: Path, outcomes: Sequence[Outcome], environment: Mapping[str
     from dpbench.results.html.source import labelled
     from dpbench.results.outcome import document
 
-    write_html(path, labelled([(path.stem, document(outcomes, environment))]))
+    write_html(path, labelled([(path.stem, document(outcomes, environment, session))]))

@@ -229,9 +229,10 @@ class Manager:
             return
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         stopped = interrupted or bool(session.shouldfail or session.shouldstop)
-        self._write(complete=not stopped and exitstatus != pytest.ExitCode.INTERNAL_ERROR)
+        complete = not stopped and exitstatus != pytest.ExitCode.INTERNAL_ERROR
+        self._write(complete)
         self.saving.end(self.outcomes())
-        self._write_page()
+        self._write_page(complete)
         if not interrupted:
             self._update()
             self.problems += self.comparing.problems()
@@ -271,14 +272,15 @@ class Manager:
         except OSError as error:
             self._problem(f"{error.filename}: {error.strerror}")
 
-    def _write_page(self) -> None:
-        """Draw the session, once: a page takes a second."""
-        if "html" not in self.files:
+    def _write_page(self, complete: bool) -> None:
+        """Draw the session, once: a page takes a second; nothing replaces no earlier page."""
+        if "html" not in self.files or not self.outcomes():
             return
         from dpbench.plugin.html import write_page
 
         try:
-            write_page(self.files["html"], self.outcomes(), self.saving.premise.environment)
+            premise = self.saving.premise.environment, self.saving.session(complete)
+            write_page(self.files["html"], self.outcomes(), *premise)
         except OSError as error:
             self._problem(f"{error.filename}: {error.strerror}")
 
