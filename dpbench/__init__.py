@@ -5,13 +5,8 @@ Everything named here is imported on first use, so that importing dpbench loads 
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
-
-try:
-    __version__ = metadata.version("dpbench")
-except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-    __version__ = "0.0.0"
 
 _HOMES = {
     "dpbench.case": ("Case", "Grid", "GRIDS", "MODEL_SIZES", "ModelSize", "PHASES"),
@@ -37,11 +32,23 @@ __all__ = ["__version__", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOME_OF:
+        value = getattr(import_module(_HOME_OF[name]), name)
+    else:
         raise AttributeError(f"module 'dpbench' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    from importlib import metadata  # most of what importing dpbench would cost
+
+    try:
+        return metadata.version("dpbench")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "0.0.0"
 
 
 def __dir__() -> list[str]:

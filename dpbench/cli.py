@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import TextIO
 
-from dpbench.errors import DpbenchError
+from dpbench.errors import ConfigurationError, DpbenchError
 
 COMMANDS = (
     "doctor",
@@ -32,45 +36,93 @@ the arguments, ``run(options)`` does it and returns the exit code."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
-
 PIPE_CLOSED = 141
 """What a shell says of a program that SIGPIPE ended: whoever read its output has gone."""
+
+ENDED_BY_CTRL_C = 130
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What is wrong with a stream of output, of which an `OSError` does not say the name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 good, 1 a failure, 2 bad input)."""
+    name = ["dpbench"]  # and the command's, as soon as it is known
     try:
         try:
-            return _run(argv)
+            _prepare_streams()
+            return _run(argv, name)
         finally:  # here, where a closed pipe can be caught, and not when the interpreter ends
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except DpbenchError as error:
+        _complain(f"{' '.join(name)}: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain(f"{' '.join(name)}: interrupted")
+        return ENDED_BY_CTRL_C
     except BrokenPipeError:  # dpbench list | head
         for stream in (sys.stdout, sys.stderr):  # with 2>&1 both are the pipe
             try:
                 stream.flush()
-            except BrokenPipeError:  # or the interpreter tries again when it ends, and complains
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            except BrokenPipeError:
+                _discard(stream)
         return PIPE_CLOSED
+    except OSError as error:  # dpbench list >/dev/full
+        if error.filename is not None or error.errno not in UNWRITABLE:
+            raise
+        _discard(sys.stdout)
+        _complain(f"{' '.join(name)}: the output cannot be written: {error.strerror}")
+        return 1
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    if str(Path.cwd()) not in sys.path:  # as with python -m: an outside trainer may lie here
-        sys.path.insert(0, str(Path.cwd()))
+def _prepare_streams() -> None:
+    """Make sure that whatever is printed can be.
+
+    Raises:
+        ConfigurationError: nobody could read it.
+    """
+    if sys.stderr is None:  # dpbench list 2>&-
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stdout is None:
+        raise ConfigurationError("standard output is closed; send it to a file or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal knows every sign of a table
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what a stream still holds go nowhere: the interpreter tries again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _complain(text: str) -> None:
+    """Print a line where errors go, if anything can be printed there."""
+    with suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def _run(argv: Sequence[str] | None, name: list[str]) -> int:
+    """Read the arguments and run their command; its name is added to the other."""
+    directory = _current_directory()
+    if directory not in sys.path:  # as with python -m: an outside trainer may lie here
+        sys.path.insert(0, directory)
     arguments = [hyphenated(text) for text in (sys.argv[1:] if argv is None else argv)]
     options = build_parser().parse_args(arguments)
+    name.append(options.command_name)
     # A batch system's signal must end the measured processes too, as Ctrl-C does.
     handlers = {s: signal.signal(s, signal.default_int_handler) for s in ENDING_SIGNALS}
     try:
         return int(options.command(options))
-    except DpbenchError as error:
-        print(f"dpbench {options.command_name}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"dpbench {options.command_name}: interrupted", file=sys.stderr)
-        return 130
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _current_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError as error:
+        raise ConfigurationError("the current directory no longer exists; go to another") from error
 
 
 def hyphenated(text: str) -> str:

@@ -1,8 +1,11 @@
-"""Output that nobody reads to its end, as with ``| head``."""
+"""Output that nobody reads to its end, as with ``| head``, or that cannot be written at all."""
 
 from __future__ import annotations
 
+import io
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -11,6 +14,8 @@ import pytest
 
 from dpbench.cli import PIPE_CLOSED, main
 from dpbench.results.storage import Storage
+
+GRID1 = Path(__file__).parents[2] / "docs/results/h200-grid1.json"
 
 
 @contextmanager
@@ -48,3 +53,49 @@ def test_run_that_nobody_reads_is_saved_all_the_same(tmp_path: Path) -> None:
         assert main([*run, "--save", "unread"]) == PIPE_CLOSED
     assert "saved .dpbench/cpu-logical/0001_unread.json" in said.read_text()
     assert [run.status for run in Storage(Path(".dpbench")).listing().runs] == ["complete"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_full_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("/dev/full").open("w") as full, redirect_stdout(full):
+        assert main(["show", str(GRID1)]) == 1
+        print("the interpreter's last flush is quiet")
+    said = "dpbench show: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == said
+
+
+def test_closed_output_is_refused_before_anything_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with redirect_stdout(None):
+        assert main(["list"]) == 2
+    assert capsys.readouterr().err.startswith("dpbench: standard output is closed; ")
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["show", "absent.json"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_output_without_unicode_has_escapes() -> None:
+    raw = io.BytesIO()
+    with redirect_stdout(io.TextIOWrapper(raw, "ascii")):
+        assert main(["show", str(GRID1)]) == 0
+        assert b"\\xf7 std" in raw.getvalue()
+
+
+def test_deleted_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert main(["list"]) == 2
+    assert capsys.readouterr().err == (
+        "dpbench: the current directory no longer exists; go to another\n"
+    )
+
+
+def test_interrupt_while_commands_are_imported_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpbench.cli.build_parser", lambda: signal.raise_signal(signal.SIGINT))
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "dpbench: interrupted\n"
