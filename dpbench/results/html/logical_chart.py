@@ -28,9 +28,9 @@ def against_logical(material: Material) -> Chart:
         measured = not data.step_bytes(material.summary, data.DRAM).empty
         why = NEEDS_LOGICAL if measured else "No DRAM bytes were measured in these runs."
         return Chart("logical", title, missing=why)
-    longest = found.groupby("title")[["value", "logical"]].max().max(axis=1) / GIGA
+    longest = max(*found.value, *found.logical) / GIGA  # one scale for all panels
     panels = [
-        _pairs(f"{what}, {cell_label(batch, seq)}", rows, float(longest[what]), material.look)
+        _pairs(f"{what}, {cell_label(batch, seq)}", rows, longest, material.look)
         for what, batch, seq, rows in cells(found)
     ]
     table = DataTable.of(

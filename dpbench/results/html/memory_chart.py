@@ -30,13 +30,13 @@ def memory(material: Material, capacity: Mapping[str, float]) -> Chart:
     premise = basis.premise
     if basis.measured:
         premise = "bytes by hardware counters, peak memory in a second, unprofiled process"
-    largest = found.groupby("title")[["value", "peak"]].max() / GIGA
+    reach = _reach(found, capacity)
     panels = [
         _scatter(
             f"{what}, batch {batch}",
             rows,
             material,
-            (float(largest.value[what]), float(largest.peak[what])),
+            reach,
             capacity.get(str(rows.device.iloc[0])),
         )
         for what, batch, rows in data.by_batch(found)
@@ -47,24 +47,45 @@ def memory(material: Material, capacity: Mapping[str, float]) -> Chart:
         [*CASE, Column(f"{basis.name}, GB", "value", GB), Column("peak memory, GB", "peak", GB)],
     )
     notes = [
-        "Where a panel has several sequence lengths, they stand at the marks, and a line joins "
-        "those of a trainer."
+        "Where a panel has several sequence lengths, they stand at the marks that there is room "
+        "at, and a line joins those of a trainer, the shortest at the left."
     ]
     keys = trainer_keys(material.look, found.trainer)
     return Chart("memory", title, premise, panels, keys, table, notes)
+
+
+def _reach(found: pd.DataFrame, capacity: Mapping[str, float]) -> tuple[float, float]:
+    """Where the axes of all panels end, GB: of bytes, and of peak memory.
+
+    The memory of a GPU is in sight where some case takes a good part of it.
+    """
+    right, top = float(found.value.max()) * 1.1 / GIGA, float(found.peak.max()) * 1.15 / GIGA
+    sizes = [capacity[device] / GIGA for device in set(found.device) if device in capacity]
+    return right or 1.0, max([top or 1.0, *(size * 1.12 for size in sizes if top > 0.4 * size)])
+
+
+def _apart(rows: pd.DataFrame, reach: tuple[float, float]) -> set[Any]:
+    """The rows whose sequence length there is room for beside their marks, by index."""
+    said: dict[Any, tuple[float, float]] = {}
+    for at, value, peak in zip(rows.index, rows.value, rows.peak, strict=True):
+        x, y = value / GIGA / reach[0], peak / GIGA / reach[1]
+        if all(abs(x - other) > 0.09 or abs(y - level) > 0.06 for other, level in said.values()):
+            said[at] = x, y
+    return set(said)
 
 
 def _scatter(
     title: str,
     rows: pd.DataFrame,
     material: Material,
-    largest: tuple[float, float],
+    reach: tuple[float, float],
     capacity: float | None,
 ) -> Panel:
     look = material.look
     lengths = sorted(set(rows.seq_len))
     if len(lengths) == 1:
         title = f"{title} × sequence {lengths[0]}"
+    said = _apart(rows, reach) if len(lengths) > 1 else set()
     traces = [
         go.Scatter(
             x=(group.value / GIGA).tolist(),
@@ -72,7 +93,7 @@ def _scatter(
             mode="lines+markers+text",
             line={"color": look[str(trainer)].colour, "dash": look[str(trainer)].dash, "width": 1},
             marker={"symbol": look[str(trainer)].symbol, "size": 12},
-            text=[str(seq) if len(lengths) > 1 else "" for seq in group.seq_len],
+            text=[str(seq) if at in said else "" for at, seq in group.seq_len.items()],
             textposition="top center",
             textfont={"size": 11},
             cliponaxis=False,
@@ -89,9 +110,8 @@ def _scatter(
         )
         for trainer, group in rows.groupby("trainer", sort=False)
     ]
-    top = largest[1] * 1.15 or 1.0
     layout: dict[str, Any] = {}
-    if capacity and top > 0.4 * capacity / GIGA:
+    if capacity and capacity / GIGA < reach[1]:
         line = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
         level = {"y0": capacity / GIGA, "y1": capacity / GIGA}
         layout["shapes"] = [
@@ -108,12 +128,11 @@ def _scatter(
                 "text": f"memory of the GPU, {GB(capacity)} GB",
             }
         ]
-        top = max(top, capacity / GIGA * 1.12)
     return panel(
         title,
         traces,
         380,
-        xaxis=axis(material.basis.short, range=[0, largest[0] * 1.1 or 1.0]),
-        yaxis=axis(f"peak memory, GB ({material.basis.verb})", range=[0, top]),
+        xaxis=axis(material.basis.short, range=[0, reach[0]]),
+        yaxis=axis(f"peak memory, GB ({material.basis.verb})", range=[0, reach[1]]),
         **layout,
     )

@@ -38,9 +38,9 @@ def phases(material: Material) -> Chart:
     if not names:
         return Chart("phases", title, missing="No bytes by phase were measured or counted.")
     drawn = with_failures(wide, material.failed)
-    longest = drawn.groupby("title")[STEP].max() / GIGA
+    longest = float(drawn[STEP].max()) / GIGA  # one scale for all panels
     panels = [
-        _bars(f"{what}, {cell_label(batch, seq)}", rows, names, float(longest[what]), basis)
+        _bars(f"{what}, {cell_label(batch, seq)}", rows, names, longest, basis)
         for what, batch, seq, rows in cells(drawn)
     ]
     columns = [Column(f"{name}, GB", name, GB) for name in (*names, STEP)]

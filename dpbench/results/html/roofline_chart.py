@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -15,7 +16,6 @@ from dpbench.results.cards import Roofs, find_card
 from dpbench.results.groups import in_order
 from dpbench.results.html import data
 from dpbench.results.html.drawing import (
-    ROW,
     Material,
     axis,
     cells,
@@ -24,7 +24,7 @@ from dpbench.results.html.drawing import (
     trainer_keys,
 )
 from dpbench.results.html.logical_chart import NEEDS_LOGICAL
-from dpbench.results.html.palette import NEUTRAL, PHASE_COLOURS, Style
+from dpbench.results.html.palette import NEUTRAL, Style
 from dpbench.results.html.parts import (
     CASE,
     GB,
@@ -43,6 +43,29 @@ from dpbench.results.tables import SHOWN_SHARE
 
 TERA = 1e12
 TITLE = "Roofline by phase"
+
+LARGEST, SMALLEST = 15.0, 4.5
+"""Diameters of the first trainer's marks and of the last's, px: they lie in one another."""
+
+BAR = 13
+"""Height of a bar among others, px."""
+
+
+class _Mark(NamedTuple):
+    """How a phase is drawn under a roof: plotly's symbol, and the same as text."""
+
+    symbol: str
+    glyph: str
+
+
+_MARKS = {
+    "forward": _Mark("circle", "○"),
+    "backward": _Mark("square", "□"),
+    "clip": _Mark("diamond", "◇"),
+    "noise": _Mark("triangle-up", "△"),
+    "optimizer": _Mark("triangle-down", "▽"),
+    OUTSIDE: _Mark("star", "☆"),
+}
 
 MEASURED_CASE = ["run", *AXES, "device"]
 """What tells one measured case from another: two runs may have measured the same."""
@@ -63,19 +86,22 @@ def roofline(sources: Sequence[Source], material: Material) -> Chart:
         why = " ".join(dict.fromkeys(notes)) or _nothing(material.summary)
         return Chart("roofline", TITLE, missing=why)
     table = _shown(_titled(pd.concat(drawn, ignore_index=True), material.summary))
+    window = _window(table[table.flops > 0], roofs)
+    highest = float(table.share.max()) * 100
     panels = [
         part
         for what, batch, seq, rows in cells(table)
-        for part in _panels(f"{what}, {cell_label(batch, seq)}", rows, roofs, material.look)
+        for part in _panels(
+            f"{what}, {cell_label(batch, seq)}", rows, roofs, material.look, window, highest
+        )
     ]
-    phases = [name for name in (*PHASES, OUTSIDE) if name in set(table.phase)]
-    keys = [
-        *(Key("■", name, PHASE_COLOURS[name]) for name in phases),
-        *(Key(key.glyph, key.text) for key in trainer_keys(material.look, table.trainer)),
-    ]
+    keys = [Key("■", key.text, key.colour) for key in trainer_keys(material.look, table.trainer)]
+    placed = set(table.phase[table.flops > 0])
+    keys += [Key(mark.glyph, name) for name, mark in _MARKS.items() if name in placed]
     used = {str(device): sorted(set(rows.precision)) for device, rows in table.groupby("device")}
     notes += [_roofs_in_words(roofs[name], precisions) for name, precisions in used.items()]
     notes.append(
+        "A mark is a phase of a trainer; rings about one centre are trainers at the same place. "
         "Operations are those of matrix products and attention. Phases without any have no place "
         "on the first kind of panel; they are in the second and in the table."
     )
@@ -139,87 +165,125 @@ def _roofs_in_words(roofs: Roofs, precisions: Sequence[str]) -> str:
     return f"Roofs of {roofs.name}: {GB(roofs.bandwidth)} GB/s, {peaks} ({roofs.premise})."
 
 
+@dataclass(frozen=True)
+class _Window:
+    """What all roofs are seen through: FLOP per byte, left to right; FLOP/s, low to high."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+
+def _window(placed: pd.DataFrame, cards: Mapping[str, Roofs]) -> _Window:
+    """As much as the marks need, and the ridge and the peak of every roof above them."""
+    ridges, peaks = [], []
+    for (device, precision), _ in placed.groupby(["device", "precision"]):
+        ridges.append(cards[str(device)].ridge(str(precision)))
+        peaks.append(cards[str(device)].flops[str(precision)])
+    left = min([*placed.intensity, *ridges], default=1.0) / 1.6
+    right = max([*placed.intensity, *ridges], default=1.0) * 1.6
+    low = min(placed.flops_per_second, default=TERA) / 2.5
+    return _Window(left, right, low, max(peaks, default=TERA) * 1.6)
+
+
 def _panels(
-    title: str, rows: pd.DataFrame, cards: Mapping[str, Roofs], look: Mapping[str, Style]
+    title: str,
+    rows: pd.DataFrame,
+    cards: Mapping[str, Roofs],
+    look: Mapping[str, Style],
+    window: _Window,
+    highest: float,
 ) -> list[Panel]:
     roofs = cards[rows.device.iloc[0]]
     placed = rows[rows.flops > 0]
-    share = _shares(f"{title}: part of the roof that is reached", rows)
-    return [_roof(title, placed, roofs, look), share] if not placed.empty else [share]
+    share = _shares(f"{title}: share of the roof", rows, look, highest)
+    if placed.empty:
+        return [share]
+    return [_roof(title, placed, roofs, look, window), share]
 
 
-def _roof(title: str, rows: pd.DataFrame, roofs: Roofs, look: Mapping[str, Style]) -> Panel:
+def _roof(
+    title: str, rows: pd.DataFrame, roofs: Roofs, look: Mapping[str, Style], window: _Window
+) -> Panel:
     precision = str(rows.precision.iloc[0])
     peak, ridge = roofs.flops[precision], roofs.ridge(precision)
-    left = min(float(rows.intensity.min()), ridge) / 3
-    right = max(float(rows.intensity.max()), ridge) * 6
-    low = min(float(rows.flops_per_second.min()), roofs.bandwidth * left) / 1.5
-    traces: list[Any] = [
-        go.Scatter(
-            x=[left, ridge, right],
-            y=[roofs.bandwidth * left / TERA, peak / TERA, peak / TERA],
-            mode="lines",
-            line={"color": NEUTRAL, "width": 2.5},
-            hoverinfo="skip",
+    roof = go.Scatter(
+        x=[window.left, ridge, window.right],
+        y=[roofs.bandwidth * window.left / TERA, peak / TERA, peak / TERA],
+        mode="lines",
+        line={"color": NEUTRAL, "width": 2.5},
+        hoverinfo="skip",
+    )
+    said = {phase: _of_phase(str(phase), group) for phase, group in rows.groupby("phase")}
+    trainers = [name for name in look if name in set(rows.trainer)]
+    marks = []
+    for place, name in enumerate(trainers):  # the largest first, so that none hides another
+        group = rows[rows.trainer == name]
+        marks.append(
+            go.Scatter(
+                x=group.intensity.tolist(),
+                y=(group.flops_per_second / TERA).tolist(),
+                mode="markers",
+                marker={
+                    "symbol": [f"{_MARKS[phase].symbol}-open" for phase in group.phase],
+                    "size": LARGEST - (LARGEST - SMALLEST) * place / max(len(trainers) - 1, 1),
+                    "color": look[name].colour,
+                    "line": {"width": 1.5},
+                },
+                cliponaxis=False,
+                hoverinfo="text",
+                hovertext=[said[phase] for phase in group.phase],
+            )
         )
-    ]
-    traces += [
-        go.Scatter(
-            x=[row["intensity"]],
-            y=[row["flops_per_second"] / TERA],
-            mode="markers",
-            marker={
-                "symbol": f"{look[row['trainer']].symbol}-open",  # most lie upon each other
-                "size": 12,
-                "color": PHASE_COLOURS[row["phase"]],
-                "line": {"width": 2.5},
-            },
-            cliponaxis=False,
-            hoverinfo="text",
-            hovertext=lines(
-                f"{row['trainer']}, {row['phase']}",
-                f"{row['intensity']:.1f} FLOP/B",
-                f"{row['flops_per_second'] / TERA:.1f} TFLOP/s",
-                f"{row['share']:.0%} of the roof",
-            ),
-        )
-        for row in rows.to_dict("records")
-    ]
     return panel(
         title,
-        traces,
-        320,
+        [roof, *marks],
+        340,
         xaxis=axis(
             "FLOP (counted) per DRAM byte (measured)",
             type="log",
-            range=[math.log10(left), math.log10(right)],
+            range=[math.log10(window.left), math.log10(window.right)],
             dtick=1,
         ),
         yaxis=axis(
             "TFLOP/s",
             type="log",
-            range=[math.log10(low / TERA), math.log10(peak * 1.6 / TERA)],
+            range=[math.log10(window.low / TERA), math.log10(window.high / TERA)],
             dtick=1,
         ),
     )
 
 
-def _shares(title: str, rows: pd.DataFrame) -> Panel:
-    names = [name for name in (*PHASES, OUTSIDE) if name in set(rows.phase)]
+def _of_phase(phase: str, rows: pd.DataFrame) -> str:
+    """What the marks of a phase say, a line a trainer: they may lie upon each other."""
+    return lines(
+        phase,
+        *(
+            f"{row['trainer']}: {row['intensity']:.1f} FLOP/B, "
+            f"{row['flops_per_second'] / TERA:.1f} TFLOP/s, {row['share']:.0%} of the roof"
+            for row in rows.to_dict("records")
+        ),
+    )
+
+
+def _shares(title: str, rows: pd.DataFrame, look: Mapping[str, Style], highest: float) -> Panel:
+    phases = [name for name in (*PHASES, OUTSIDE) if name in set(rows.phase)]
+    trainers = [name for name in look if name in set(rows.trainer)]
     traces = []
-    for name in names:
-        group = rows[rows.phase == name]
+    for name in trainers:
+        group = rows[rows.trainer == name]
         traces.append(
             go.Bar(
-                y=group.trainer.tolist(),
+                y=group.phase.tolist(),
                 x=(group.share * 100).tolist(),
                 orientation="h",
                 name=name,
-                marker={"color": PHASE_COLOURS[name]},
+                marker={"color": look[name].colour},
                 hoverinfo="text",
                 hovertext=[
                     lines(
-                        f"{row['trainer']}, {name}: {row['share']:.0%} of the roof",
+                        f"{name}, {row['phase']}: {row['share']:.0%} of the roof",
                         f"bound by {row['bound_by']}",
                         f"{milliseconds(row['seconds'])} ms, at least "
                         f"{milliseconds(row['least_seconds'])} ms",
@@ -228,16 +292,14 @@ def _shares(title: str, rows: pd.DataFrame) -> Panel:
                 ],
             )
         )
-    trainers = list(dict.fromkeys(rows.trainer))
-    highest = float(rows.share.max()) * 100
     return panel(
         title,
         traces,
-        max(320, 58 + ROW * 2 * len(trainers)),
+        max(340, 58 + BAR * len(phases) * (len(trainers) + 1)),
         barmode="group",
         bargap=0.2,
         xaxis=axis("least possible time ÷ measured time, %", range=[0, max(100.0, highest)]),
-        yaxis=trainer_axis(trainers),
+        yaxis={**trainer_axis(phases), "categoryorder": "array", "categoryarray": phases},
     )
 
 

@@ -76,6 +76,36 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
     assert all(chart.table and chart.table.rows for chart in charts.values())
 
 
+def test_panels_of_a_chart_have_one_scale() -> None:
+    small = cell()
+    for row in small["rows"]:
+        row["value"] /= 10
+    for row in small["rows"] + small["cases"]:
+        row["precision"] = "bf16"
+    charts = charts_of(GRID1, small, COUNTED)
+    for name in ("phases", "memory", "roofline", "logical"):
+        ranges: dict[str, set[tuple[float, float]]] = {}
+        for panel in charts[name].panels:
+            for axis in ("xaxis", "yaxis"):
+                drawn = panel.figure["layout"][axis]
+                if "range" in drawn:
+                    ranges.setdefault(drawn["title"]["text"], set()).add(tuple(drawn["range"]))
+        assert ranges, name
+        assert all(len(found) == 1 for found in ranges.values()), (name, ranges)
+
+
+def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers() -> None:
+    [roof, _] = charts_of(cell(), COUNTED)["roofline"].panels
+    marks = [trace for trace in roof.figure["data"] if trace["mode"] == "markers"]
+    sizes = [trace["marker"]["size"] for trace in marks]
+    assert len(set(sizes)) == 4
+    assert sizes == sorted(sizes, reverse=True)
+    assert {text.partition("<br>")[0] for trace in marks for text in trace["hovertext"]} == {
+        *("forward", "backward", "clip")
+    }
+    assert all(f"<br>{name}: " in marks[0]["hovertext"][0] for name in OURS)
+
+
 def test_two_runs_of_one_cell_are_drawn_apart() -> None:
     charts = charts_of(cell(), cell(), COUNTED)
     once = charts_of(cell(), COUNTED)["roofline"]
