@@ -183,6 +183,7 @@ def test_underscored_spellings_are_accepted() -> None:
         (["run", "--grid", "grid9"], "unknown grid 'grid9'; choose from grid1, grid2"),
         (["run", "--instrument", "ncu", "--ncu-metrics", "dram"], "unknown metric 'dram'"),
         (["run", "--ncu-path", "/nowhere/ncu"], "no program '/nowhere/ncu'"),
+        (["run", "--ncu-path", "/nowhere/ncu", "--kernels-phase", "x"], "unknown phase 'x'"),
         (["run", "--instrument", "timing"], "no CUDA GPU is visible"),
         (["run", "--timeout", "-1", "--ncu-path", sys.executable], "time-out must be positive"),
         (["run", "--instrument", "logical", "--json", "/"], "is a directory; name a file"),

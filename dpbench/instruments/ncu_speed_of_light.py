@@ -73,6 +73,18 @@ def name_filter(names: Iterable[str]) -> str:
     return f"regex:{'|'.join(re.sub(r'[^A-Za-z0-9_]', '.', name[:NAME_LENGTH]) for name in names)}"
 
 
+def check_sections(name: str | None, kernels: int) -> None:
+    """Find out whether this is one of `SETS`, or None, and whether any kernel is asked for.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if name is not None and name not in SETS:
+        raise unknown("set of sections", name, SETS)
+    if kernels < 1:
+        raise ConfigurationError(f"sections need at least one kernel, not {kernels}")
+
+
 @dataclass(frozen=True)
 class SpeedOfLight(Instrument):
     """Re-executes a case under Nsight Compute with many metrics of the kernels that move most.
@@ -104,10 +116,7 @@ class SpeedOfLight(Instrument):
 
     def __post_init__(self) -> None:
         check_phases(self.phases)
-        if self.set is not None and self.set not in SETS:
-            raise unknown("set of sections", self.set, SETS)
-        if self.kernels < 1:
-            raise ConfigurationError(f"needs at least one kernel, not {self.kernels}")
+        check_sections(self.set, self.kernels)
 
     def check(self) -> None:
         """See `Instrument.check`; also that the report directory can be written."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.instruments import choose
 from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu_kernel_report import PROFILING, read_kernels
@@ -168,16 +169,21 @@ def test_speeds_are_those_that_nsight_compute_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "words"),
+    ("said", "words"),
     [
-        (KernelChoice(True, phases=("cake",)), "unknown phase 'cake'; choose from forward"),
-        (KernelChoice(True, set="huge"), "unknown set of sections 'huge'; choose from basic"),
-        (KernelChoice(True, set="full", set_kernels=0), "at least one kernel, not 0"),
+        ({"ncu_kernels_phase": ["cake"]}, "unknown phase 'cake'; choose from forward"),
+        ({"ncu_kernels_phase": ["clip", ""]}, "--ncu-kernels-phase '' names no phase"),
+        ({"ncu_section": [","]}, "--ncu-section ',' names no section; ncu --list-sections"),
+        ({"ncu_set": "huge"}, "unknown set of sections 'huge'; choose from basic"),
+        ({"ncu_set": ""}, "unknown set of sections ''; choose from basic"),
+        ({"ncu_set_kernels": 0}, "at least one kernel, not 0"),
     ],
 )
-def test_bad_values_are_named(choice: KernelChoice, words: str) -> None:
+def test_bad_values_are_named(said: dict[str, Any], words: str) -> None:
+    options = {"ncu_kernels": False, "ncu_kernels_phase": None, "ncu_set": None}
+    options |= {"ncu_section": None, "ncu_set_kernels": 5, **said}
     with pytest.raises(ConfigurationError, match=words):
-        choose(["ncu"], directory=Path("x"), ncu_path=sys.executable, kernels=choice)
+        KernelChoice.of(Namespace(**options), "ncu_")
 
 
 class Bar:
