@@ -29,6 +29,18 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
     )
 
 
+def check_is_file(path: Path) -> None:
+    """Find out whether a file that was named is there.
+
+    Raises:
+        ConfigurationError: it is not, or it is a directory.
+    """
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a directory; name a file")
+    if not path.exists():
+        raise ConfigurationError(f"{path}: no such file")
+
+
 def check_writable_file(path: Path) -> None:
     """Find out before a GPU minute is spent whether a file can be written.
 

@@ -196,9 +196,12 @@ def test_underscored_spellings_are_accepted() -> None:
         (["run", "--instrument", "logical", "--profile-schedule", "foo=1"], "'foo'"),
         (["run", "--instrument", "logical", "--ncu-metrics", "dram"], "unknown metric 'dram'"),
         (["list", "--storage", __file__], "is no directory"),
-        (["show", "absent.json"], "run file absent.json: No such file"),
+        (["show", "absent.json"], "absent.json: no such file"),
+        (["show", "absent"], "absent: no such file"),
+        (["show", "7", "--storage", "absent"], "no run number 0007 in absent; there is none"),
+        (["kernels", "/"], "/ is a directory; name a file"),
         (["show", "absent.json", "r.ncu-rep"], "absent.json is a saved run: show it alone"),
-        (["show", "nothing.ncu-rep"], "expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT"),
+        (["show", "nothing.ncu-rep"], "nothing.ncu-rep: no such file"),
     ],
 )
 def test_bad_input_gets_one_clear_line(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import OUTSIDE, PHASES
-from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.errors import ConfigurationError, check_is_file, check_writable_file
 from dpbench.results.view import TOP, check_top
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     found: list[Table] = []
     launches: list[dict[str, Any]] = []
     for path in options.reports:
+        check_is_file(path)
         if path.resolve().parent.name == SPEED_OF_LIGHT:
             found += _speed_of_light(path)
         else:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Case, Grid
+from dpbench.errors import check_is_file
 from dpbench.instruments.child import Steps
 from dpbench.instruments.torch_profiler import TorchProfiler
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import STORAGE
 from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP, TOP, View
 from dpbench.schedule import Schedule
+
+if TYPE_CHECKING:
+    from dpbench.results.run import Run
 
 
 def add_steps(
@@ -116,6 +121,20 @@ def add_storage(parser: argparse._ActionsContainer) -> None:
         metavar="DIR",
         help="where runs are saved (default %(default)s)",
     )
+
+
+def saved_run(name: str, storage: Path) -> Run:
+    """The run that a number names, as ``dpbench list`` shows it, or a path.
+
+    Raises:
+        ConfigurationError: there is none, or it cannot be read.
+    """
+    from dpbench.results.run import Run
+    from dpbench.results.storage import Storage
+
+    if not name.isdecimal():
+        check_is_file(Path(name))
+    return Run.load(Storage(storage).find(name))
 
 
 def one_of(names: Iterable[str]) -> str:

@@ -1,14 +1,14 @@
 """Draw saved runs as one HTML page that opens offline.
 
-A run is a JSON document of `dpbench run --json`, of `pytest --dpbench-json`, or one that pytest
-saved. The page shows bytes by trainer and phase, ratios over the grid, peak memory, a roofline
-and measured against logical bytes, each with its numbers as a table, then every row. Several
-runs share a page; ratios stay within a run, and a run's name tells cases apart that were
-measured more than once.
+A run is the number of a saved one (dpbench list shows them) or a JSON file: of
+`dpbench run --json`, of `pytest --dpbench-json`, or in the storage. The page shows bytes by
+trainer and phase, ratios over the grid, peak memory, a roofline and measured against logical
+bytes, each with its numbers as a table, then every row. Several runs share a page; ratios stay
+within a run, and a run's name tells cases apart that were measured more than once.
 
 Examples:
   dpbench report run.json -o report.html
-  dpbench report before.json after.json -o report.html
+  dpbench report 1 2 after.json -o report.html
   dpbench report run.json --with-logical -o report.html
 """
 
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpbench.commands.options import add_storage, saved_run
 from dpbench.errors import ConfigurationError, check_writable_file
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
+    parser.add_argument("runs", nargs="+", metavar="NUM|FILE", help="a saved run; several")
     parser.add_argument(
         "-o",
         "--output",
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="count the same cases without hardware, seconds each, for the charts that need it",
     )
+    add_storage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
     check_libraries()
     from dpbench.results.html.page import write_html
     from dpbench.results.html.source import labelled
-    from dpbench.results.run import Run
 
-    sources = labelled((run.name, run.document) for run in map(Run.load, options.runs))
+    runs = [saved_run(name, options.storage) for name in options.runs]
+    sources = labelled((run.name, run.document) for run in runs)
     check_writable_file(options.output)
     if options.with_logical:
         sources += _counted(sources)

@@ -1,10 +1,12 @@
 """Print tables from a saved run or saved reports; needs no GPU.
 
-A run is a JSON document of dpbench run --json, of pytest --dpbench-json, or one in the storage.
+A run is the number of a saved one (dpbench list shows them) or a JSON file: of
+dpbench run --json, of pytest --dpbench-json, or in the storage.
 The reports are Nsight Compute's that dpbench made. The case is read off the path,
 .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep.
 
 Examples:
+  dpbench show 3
   dpbench show run.json
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
@@ -18,18 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import Case
-from dpbench.commands.options import add_view, chosen_view
-from dpbench.errors import ConfigurationError
+from dpbench.commands.options import add_storage, add_view, chosen_view, saved_run
+from dpbench.errors import ConfigurationError, check_is_file
 
 if TYPE_CHECKING:
     from dpbench.results.layout import Table
+    from dpbench.results.run import Run
     from dpbench.results.view import View
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="one run, or reports")
+    parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
     add_view(parser)
+    add_storage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,23 +41,25 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.results.layout import as_text, terminal_width
 
     view = chosen_view(options)
-    runs = [path for path in options.files if path.suffix == ".json"]
+    runs = [name for name in options.files if Path(name).suffix != ".ncu-rep"]
     if runs and len(options.files) > 1:
         raise ConfigurationError(
             f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
         )
-    found = _of_run(runs[0], view) if runs else _of_reports(options.files, view)
+    if runs:
+        found = _of_run(saved_run(runs[0], options.storage), view)
+    else:
+        found = _of_reports(map(Path, options.files), view)
     if not found:
-        raise ConfigurationError(f"{', '.join(map(str, options.files))}: nothing to show")
+        raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
     print(as_text(found, terminal_width()))
     return 0
 
 
-def _of_run(path: Path, view: View) -> list[Table]:
+def _of_run(run: Run, view: View) -> list[Table]:
     from dpbench.results.outcome import summary_tables
-    from dpbench.results.run import Run
 
-    return summary_tables(Run.load(path).outcomes, view)
+    return summary_tables(run.outcomes, view)
 
 
 def _of_reports(files: Iterable[Path], view: View) -> list[Table]:
@@ -63,6 +69,7 @@ def _of_reports(files: Iterable[Path], view: View) -> list[Table]:
 
     paths: dict[Case, Path] = {}
     for path in files:
+        check_is_file(path)
         case = case_of(path)
         if case in paths:
             raise ConfigurationError(

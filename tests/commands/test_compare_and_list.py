@@ -131,3 +131,14 @@ def test_list_shows_runs_and_names_what_it_skips(
     assert f"skipped: run file {damaged.relative_to(Path.cwd())} is damaged" in captured.err
     assert main(["list", "--storage", "absent"]) == 0
     assert capsys.readouterr().out == "no runs in absent\n"
+
+
+@pytest.mark.usefixtures("storage")
+def test_number_names_a_run_to_show_and_to_draw_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["show", "2", "--storage", ".dpbench"]) == 0
+    assert "1b fp32, batch 8, sequence 256, NVIDIA H200: GB per step" in capsys.readouterr().out
+    pytest.importorskip("plotly")
+    assert main(["report", "1", "2"]) == 0
+    assert "<title>dpbench: 0001_before, 0002_after</title>" in Path("report.html").read_text()

@@ -61,7 +61,7 @@ def test_trainer_that_cannot_be_built_is_shown_as_a_failure(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "No such file"), ("{", "is damaged"), ('{"schema": 99}', "schema 99")],
+    [(None, "no such file"), ("{", "is damaged"), ('{"schema": 99}', "schema 99")],
 )
 def test_run_that_cannot_be_read_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, problem: str
