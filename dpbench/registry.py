@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,7 @@ class Registry(Mapping[str, Any]):
                 ) from error
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise
-            raise ConfigurationError(
-                f"{self.kind} {spelling!r}: no module named {error.name!r}; "
-                f"run from its directory or put that on PYTHONPATH"
-            ) from error
+            raise self._no_module(spelling, error.name) from error
         for part in attribute.split("."):
             if not hasattr(found, part):
                 raise ConfigurationError(
@@ -115,6 +112,22 @@ class Registry(Mapping[str, Any]):
                 )
             found = getattr(found, part)
         return found
+
+    def locate(self, spelling: str) -> None:
+        """Find out whether the module of a class is there, without importing it.
+
+        Raises:
+            ConfigurationError: it is not, or there is no such name.
+        """
+        module = self._target(spelling).partition(":")[0]
+        if missing := _missing(module):
+            raise self._no_module(spelling, missing)
+
+    def _no_module(self, spelling: str, module: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.kind} {spelling!r}: no module named {module!r}; "
+            f"run from its directory or put that on PYTHONPATH"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
@@ -146,6 +159,28 @@ class Registry(Mapping[str, Any]):
         path = Path(file).resolve()
         depth = module.count(".") + (path.name == "__init__.py")
         return path.parents[depth]
+
+
+def _missing(module: str) -> str | None:
+    """The first package or module of a dotted name that is not there, or None.
+
+    Packages are looked into without being imported: one may load torch.
+    """
+    places: Sequence[str] | None = None
+    parts = module.split(".")
+    for depth in range(len(parts)):
+        name = ".".join(parts[: depth + 1])
+        if name in sys.modules:
+            places = getattr(sys.modules[name], "__path__", [])
+            continue
+        if depth and not places:  # a module, in which there can be none
+            return name
+        found = (finder.find_spec(name, places) for finder in sys.meta_path)
+        spec = next(filter(None, found), None)
+        if spec is None:
+            return name
+        places = spec.submodule_search_locations
+    return None
 
 
 def _class_name(target: str) -> str:

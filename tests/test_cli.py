@@ -182,6 +182,7 @@ def test_underscored_spellings_are_accepted() -> None:
         (["step", "--trainer", "json:Nothing"], "module 'json' has no 'Nothing'"),
         (["run", "--grid", "grid9"], "unknown grid 'grid9'; choose from grid1, grid2"),
         (["run", "--instrument", "ncu", "--ncu-metrics", "dram"], "unknown metric 'dram'"),
+        (["run", "--trainer", "no.such:Absent"], "no module named 'no'; run from its directory"),
         (["run", "--ncu-path", "/nowhere/ncu"], "no program '/nowhere/ncu'"),
         (["run", "--ncu-path", "/nowhere/ncu", "--kernels-phase", "x"], "unknown phase 'x'"),
         (["run", "--instrument", "timing"], "no CUDA GPU is visible"),

@@ -348,3 +348,26 @@ def test_child_python_path_has_no_empty_entry(
     if inherited is not None:
         monkeypatch.setenv("PYTHONPATH", inherited)
     assert child_python_path(Path("/mine")) == "/mine"
+
+
+# --- whether it is there -----------------------------------------------------------------------
+
+
+def test_module_is_located_without_importing_its_package(
+    registry: Registry, write_module: Callable[..., Path]
+) -> None:
+    write_module("own_package/__init__.py", "raise RuntimeError('imported')")
+    write_module("own_package/trainers.py")
+    registry.locate("own_package.trainers:Mine")
+    registry.locate("collections.abc:Mapping")
+    registry.locate("count")
+    assert "own_package" not in sys.modules
+    missing = {
+        "own_absent:First": "own_absent",
+        "own_package.nowhere.deep:Other": "own_package.nowhere",
+        "own_package.trainers.deep:Third": "own_package.trainers.deep",
+        "json.nowhere:Fourth": "json.nowhere",
+    }
+    for spelling, name in missing.items():
+        words = refusal(lambda spelling=spelling: registry.locate(spelling))
+        assert f"{spelling!r}: no module named {name!r}; run from its directory" in words

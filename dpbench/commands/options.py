@@ -53,9 +53,13 @@ def chosen_grid(options: argparse.Namespace) -> Grid:
     """The grid that the options of `add_cases` describe.
 
     Raises:
-        ConfigurationError: it does not exist, or a value in it does not.
+        ConfigurationError: it does not exist, or a value or the module of a class does not.
     """
-    return Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
+    grid = Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
+    for registry, names in ((TRAINERS, grid.trainer), (MODELS, grid.model)):
+        for name in names:
+            registry.locate(name)
+    return grid
 
 
 def add_view(parser: argparse._ActionsContainer) -> None:
