@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from dpbench.instruments.ncu_kernel_report import PROFILING
 
@@ -32,6 +33,24 @@ class LaunchCounter:
         self._rest = text[-len(PROFILING) :]
 
 
+_terminal: ContextVar[TextIO | None] = ContextVar("terminal", default=None)
+
+
+@contextmanager
+def shown_on(terminal: TextIO | None) -> Iterator[None]:
+    """Let progress bars appear on a terminal, where standard error is caught; None changes nothing.
+
+    They begin a line of their own: the last one may hold what a test runner has printed.
+    """
+    if terminal is not None:
+        terminal.write("\n")
+    token = _terminal.set(terminal)
+    try:
+        yield
+    finally:
+        _terminal.reset(token)
+
+
 @contextmanager
 def launch_progress(description: str, total: int | None) -> Iterator[LaunchCounter]:
     """A progress bar with the time left, on a terminal; without a total only the count.
@@ -48,6 +67,6 @@ def launch_progress(description: str, total: int | None) -> Iterator[LaunchCount
         unit="kernel",
         leave=False,
         disable=None,
-        file=sys.stderr,
+        file=_terminal.get() or sys.stderr,
     ) as bar:
         yield LaunchCounter(bar)

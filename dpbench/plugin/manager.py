@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
 
@@ -20,8 +20,10 @@ from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KernelChoice
+from dpbench.instruments.ncu_progress import shown_on
 from dpbench.plugin import comparing, saving
 from dpbench.plugin.options import FILES
+from dpbench.plugin.terminal import open_terminal
 from dpbench.plugin.updating import reference_to_update, update
 from dpbench.results.view import View
 
@@ -80,6 +82,8 @@ class Manager:
         """What the ``ncu`` fixture measures with; none without ``--ncu``."""
         self.directory: Path | None = None
         self.gpu: Gpu | None = None
+        self.terminal: TextIO | None = None
+        """Where kernels are counted as they are profiled; no xdist worker's, one of many."""
         self.problems: list[str] = []
         if self.is_worker:
             self.directory = Path(config.workerinput["dpbench_directory"])  # type: ignore[attr-defined]
@@ -118,6 +122,8 @@ class Manager:
             return
         for instrument in self.instruments:
             instrument.check()
+        if KernelChoice.of(self.options, "ncu_").wanted:
+            self.terminal = open_terminal()
         # A batch system's signal must end the measured processes too, as Ctrl-C does.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -186,7 +192,8 @@ class Manager:
         fresh: list[Outcome] = []
 
         def measure_now(case: Case) -> Outcome:
-            fresh.append(measure(case, instruments, gpu=gpu))
+            with shown_on(self.terminal):
+                fresh.append(measure(case, instruments, gpu=gpu))
             return fresh[0]
 
         by = "+".join(instrument.name for instrument in instruments)
@@ -335,6 +342,8 @@ class Manager:
 
     def pytest_unconfigure(self) -> None:
         """Leave nothing behind."""
+        if self.terminal is not None:
+            self.terminal.close()
         if self.directory is not None and not self.is_worker:
             shutil.rmtree(self.directory, ignore_errors=True)
 
