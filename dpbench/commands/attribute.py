@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ncu-dir", type=Path, default=reports, help=f"default {reports}")
     profile = TorchProfiler.directory
     parser.add_argument("--profile-dir", type=Path, default=profile, help=f"default {profile}")
-    parser.add_argument("--timeout", type=float, default=Timing.timeout, help="seconds a process")
+    parser.add_argument(
+        "--timeout", type=float, default=Timing.timeout, help="seconds a process (%(default)g)"
+    )
     parser.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the account, in bytes")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Print which kernels move the bytes, from saved reports; needs no GPU.
 
-The reports are those of `dpbench run --kernels` and `pytest --ncu --ncu-kernels`, in the folder
-kernels of each configuration's, or of any program profiled in kernel replay with the same metrics:
+The reports are those of `dpbench run --kernels` and `pytest --ncu --ncu-kernels`, in each
+configuration's folder kernels, or of any program profiled in kernel replay with the same metrics:
 what it launched outside dpbench's phases is "outside". Reports in a folder sol (--ncu-set) hold
 the Speed of Light of a few kernels.
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep")
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep", help="several")
     parser.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
     parser.add_argument("--phase", choices=(*PHASES, OUTSIDE), help="kernels of this phase only")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each launch here")

@@ -41,8 +41,8 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     )
     narrow = parser.add_argument_group("cases", "each replaces one axis of the grid; repeatable")
     narrow.add_argument("--trainer", action="append", help=TRAINER_HELP)
-    narrow.add_argument("--batch-size", action="append", type=int)
-    narrow.add_argument("--seq-len", action="append", type=int)
+    narrow.add_argument("--batch-size", action="append", type=int, help="examples")
+    narrow.add_argument("--seq-len", action="append", type=int, help="tokens")
     narrow.add_argument("--model-size", action="append", help=SIZE_HELP)
     narrow.add_argument("--precision", action="append", help=one_of(PRECISIONS))
     narrow.add_argument("--attention", action="append", help=one_of(ATTENTIONS))
@@ -83,10 +83,14 @@ def add_case(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainer", required=True, help=TRAINER_HELP)
     parser.add_argument("--batch-size", type=int, default=8, help="examples (default 8)")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens (default 256)")
-    parser.add_argument("--model-size", default="1b", help=SIZE_HELP)
-    parser.add_argument("--precision", default="fp32", help=one_of(PRECISIONS))
-    parser.add_argument("--attention", default="sdpa", help=one_of(ATTENTIONS))
-    parser.add_argument("--model", default="simple", help=MODEL_HELP)
+    parser.add_argument("--model-size", default="1b", help=f"{SIZE_HELP} (default %(default)s)")
+    parser.add_argument(
+        "--precision", default="fp32", help=f"{one_of(PRECISIONS)} (default %(default)s)"
+    )
+    parser.add_argument(
+        "--attention", default="sdpa", help=f"{one_of(ATTENTIONS)} (default %(default)s)"
+    )
+    parser.add_argument("--model", default="simple", help=f"{MODEL_HELP} (default %(default)s)")
 
 
 def chosen_case(options: argparse.Namespace) -> Case:
@@ -147,6 +151,6 @@ def one_of(names: Iterable[str]) -> str:
 
 
 TRAINER_HELP = f"{one_of(TRAINERS)}, their class names, or package.module:Class"
-SIZE_HELP = f"{one_of(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS (default 1b)"
+SIZE_HELP = f"{one_of(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS"
 MODEL_HELP = f"{one_of(MODELS)}, or package.module:Class"
-METRICS_HELP = "names of ours, of nvprof, or ncu counters, separated by commas (default all ours)"
+METRICS_HELP = "names of dpbench, of nvprof, or ncu counters, by commas (default dpbench's)"

@@ -1,9 +1,9 @@
 """Say which roof of a card, bandwidth or arithmetic, bounds each phase.
 
 Counts the operations and bytes of each case, without a GPU, and holds them against what a card
-can do. With FILE, a saved run (dpbench run --json), the bytes are the measured
+can do. With a saved run (its number in dpbench list, or a JSON file) the bytes are the measured
 ones, and the time of each phase stands beside the least that the roofs allow; only the
-operations are counted then. The case options choose among the cases of a FILE.
+operations are counted then. The case options choose among the cases of the run.
 
 Without --card, the card is the one that the rows were measured on, or the GPU that is visible.
 With --ceilings, its roofs are those that dpbench ceilings measured.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, Case
-from dpbench.commands.options import add_cases, chosen_grid, one_of
+from dpbench.commands.options import add_cases, add_storage, chosen_grid, one_of, saved_run
 from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.results.cards import CARDS, Roofs, find_card
 from dpbench.results.rows import Measurement, saved_case
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="a saved run (JSON)")
+    parser.add_argument("files", nargs="*", metavar="NUM|FILE", help="a saved run; several")
     roofs = parser.add_mutually_exclusive_group()
     roofs.add_argument("--card", help=f"{one_of(CARDS)}, or its name in nvidia-smi")
     roofs.add_argument(
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     add_cases(parser)
+    add_storage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,10 +85,9 @@ def _saved(options: argparse.Namespace) -> pd.DataFrame:
     """The rows of the files, of the cases that the case options choose."""
     import pandas as pd
 
-    from dpbench.results.run import Run
-
-    frame = pd.concat([Run.load(path).frame for path in options.files], ignore_index=True)
-    names = ", ".join(map(str, options.files))
+    frames = [saved_run(name, options.storage).frame for name in options.files]
+    frame = pd.concat(frames, ignore_index=True)
+    names = ", ".join(options.files)
     same = [*AXES, "instrument", "phase", "metric", "repeat", "device"]
     if frame.duplicated(same).any():
         raise ConfigurationError(f"{names}: the same case is in two of them; name one")

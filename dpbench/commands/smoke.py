@@ -20,7 +20,9 @@ from dpbench.registry import TRAINERS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("--trainer", action="append", help=TRAINER_HELP)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

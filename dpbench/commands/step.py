@@ -32,8 +32,13 @@ from dpbench.schedule import Schedule
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add_steps(parser, "a process's", Timing.steps)
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default auto: the GPU if there is one",
+    )
+    add_steps(parser, "this process's", Timing.steps)
     parser.add_argument(
         "--nvtx",
         action="store_true",

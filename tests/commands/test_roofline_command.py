@@ -96,7 +96,7 @@ def test_nothing_but_cases_that_cannot_be_counted_is_a_failure() -> None:
     [
         (TINY, "no CUDA GPU is visible here, so name a card with --card: a100-40gb"),
         ([*TINY, "--card", "h300"], "unknown card 'h300'; choose from a100-40gb"),
-        (["none.json"], "run file none.json: No such file"),
+        (["none.json"], "none.json: no such file"),
         (["text.json"], "run file text.json is damaged"),
         (["run.json", "--trainer", "dpsgd"], "run.json: no rows of the cases that were asked for"),
         (["run.json", "--trainer", "adam"], "unknown trainer 'adam'"),
