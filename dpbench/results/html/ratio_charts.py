@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -136,13 +137,15 @@ def ratio_along(material: Material, along: str) -> Chart:
             missing=f"No trainer has a ratio at more than one {what} (all else equal).",
         )
     top = max(float(found.ratio.max()) * 1.1, 1.5)
+    drawn = pd.concat([rows for _, _, rows in all_series])
+    across = _across(unit, sorted(set(drawn[along])))
     panels = [
-        _lines(f"{config}, {other} {value}", rows, along, unit, material, top)
+        _lines(f"{config}, {other} {value}", rows, along, across, material, top)
         for config, value, rows in all_series
     ]
     table = DataTable.of(
         f"{basis.name} ÷ those of {BASELINE_TRAINER}, by {what} ({basis.premise})",
-        pd.concat([rows for _, _, rows in all_series]),
+        drawn,
         [*CASE, Column(f"{basis.name} ÷ standard", "ratio", times)],
     )
     keys = [*trainer_keys(material.look, found.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
@@ -152,10 +155,28 @@ def ratio_along(material: Material, along: str) -> Chart:
     return Chart(along, title, basis.premise, panels, keys, table, notes, width=340)
 
 
+def _across(unit: str, points: list[int]) -> dict[str, Any]:
+    """The axis that all panels share: doubling is a step of one length."""
+    margin = 0.06 * math.log10(points[-1] / points[0])
+    return axis(
+        unit,
+        type="log",
+        range=[math.log10(points[0]) - margin, math.log10(points[-1]) + margin],
+        tickvals=points,
+        ticktext=[str(point) for point in points],
+    )
+
+
 def _lines(
-    title: str, rows: pd.DataFrame, along: str, unit: str, material: Material, top: float
+    title: str,
+    rows: pd.DataFrame,
+    along: str,
+    across: dict[str, Any],
+    material: Material,
+    top: float,
 ) -> Panel:
     look, basis = material.look, material.basis
+    what = across["title"]["text"].partition(",")[0]
     traces = [
         go.Scatter(
             x=group[along].tolist(),
@@ -170,7 +191,7 @@ def _lines(
             cliponaxis=False,
             hoverinfo="text",
             hovertext=[
-                lines(trainer, f"{unit.partition(',')[0]} {x}", times(y))
+                lines(trainer, f"{what} {x}", times(y))
                 for x, y in zip(group[along], group.ratio, strict=True)
             ],
         )
@@ -203,12 +224,11 @@ def _lines(
                 "layer": "below",
             }
         )
-    points = sorted(set(rows[along]))
     return panel(
         title,
         traces,
         300,
         shapes=shapes,
-        xaxis=axis(unit, type="log", tickvals=points, ticktext=[str(point) for point in points]),
+        xaxis=across,
         yaxis=axis(f"{basis.name} ÷ standard", range=[0, top]),
     )

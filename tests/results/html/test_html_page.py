@@ -83,7 +83,7 @@ def test_panels_of_a_chart_have_one_scale() -> None:
     for row in small["rows"] + small["cases"]:
         row["precision"] = "bf16"
     charts = charts_of(GRID1, small, COUNTED)
-    for name in ("phases", "memory", "roofline", "logical"):
+    for name in ("phases", "seq_len", "batch_size", "memory", "roofline", "logical"):
         ranges: dict[str, set[tuple[float, float]]] = {}
         for panel in charts[name].panels:
             for axis in ("xaxis", "yaxis"):
