@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from dpbench.case import AXES, OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError
@@ -17,14 +13,10 @@ from dpbench.results.groups import in_order
 from dpbench.results.html import data
 from dpbench.results.html.drawing import (
     Material,
-    axis,
     cells,
-    panel,
-    trainer_axis,
     trainer_keys,
 )
 from dpbench.results.html.logical_chart import NEEDS_LOGICAL
-from dpbench.results.html.palette import NEUTRAL, Style
 from dpbench.results.html.parts import (
     CASE,
     GB,
@@ -32,40 +24,15 @@ from dpbench.results.html.parts import (
     Column,
     DataTable,
     Key,
-    Panel,
-    lines,
     milliseconds,
 )
+from dpbench.results.html.roofline_panels import MARKS, panels, window
 from dpbench.results.html.source import Source, cell_label
 from dpbench.results.roofline import MEASURED_BYTES, intensities, under
 from dpbench.results.rows import STEP
 from dpbench.results.tables import SHOWN_SHARE
 
-TERA = 1e12
 TITLE = "Roofline by phase"
-
-LARGEST, SMALLEST = 15.0, 4.5
-"""Diameters of the first trainer's marks and of the last's, px: they lie in one another."""
-
-BAR = 13
-"""Height of a bar among others, px."""
-
-
-class _Mark(NamedTuple):
-    """How a phase is drawn under a roof: plotly's symbol, and the same as text."""
-
-    symbol: str
-    glyph: str
-
-
-_MARKS = {
-    "forward": _Mark("circle", "○"),
-    "backward": _Mark("square", "□"),
-    "clip": _Mark("diamond", "◇"),
-    "noise": _Mark("triangle-up", "△"),
-    "optimizer": _Mark("triangle-down", "▽"),
-    OUTSIDE: _Mark("star", "☆"),
-}
 
 MEASURED_CASE = ["run", *AXES, "device"]
 """What tells one measured case from another: two runs may have measured the same."""
@@ -86,18 +53,18 @@ def roofline(sources: Sequence[Source], material: Material) -> Chart:
         why = " ".join(dict.fromkeys(notes)) or _nothing(material.summary)
         return Chart("roofline", TITLE, missing=why)
     table = _shown(_titled(pd.concat(drawn, ignore_index=True), material.summary))
-    window = _window(table[table.flops > 0], roofs)
+    seen = window(table[table.flops > 0], roofs)
     highest = float(table.share.max()) * 100
-    panels = [
+    drawings = [
         part
         for what, batch, seq, rows in cells(table)
-        for part in _panels(
-            f"{what}, {cell_label(batch, seq)}", rows, roofs, material.look, window, highest
+        for part in panels(
+            f"{what}, {cell_label(batch, seq)}", rows, roofs, material.look, seen, highest
         )
     ]
     keys = [Key("■", key.text, key.colour) for key in trainer_keys(material.look, table.trainer)]
     placed = set(table.phase[table.flops > 0])
-    keys += [Key(mark.glyph, name) for name, mark in _MARKS.items() if name in placed]
+    keys += [Key(mark.glyph, name) for name, mark in MARKS.items() if name in placed]
     used = {str(device): sorted(set(rows.precision)) for device, rows in table.groupby("device")}
     notes += [_roofs_in_words(roofs[name], precisions) for name, precisions in used.items()]
     notes.append(
@@ -109,7 +76,7 @@ def roofline(sources: Sequence[Source], material: Material) -> Chart:
         "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
         "operations counted without hardware"
     )
-    return Chart("roofline", TITLE, premise, panels, keys, _as_table(table), list(notes))
+    return Chart("roofline", TITLE, premise, drawings, keys, _as_table(table), list(notes))
 
 
 def _nothing(summary: pd.DataFrame) -> str:
@@ -163,144 +130,6 @@ def _shown(table: pd.DataFrame) -> pd.DataFrame:
 def _roofs_in_words(roofs: Roofs, precisions: Sequence[str]) -> str:
     peaks = ", ".join(f"{GB(roofs.flops[p] / 1e3)} TFLOP/s at {p}" for p in precisions)
     return f"Roofs of {roofs.name}: {GB(roofs.bandwidth)} GB/s, {peaks} ({roofs.premise})."
-
-
-@dataclass(frozen=True)
-class _Window:
-    """What all roofs are seen through: FLOP per byte, left to right; FLOP/s, low to high."""
-
-    left: float
-    right: float
-    low: float
-    high: float
-
-
-def _window(placed: pd.DataFrame, cards: Mapping[str, Roofs]) -> _Window:
-    """As much as the marks need, and the ridge and the peak of every roof above them."""
-    ridges, peaks = [], []
-    for (device, precision), _ in placed.groupby(["device", "precision"]):
-        ridges.append(cards[str(device)].ridge(str(precision)))
-        peaks.append(cards[str(device)].flops[str(precision)])
-    left = min([*placed.intensity, *ridges], default=1.0) / 1.6
-    right = max([*placed.intensity, *ridges], default=1.0) * 1.6
-    low = min(placed.flops_per_second, default=TERA) / 2.5
-    return _Window(left, right, low, max(peaks, default=TERA) * 1.6)
-
-
-def _panels(
-    title: str,
-    rows: pd.DataFrame,
-    cards: Mapping[str, Roofs],
-    look: Mapping[str, Style],
-    window: _Window,
-    highest: float,
-) -> list[Panel]:
-    roofs = cards[rows.device.iloc[0]]
-    placed = rows[rows.flops > 0]
-    share = _shares(f"{title}: share of the roof", rows, look, highest)
-    if placed.empty:
-        return [share]
-    return [_roof(title, placed, roofs, look, window), share]
-
-
-def _roof(
-    title: str, rows: pd.DataFrame, roofs: Roofs, look: Mapping[str, Style], window: _Window
-) -> Panel:
-    precision = str(rows.precision.iloc[0])
-    peak, ridge = roofs.flops[precision], roofs.ridge(precision)
-    roof = go.Scatter(
-        x=[window.left, ridge, window.right],
-        y=[roofs.bandwidth * window.left / TERA, peak / TERA, peak / TERA],
-        mode="lines",
-        line={"color": NEUTRAL, "width": 2.5},
-        hoverinfo="skip",
-    )
-    said = {phase: _of_phase(str(phase), group) for phase, group in rows.groupby("phase")}
-    trainers = [name for name in look if name in set(rows.trainer)]
-    marks = []
-    for place, name in enumerate(trainers):  # the largest first, so that none hides another
-        group = rows[rows.trainer == name]
-        marks.append(
-            go.Scatter(
-                x=group.intensity.tolist(),
-                y=(group.flops_per_second / TERA).tolist(),
-                mode="markers",
-                marker={
-                    "symbol": [f"{_MARKS[phase].symbol}-open" for phase in group.phase],
-                    "size": LARGEST - (LARGEST - SMALLEST) * place / max(len(trainers) - 1, 1),
-                    "color": look[name].colour,
-                    "line": {"width": 1.5},
-                },
-                cliponaxis=False,
-                hoverinfo="text",
-                hovertext=[said[phase] for phase in group.phase],
-            )
-        )
-    return panel(
-        title,
-        [roof, *marks],
-        340,
-        xaxis=axis(
-            "FLOP (counted) per DRAM byte (measured)",
-            type="log",
-            range=[math.log10(window.left), math.log10(window.right)],
-            dtick=1,
-        ),
-        yaxis=axis(
-            "TFLOP/s",
-            type="log",
-            range=[math.log10(window.low / TERA), math.log10(window.high / TERA)],
-            dtick=1,
-        ),
-    )
-
-
-def _of_phase(phase: str, rows: pd.DataFrame) -> str:
-    """What the marks of a phase say, a line a trainer: they may lie upon each other."""
-    return lines(
-        phase,
-        *(
-            f"{row['trainer']}: {row['intensity']:.1f} FLOP/B, "
-            f"{row['flops_per_second'] / TERA:.1f} TFLOP/s, {row['share']:.0%} of the roof"
-            for row in rows.to_dict("records")
-        ),
-    )
-
-
-def _shares(title: str, rows: pd.DataFrame, look: Mapping[str, Style], highest: float) -> Panel:
-    phases = [name for name in (*PHASES, OUTSIDE) if name in set(rows.phase)]
-    trainers = [name for name in look if name in set(rows.trainer)]
-    traces = []
-    for name in trainers:
-        group = rows[rows.trainer == name]
-        traces.append(
-            go.Bar(
-                y=group.phase.tolist(),
-                x=(group.share * 100).tolist(),
-                orientation="h",
-                name=name,
-                marker={"color": look[name].colour},
-                hoverinfo="text",
-                hovertext=[
-                    lines(
-                        f"{name}, {row['phase']}: {row['share']:.0%} of the roof",
-                        f"bound by {row['bound_by']}",
-                        f"{milliseconds(row['seconds'])} ms, at least "
-                        f"{milliseconds(row['least_seconds'])} ms",
-                    )
-                    for row in group.to_dict("records")
-                ],
-            )
-        )
-    return panel(
-        title,
-        traces,
-        max(340, 58 + BAR * len(phases) * (len(trainers) + 1)),
-        barmode="group",
-        bargap=0.2,
-        xaxis=axis("least possible time ÷ measured time, %", range=[0, max(100.0, highest)]),
-        yaxis={**trainer_axis(phases), "categoryorder": "array", "categoryarray": phases},
-    )
 
 
 def _as_table(table: pd.DataFrame) -> DataTable:
