@@ -63,6 +63,8 @@ def choose(
     schedule = Schedule.parse(profile_schedule)
     profiler = TorchProfiler(profile_directory, device, schedule, profile_threshold, timeout)
     listed = [name.strip() for text in metrics or BYTE_METRICS for name in text.split(",")]
+    if not any(listed):
+        raise ConfigurationError(f"--ncu-metrics names no metric; try {', '.join(BYTE_METRICS)}")
     resolved = tuple(resolve(filter(None, listed)))
     if "timing" in chosen:
         found.append(Timing(directory, device, timing_steps, timeout))

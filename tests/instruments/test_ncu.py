@@ -83,6 +83,11 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
     ]
 
 
+def test_a_list_of_no_metrics_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="names no metric; try dram_read_bytes"):
+        choose(["ncu"], directory=Path("x"), ncu_path=sys.executable, metrics=[" ,"])
+
+
 @pytest.mark.parametrize(
     ("recorded", "error", "remedy"),
     [
