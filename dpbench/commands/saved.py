@@ -17,10 +17,9 @@ from dpbench.instruments.ncu import Ncu, ncu_version
 from dpbench.results.rows import NO_HARDWARE
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from dpbench.results.layout import Table
     from dpbench.results.outcome import Outcome
+    from dpbench.results.references import References
     from dpbench.results.session import RunFile
     from dpbench.results.threshold import Threshold
 
@@ -40,7 +39,8 @@ def add_saved(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="NUM|FILE",
-        help="compare with a saved run (default the latest that is complete and did not regress)",
+        help="compare with a saved run (default each case with the latest complete run that has "
+        "it and did not regress)",
     )
     group.add_argument(
         "--compare-fail",
@@ -82,13 +82,12 @@ class Saved:
         self.device = (
             (gpu.name if gpu and options.device == "cuda" else "cpu") if hardware else None
         )
-        self.before = self._reference(instruments)
+        self.references = self._references(grid, instruments)
         self.kept: list[Outcome] = self._begin()
 
-    def _reference(self, instruments: Sequence[Instrument]) -> pd.DataFrame | None:
-        from dpbench.results.compare import frame_sources
+    def _references(self, grid: Grid, instruments: Sequence[Instrument]) -> References | None:
+        from dpbench.results.references import References, keys_of
         from dpbench.results.run import Run
-        from dpbench.results.storage import frame_of
 
         if self.options.compare is None and not self.thresholds:
             return None
@@ -96,18 +95,17 @@ class Saved:
         wanted = [(NO_HARDWARE if n == "logical" else str(self.device), n) for n in names]
         if self.options.compare:
             run = Run.load(self.storage.find(self.options.compare))
-            if not set(wanted) & frame_sources(run.frame):
+            if not set(wanted) & set(run.sources):
                 by = f"{', '.join(names)} on {self.device or 'no hardware'}"
                 raise ConfigurationError(f"{run.path} has nothing by {by}")
-            return run.frame
-        references, skipped = self.storage.references(wanted)
-        for line in skipped:
+            return References.to(run)
+        references = self.storage.references(device for device, _ in wanted)
+        found = sorted(path.stem for path in references.chosen(keys_of(grid.cases(), wanted)))
+        for line in references.skipped:
             self._say(line)
-        if not references:
-            self._say(f"nothing to compare with in {self.storage.directory}")
-            return None
-        self._say(f"comparing with {', '.join(sorted({r.name for r in references.values()}))}")
-        return frame_of(references)
+        if found:
+            self._say(f"comparing with {', '.join(found)}")
+        return references
 
     def _begin(self) -> list[Outcome]:
         """Take a number, or an interrupted run's; returns what need not be measured again."""
@@ -173,16 +171,19 @@ class Saved:
         self, outcomes: Sequence[Outcome]
     ) -> tuple[list[Table], list[dict[str, Any]], list[Threshold]]:
         """What changed; what got worse by too much; limits that nothing was judged by."""
-        from dpbench.results.compare import compare, judge, regressions, unapplied
+        from dpbench.results.compare import judge, regressions, unapplied
         from dpbench.results.comparison_table import comparison_tables
         from dpbench.results.frame import to_frame
+        from dpbench.results.references import alone, alone_in_words
 
         after = to_frame(row for outcome in outcomes for row in outcome.rows)
-        if self.before is None or after.empty:
+        if self.references is None or after.empty:
             return [], [], []
-        changes = compare(self.before, after, checked=True)
-        if changes.empty:
-            self._say("no case of this run is in the one that it is compared with")
+        changes = self.references.changes(after)
+        if without := alone(after, changes):
+            self._say(f"WARNING: {alone_in_words(without)}")
+        if changes.empty and not self.references.named:  # the first run of these cases
+            return [], [], []
         verdict = judge(changes, self.thresholds)
         tables = comparison_tables(changes, verdict, "Change: ")
         return tables, regressions(verdict), unapplied(changes, self.thresholds)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dpbench.plugin.manager import Manager
     from dpbench.results.layout import Table
     from dpbench.results.outcome import Outcome
+    from dpbench.results.references import References
     from dpbench.results.threshold import Threshold
 
 KEY = "dpbench_comparing"
@@ -45,10 +46,12 @@ class Comparing:
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
         self.options = manager.options
-        self.references: dict[tuple[str, str], str] = {}
-        """For each (device, instrument), the file of the run to compare with."""
+        self.references: References | None = None
+        """What is compared with; None if nothing is, or the named file is yet to be made."""
         self.notes: list[str] = []
         """What the summary says about comparing."""
+        self.warnings: list[str] = []
+        """What it warns of."""
         self.regressions: list[dict[str, Any]] = []
         """What got worse, as plain rows; complete in the controller alone."""
         self.applied: set[str] = set()
@@ -57,8 +60,7 @@ class Comparing:
         """Whether something was judged by the thresholds of the command line."""
         self._asked: list[tuple[Outcome, Callable[[Case], Outcome]]] = []
         if manager.is_worker:
-            given = manager.config.workerinput[KEY]  # type: ignore[attr-defined]
-            self.references = {(device, name): path for device, name, path in given}
+            self._take_over(manager.config.workerinput[KEY])  # type: ignore[attr-defined]
         elif manager.runs_tests and self.is_asked_for:
             self._begin()
 
@@ -82,19 +84,6 @@ class Comparing:
 
         return [Threshold.parse(text) for text in texts or ()]
 
-    @cached_property
-    def before(self) -> pd.DataFrame:
-        """The long table of the references."""
-        from dpbench.results.run import Run
-        from dpbench.results.storage import frame_of
-
-        runs = {path: Run.load(Path(path)) for path in set(self.references.values())}
-        return frame_of({source: runs[path] for source, path in self.references.items()})
-
-    def remember(self) -> None:
-        """Read the references now, because one is about to be rewritten."""
-        assert self.before is not None
-
     # --- before anything runs, in the controller ---------------------------------------------
 
     def _begin(self) -> None:
@@ -102,12 +91,12 @@ class Comparing:
         text = self.options.dpbench_compare
         if text:
             path = self._named(text)
-            self.references = self._of(path) if path.exists() else {}
+            self.references = self._of(path) if path.exists() else None
         else:
-            self._find_references()
-        names = sorted({Path(path).stem for path in self.references.values()})
-        if names:
-            self.notes.append(f"compared with {', '.join(names)}")
+            from dpbench.results.storage import Storage
+
+            devices = {device for device, _ in self._wanted()}
+            self.references = Storage(storage_directory(self.manager)).references(devices)
 
     def _named(self, text: str) -> Path:
         """The file that the user named; it may be absent only if it is to be made."""
@@ -125,12 +114,13 @@ class Comparing:
             text if text.isdecimal() else str(path)
         )
 
-    def _of(self, path: Path) -> dict[tuple[str, str], str]:
-        """The references that a file holds, if they can be compared with what will be measured.
+    def _of(self, path: Path) -> References:
+        """A file as the reference, if it can be compared with what will be measured.
 
         Raises:
             ConfigurationError: they cannot, and it was not asked for all the same.
         """
+        from dpbench.results.references import References
         from dpbench.results.run import Run
 
         run = Run.load(path)
@@ -151,7 +141,7 @@ class Comparing:
             raise ConfigurationError(
                 f"{path} holds {there}, this session measures {here}: {remedy}"
             )
-        return dict.fromkeys(run.sources, str(path))
+        return References.to(run)
 
     def _wanted(self) -> list[tuple[str, str]]:
         """The (device, instrument) pairs that this session can measure."""
@@ -159,29 +149,32 @@ class Comparing:
         hardware = [(gpu.name, i.name) for i in self.manager.instruments] if gpu else []
         return [*hardware, (NO_HARDWARE, "logical")]
 
-    def _find_references(self) -> None:
-        """The latest good run in the storage for each instrument, if there is one."""
-        from dpbench.results.storage import Storage
+    def for_worker(self) -> dict[str, Any] | None:
+        """What `_take_over` needs, as plain types."""
+        if self.references is None:
+            return None
+        return {
+            "paths": [str(path) for path in self.references.paths],
+            "named": self.references.named,
+        }
 
-        directory = storage_directory(self.manager)
-        found, skipped = Storage(directory).references(self._wanted())
-        self.references = {source: str(run.path) for source, run in found.items()}
-        self.notes += skipped
-        if not found:
-            self.notes.append(
-                f"nothing to compare with: {directory} has no complete run on this device "
-                f"without a regression"
-            )
+    def _take_over(self, given: Mapping[str, Any] | None) -> None:
+        if given is None:
+            return
+        from dpbench.results.references import References
 
-    def for_worker(self) -> list[list[str]]:
-        """What a worker needs, as plain types."""
-        return [[device, name, path] for (device, name), path in self.references.items()]
+        self.references = References(map(Path, given["paths"]), named=given["named"])
+
+    def leave_out(self, path: Path) -> None:
+        """The session writes this run file, so it is none of its references."""
+        if self.references is not None:
+            self.references.own = path
 
     # --- around a test, in the process that runs it ------------------------------------------
 
     def asked(self, outcome: Outcome, measure: Callable[[Case], Outcome]) -> None:
         """The test that is running asked for this case; ``measure`` gives others like it."""
-        if self.references and all(outcome != other for other, _ in self._asked):
+        if self.references is not None and all(outcome != other for other, _ in self._asked):
             self._asked.append((outcome, measure))
 
     @pytest.hookimpl(wrapper=True)
@@ -218,51 +211,50 @@ class Comparing:
 
     def _judge(self, item: pytest.Item, thresholds: list[Threshold]) -> str:
         """Judge what a test asked for; returns the reason to fail it, if there is one."""
-        from dpbench.results.compare import regressions
+        from dpbench.results.compare import judge, regressions
         from dpbench.results.comparison_table import regression_text
 
-        if not (thresholds and self._asked and self.references):
+        if not (thresholds and self._asked) or self.references is None:
             return ""
         found: list[dict[str, Any]] = []
         applied: set[str] = set()
+        judged = self.references.named
         for outcome, measure in self._asked:
-            verdict = self._verdict(outcome, measure, thresholds)
+            changes = self._changes_of(outcome, measure, thresholds)
+            judged = judged or not changes.empty
+            verdict = judge(changes, thresholds)
             applied |= set(verdict.threshold)
             found += regressions(verdict)
         general = thresholds is self.thresholds
         item.stash[SEEN] = {
             "regressions": found,
             "applied": sorted(applied) if general else [],
-            "judged": general,
+            "judged": general and judged,
         }
         if not found:
             return ""
-        names = ", ".join(sorted({Path(path).stem for path in self.references.values()}))
-        item.add_report_section("call", "dpbench comparison", regression_text(found, names))
+        names = ", ".join(sorted({row["reference"] for row in found}))
+        item.add_report_section("call", "dpbench comparison", regression_text(found))
         count = f"{len(found)} regression{'s' if len(found) > 1 else ''}"
         return f"dpbench: {count} against {names}; see the section 'dpbench comparison'"
 
-    def _verdict(
+    def _changes_of(
         self, outcome: Outcome, measure: Callable[[Case], Outcome], thresholds: list[Threshold]
     ) -> pd.DataFrame:
-        """One case judged; a ratio needs its baseline, which is measured if nobody has yet."""
-        from dpbench.results.compare import judge
-
+        """One case compared; a ratio needs its baseline, which is measured if nobody has yet."""
         changes = self._changes([outcome])
         if changes[changes.metric.isin([t.name for t in thresholds if t.ratio])].after.isna().any():
             changes = self._changes([outcome, measure(outcome.case.baseline)])
             changes = changes[changes.trainer == outcome.case.trainer]
-        return judge(changes, thresholds)
+        return changes
 
     def _changes(self, outcomes: Sequence[Outcome]) -> pd.DataFrame:
-        """These outcomes against the references."""
-        from dpbench.results.compare import compare
-        from dpbench.results.frame import CONFIGURATION, to_frame
+        """These outcomes against their references."""
+        from dpbench.results.frame import to_frame
 
+        assert self.references is not None
         after = to_frame(row for outcome in outcomes for row in outcome.rows)
-        cells = after[CONFIGURATION].drop_duplicates()
-        before = self.before.merge(cells, on=CONFIGURATION)
-        return compare(before, after, across=self.options.dpbench_compare_across, checked=True)
+        return self.references.changes(after, across=self.options.dpbench_compare_across)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -295,13 +287,23 @@ class Comparing:
         ]
 
     def tables(self, outcomes: Sequence[Outcome]) -> list[Table]:
-        """The whole session against the references."""
+        """The whole session against the references; also notes which, and what has none."""
+        rows = [row for outcome in outcomes for row in outcome.rows]
+        if self.references is None or not rows:
+            return []
         from dpbench.results.compare import judge
         from dpbench.results.comparison_table import comparison_tables
+        from dpbench.results.frame import to_frame
+        from dpbench.results.references import alone, alone_in_words
 
-        if not (self.references and any(outcome.rows for outcome in outcomes)):
-            return []
         changes = self._changes(outcomes)
+        self.notes += self.references.skipped
+        if names := sorted(changes.reference.unique()):
+            self.notes.append(f"compared with {', '.join(names)}")
+        across = self.options.dpbench_compare_across
+        without = alone(to_frame(rows), changes, across=across)
+        if without and not self.updates:  # what an update adds, it counts itself
+            self.warnings.append(alone_in_words(without))
         return comparison_tables(changes, judge(changes, self.thresholds), "Change: ")
 
 
@@ -316,8 +318,8 @@ def add_options(group: pytest.OptionGroup) -> None:
         nargs="?",
         const="",
         metavar="NUM|FILE",
-        help="compare with a saved run; without a value with the latest complete run of the same "
-        "device and instruments that did not regress",
+        help="compare with a saved run; without a value each case with the latest complete run of "
+        "the same device and instrument that has it and did not regress",
     )
     group.addoption(
         "--dpbench-compare-fail",

@@ -109,6 +109,8 @@ class Manager:
                 check_libraries()
         self.comparing = comparing.Comparing(self)
         self.saving = saving.Saving(self)  # last: takes a number only if all else is well
+        if self.saving.file:
+            self.comparing.leave_out(self.saving.file.path)
         for outcome in self.saving.kept:
             self._keep(outcome)
 
@@ -300,7 +302,6 @@ class Manager:
         """Bring the committed reference up to date, if that was asked for."""
         if self.to_update is None:
             return
-        self.comparing.remember()
         try:
             self.saving.notes.append(update(self, self.to_update, self.outcomes()))
         except ConfigurationError as error:
@@ -322,6 +323,7 @@ class Manager:
             for path in self.files.values():
                 named = os.path.relpath(path, self.config.invocation_params.dir)
                 terminalreporter.write_line(f"dpbench: no case ran, so {named} was not written")
+        changes = self.comparing.tables(outcomes)
         notes = [*self.comparing.notes, *self.saving.notes]
         if not (outcomes or self.problems or notes):
             return
@@ -331,12 +333,14 @@ class Manager:
             from dpbench.results.layout import as_text, terminal_width
             from dpbench.results.outcome import summary_tables
 
-            found = [*summary_tables(outcomes, self.view), *self.comparing.tables(outcomes)]
+            found = [*summary_tables(outcomes, self.view), *changes]
             terminalreporter.write_line(as_text(found, terminal_width()))
             if warning := append_step_summary(found):
                 terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
         for note in notes:
             terminalreporter.write_line(f"dpbench: {note}")
+        for warning in self.comparing.warnings:
+            terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
         for problem in self.problems:
             terminalreporter.write_line(f"ERROR: dpbench: {problem}", red=True)
 

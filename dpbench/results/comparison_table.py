@@ -25,7 +25,8 @@ def comparison_tables(changes: pd.DataFrame, verdict: pd.DataFrame, title: str =
     """The step's main metrics, and whatever a threshold is set for, cell by cell.
 
     Args:
-        changes: of `dpbench.results.compare.compare`.
+        changes: of `dpbench.results.compare.compare`, or of `References.changes`: then each
+            title says which run it was compared with.
         verdict: of `dpbench.results.compare.judge` for the same changes.
         title: what each table's title begins with.
     """
@@ -34,11 +35,18 @@ def comparison_tables(changes: pd.DataFrame, verdict: pd.DataFrame, title: str =
     unjudged = shown[~pd.MultiIndex.from_frame(shown[KEYS]).isin(judged)]
     rows = pd.concat([unjudged, verdict]) if not verdict.empty else unjudged
     found = []
-    for key, group in rows.groupby([*CONFIGURATION, "instrument", "device"]):
-        cell = dict(zip([*CONFIGURATION, "instrument", "device"], key, strict=True))
+    together = [
+        *CONFIGURATION,
+        "instrument",
+        "device",
+        *changes.columns.intersection(["reference"]),
+    ]
+    for key, group in rows.groupby(together):
+        cell = dict(zip(together, key, strict=True))
         case = _case({**cell, "trainer": BASELINE_TRAINER})
         what = f"{case.configuration}, batch {case.batch_size}, sequence {case.seq_len}"
-        name = f"{title}{what}, {cell['instrument']} on {cell['device']}"
+        against = f", against {cell['reference']}" if "reference" in cell else ""
+        name = f"{title}{what}, {cell['instrument']} on {cell['device']}{against}"
         cells = []
         for row in group.sort_values(["trainer", "metric"], kind="stable", key=_rank).to_dict(
             "records"
@@ -73,13 +81,13 @@ def change_cells(row: Mapping[Any, Any]) -> list[str]:
     ]
 
 
-def regression_text(regressions: Iterable[Mapping[str, Any]], reference: str) -> str:
+def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     """What a test's report says about the changes that made it fail, case by case."""
-    by_case: dict[Case, list[list[str]]] = {}
+    found: dict[str, list[list[str]]] = {}
     for row in regressions:
-        by_case.setdefault(_case(row), []).append(change_cells({**row, "regressed": False}))
-    found = [Table(f"{case.id}, against {reference}", HEADERS, c) for case, c in by_case.items()]
-    return "\n\n".join(table.as_text() for table in found)
+        title = f"{_case(row).id}, against {row['reference']}"
+        found.setdefault(title, []).append(change_cells({**row, "regressed": False}))
+    return "\n\n".join(Table(title, HEADERS, cells).as_text() for title, cells in found.items())
 
 
 def amount(value: float, unit: str) -> str:

@@ -9,21 +9,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pandas as pd
 from filelock import FileLock, Timeout
 
 from dpbench.errors import ConfigurationError, check_writable
-from dpbench.results.frame import to_frame
-from dpbench.results.outcome import COMPLETE, INTERRUPTED, write_text
+from dpbench.results.outcome import INTERRUPTED, write_text
+from dpbench.results.references import References
 from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
 
 _FILE = re.compile(r"(\d{4,})_(.+)\.json")
-
-Source = tuple[str, str]
-"""A device and an instrument: numbers of different sources are not compared unasked."""
 
 
 def folder_name(device: str | None) -> str:
@@ -73,11 +69,20 @@ class Storage:
         """The files of runs by number, readable or not.
 
         Raises:
-            ConfigurationError: what should be a directory is something else.
+            ConfigurationError: what should be a directory is something else, or it or a folder in
+                it cannot be read: then nobody knows whether there are runs.
         """
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ConfigurationError(f"storage {self.directory} is no directory")
-        found = [path for path in self.directory.glob("*/*.json") if _FILE.fullmatch(path.name)]
+        found = []
+        try:
+            for folder in _entries(self.directory):
+                with suppress(NotADirectoryError):
+                    found += [path for path in _entries(folder) if _FILE.fullmatch(path.name)]
+        except NotADirectoryError as error:
+            raise ConfigurationError(f"storage {self.directory} is no directory") from error
+        except OSError as error:
+            raise ConfigurationError(
+                f"storage {error.filename} cannot be read: {error.strerror}"
+            ) from error
         return sorted(found, key=lambda path: (number_of(path), path.name))
 
     def listing(self) -> Listing:
@@ -111,29 +116,14 @@ class Storage:
             raise ConfigurationError(f"run number {int(text):04} is both {listed}; name the file")
         return found[0]
 
-    def references(self, wanted: Iterable[Source]) -> tuple[dict[Source, Run], list[str]]:
-        """For each source, the latest complete run with its rows that is not marked regressed.
+    def references(self, devices: Iterable[str]) -> References:
+        """What cases on these devices, and counted ones, are compared with unless a run is named.
 
-        Also returns why files were skipped on the way.
+        Raises:
+            ConfigurationError: the storage cannot be read.
         """
-        missing = set(wanted)
-        folders = {LOGICAL, *(folder_name(device) for device, _ in missing)}
-        found: dict[Source, Run] = {}
-        skipped: list[str] = []
-        for path in reversed(self.paths()):
-            if not missing:
-                break
-            if path.parent.name not in folders:
-                continue
-            try:
-                run = Run.load(path)
-            except ConfigurationError as error:
-                skipped.append(f"skipped: {error}")
-                continue
-            if run.status == COMPLETE and not run.regressed:
-                found |= dict.fromkeys(missing.intersection(run.sources), run)
-                missing -= set(run.sources)
-        return found, skipped
+        folders = {LOGICAL, *map(folder_name, devices)}
+        return References(p for p in reversed(self.paths()) if p.parent.name in folders)
 
     def interrupted(self, device: str | None) -> tuple[Run | None, list[str]]:
         """A device's latest run that did not come to its end and holds something, if any.
@@ -193,17 +183,16 @@ class Storage:
                 Path(lock.lock_file).unlink()
 
 
+def _entries(directory: Path) -> list[Path]:
+    """What is in a directory, whose name an `OSError` says; nothing if there is none."""
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+
+
 def number_of(path: Path) -> int:
     """The number of a run's file."""
     match = _FILE.fullmatch(path.name)
     assert match, f"{path} is no numbered run"
     return int(match[1])
-
-
-def frame_of(references: dict[Source, Run]) -> pd.DataFrame:
-    """The rows of each source, from that source's run, as one long table."""
-    parts = [
-        run.frame[(run.frame.device == device) & (run.frame.instrument == instrument)]
-        for (device, instrument), run in references.items()
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else to_frame([])

@@ -55,7 +55,11 @@ def test_run_is_saved_resumed_and_compared(
     assert Run.load(second).regressed
 
     another_batch = [text.replace("--batch-size=2", "--batch-size=4") for text in RUN]
-    assert main([*another_batch, *TWO[:1], "--compare-fail=logical_bytes:5%"]) == 1
-    said = capsys.readouterr().err
-    assert "no case of this run is in the one that it is compared with" in said
-    assert "ERROR: logical_bytes:5%: not in both runs, so nothing was judged by it" in said
+    assert main([*another_batch, *TWO[:1], "--compare-fail=logical_bytes:5%"]) == 0
+    said = "WARNING: nothing to compare 1 case with: standard-bs4-seq8-tiny-fp32"
+    assert said in capsys.readouterr().err
+    named = [*another_batch, *TWO[:1], "--compare=1", "--compare-fail=logical_bytes:5%"]
+    assert main(named) == 1
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "ERROR: logical_bytes:5%: not in both runs, so nothing was judged by it" in errors

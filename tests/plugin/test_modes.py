@@ -224,7 +224,7 @@ def test_a_session_is_shown_written_and_judged_as_asked(
             "tiny fp32, phase backward, NVIDIA H200: GB per step",
             "standard bs4 seq64 *",
             "dpsgd bs4 seq64 *",
-            "Change: tiny-fp32, batch 4, sequence 64, ncu on NVIDIA A100 -> NVIDIA H200",
+            "Change: tiny-fp32, batch 4, sequence 64, ncu on NVIDIA A100 -> NVIDIA H200,",
             "dpbench: compared with 0001_elsewhere",
             "dpbench: saved .dpbench/NVIDIA-H200/0002_*T*Z.json",
             "ERROR: dpbench: *step_time_seconds:5%: nothing that was measured has this*",
@@ -302,7 +302,8 @@ def test_a_session_goes_on_and_adds_to_a_reference(
     )
     first = project("-p", "no:xdist", "-x", "--dpbench-save=first", "--dpbench-compare")
     first.assert_outcomes(passed=1, failed=1)
-    first.stdout.fnmatch_lines(["dpbench: nothing to compare with: *.dpbench has no complete run*"])
+    said = "WARNING: dpbench: nothing to compare 1 case with: standard-bs4-seq64-tiny-fp32"
+    first.stdout.fnmatch_lines([said])
     assert saved(pytester.path, 1).status == "interrupted"
 
     line = refused(*mode, *RESUMED, "--ncu-active=2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_text
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.storage import Storage, automatic_name, folder_name, frame_of
+from dpbench.results.storage import Storage, automatic_name, folder_name
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
 H200 = "NVIDIA H200"
@@ -24,10 +25,6 @@ H200 = "NVIDIA H200"
 def text(value: float = 5.0, device: str = H200, instrument: str = "ncu", **session: Any) -> str:
     row = Measurement(CASE, instrument, STEP, "dram_read_bytes", value, "B", 0, device, "")
     return json.dumps(document([Outcome(CASE, (row,), 1.0)], {}, {"status": COMPLETE, **session}))
-
-
-def values(storage: Storage, *wanted: tuple[str, str]) -> list[float]:
-    return sorted(frame_of(storage.references(wanted)[0]).value)
 
 
 @pytest.fixture
@@ -74,32 +71,32 @@ def test_folder_is_named_after_the_device() -> None:
     assert folder_name(None) == "cpu-logical"
 
 
-# --- the reference ---------------------------------------------------------------------------
-
-
-def test_reference_is_the_latest_complete_run_that_did_not_regress(storage: Storage) -> None:
-    storage.allocate("old", H200, text(1.0))
-    storage.allocate("good", H200, text(2.0))
-    storage.allocate("regressed", H200, text(3.0, regressed=True))
-    storage.allocate("interrupted", H200, text(4.0, status=INTERRUPTED))
-    storage.allocate("elsewhere", "NVIDIA A100", text(5.0, device="NVIDIA A100"))
-    storage.allocate("timed", H200, text(6.0, instrument="timing"))
-    assert values(storage, (H200, "ncu")) == [2.0]
-    assert values(storage, (H200, "ncu"), (H200, "timing")) == [2.0, 6.0]
-    assert values(storage, ("NVIDIA L4", "ncu")) == []
-
-
 def test_damaged_and_newer_files_are_named_and_passed_over(storage: Storage) -> None:
     storage.allocate("good", H200, text(2.0))
     cut = storage.allocate("cut", H200, text(3.0)[:-9])
     newer = storage.allocate("newer", H200, text(4.0).replace('"schema": 1', '"schema": 2'))
-    found, skipped = storage.references([(H200, "ncu")])
-    assert list(frame_of(found).value) == [2.0]
     listing = storage.listing()
     assert [run.name for run in listing.runs] == ["0001_good"]
-    for lines in (sorted(skipped), sorted(listing.skipped)):
-        assert [str(path) in line for path, line in zip([cut, newer], lines, strict=True)]
-        assert "upgrade dpbench" in lines[1]
+    assert [str(path) in line for path, line in zip([cut, newer], listing.skipped, strict=True)]
+    assert "upgrade dpbench" in listing.skipped[1]
+
+
+@pytest.mark.parametrize("place", ["", "NVIDIA-H200"])
+def test_storage_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    storage: Storage, place: str
+) -> None:
+    storage.allocate("good", H200, text())
+    forbidden = storage.directory / place
+    forbidden.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may read everything
+    try:
+        with pytest.raises(ConfigurationError, match=r"storage .* cannot be read: Permission"):
+            storage.listing()
+    finally:
+        os.seteuid(user)
+        forbidden.chmod(0o700)
 
 
 # --- finding ---------------------------------------------------------------------------------
