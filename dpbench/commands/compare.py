@@ -97,11 +97,13 @@ def _newly_failed(before: Run, after: Run) -> list[str]:
 
 def _notes(before: Run, after: Run) -> Iterator[str]:
     """What else is different, so that a reader can judge what a change comes from."""
+    from dpbench.results.references import listed
     from dpbench.results.session import differences
 
     old, new = ({o.case.id for o in run.outcomes if o.rows} for run in (before, after))
     for run, missing in ((before, new - old), (after, old - new)):
         if missing:
             yield f"Not in {run.name}: {', '.join(sorted(missing))}."
-    if found := list(differences(before, after)):
-        yield f"Different: {'; '.join(found)}."
+    for cases, found in differences(before, after):
+        about = f" for {listed(cases)}" if cases else ""
+        yield f"Different{about}: {'; '.join(found)}."

@@ -243,7 +243,7 @@ class Manager:
         self.saving.end(self.outcomes())
         self._write_page(complete)
         if not interrupted:
-            self._update()
+            self._update(complete)
             self.problems += self.comparing.problems()
         if self.instruments and not interrupted and not self._measured_under_ncu():
             self.problems.append(
@@ -298,12 +298,14 @@ class Manager:
         if text not in self.problems:
             self.problems.append(text)
 
-    def _update(self) -> None:
+    def _update(self, complete: bool) -> None:
         """Bring the committed reference up to date, if that was asked for."""
         if self.to_update is None:
             return
         try:
-            self.saving.notes.append(update(self, self.to_update, self.outcomes()))
+            self.saving.notes.append(
+                update(self, self.to_update, self.outcomes(), complete=complete)
+            )
         except ConfigurationError as error:
             self._problem(str(error))
         except OSError as error:

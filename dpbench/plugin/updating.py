@@ -32,15 +32,20 @@ def reference_to_update(manager: Manager) -> Path | None:
     return path
 
 
-def update(manager: Manager, path: Path, measured: Sequence[Outcome]) -> str:
+def update(
+    manager: Manager, path: Path, measured: Sequence[Outcome], *, complete: bool = True
+) -> str:
     """Put what the session measured into a reference; says what changed.
+
+    A reference stays the run that it was: which of its cases were written later, when and with
+    what is listed beside its own environment and session. A new one is this session's run.
 
     Raises:
         ConfigurationError: the reference was made on another device, or is damaged.
         OSError: it cannot be written; it is as it was.
     """
     from dpbench.results.outcome import write_json
-    from dpbench.results.reference import check_same_device, updated
+    from dpbench.results.reference import check_same_device, history, updated
     from dpbench.results.run import Run
 
     old = Run.load(path) if path.exists() else None
@@ -48,6 +53,11 @@ def update(manager: Manager, path: Path, measured: Sequence[Outcome]) -> str:
         check_same_device(old, measured)
     new_only = manager.options.dpbench_update_new_only
     result = updated(old.outcomes if old else (), measured, new_only=new_only)
-    if result.added or result.rewritten:
-        write_json(path, result.outcomes, manager.saving.premise.environment)
+    premise = manager.saving.premise
+    if old is not None and result.written:
+        updates = history(old.updates, result.written, premise)
+        write_json(path, result.outcomes, old.environment, old.session, updates)
+    elif result.written:
+        session = manager.saving.session(complete)
+        write_json(path, result.outcomes, premise.environment, session)
     return f"{path.name}: {result.rewritten} cases rewritten, {result.added} added"

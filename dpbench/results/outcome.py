@@ -131,10 +131,12 @@ def document(
     outcomes: Sequence[Outcome],
     environment: Mapping[str, Any],
     session: Mapping[str, Any] | None = None,
+    updates: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """A run as plain JSON types, every measurement under ``rows``.
 
-    ``session`` says how it came about; see `dpbench.results.run.Run.session`.
+    ``session`` says how it came about, ``updates`` what was written into it later; see
+    `dpbench.results.run.Run`.
     """
     rows = [row for outcome in outcomes for row in outcome.rows]
     cases = []
@@ -147,6 +149,7 @@ def document(
         "schema": SCHEMA,
         "environment": dict(environment),
         "session": dict(session or {}),
+        **({"updates": list(updates)} if updates else {}),
         "summary": trainer_summary(outcomes),
         "cases": cases,
         "rows": as_rows(rows),
@@ -223,9 +226,11 @@ def write_json(
     outcomes: Sequence[Outcome],
     environment: Mapping[str, Any],
     session: Mapping[str, Any] | None = None,
+    updates: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write a run's document."""
-    write_text(path, json.dumps(document(outcomes, environment, session), indent=1) + "\n")
+    made = document(outcomes, environment, session, updates)
+    write_text(path, json.dumps(made, indent=1) + "\n")
 
 
 def write_markdown(path: Path, outcomes: Sequence[Outcome], view: View | None = None) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dpbench.errors import ConfigurationError
 from dpbench.results.outcome import PARTS, Outcome, belongs
 from dpbench.results.run import Run
+from dpbench.results.session import Premise
 
 
 @dataclass(frozen=True)
 class Update:
-    """A reference's outcomes after an update, and how many of them are new or rewritten."""
+    """A reference's outcomes after an update, and how many of them are new or rewritten.
+
+    ``written`` are the ids of these, each with the instruments whose rows are new.
+    """
 
     outcomes: list[Outcome]
     added: int
     rewritten: int
+    written: dict[str, list[str]] = field(default_factory=dict)
 
 
 def check_same_device(reference: Run, outcomes: Sequence[Outcome]) -> None:
@@ -49,6 +54,7 @@ def updated(
     """
     result = list(old)
     added = rewritten = 0
+    written: dict[str, list[str]] = {}
     for outcome in measured:
         if outcome.error:
             continue
@@ -64,11 +70,37 @@ def updated(
             rewritten += 1
         else:
             added += 1
+        written[outcome.case.id] = sorted({*written.get(outcome.case.id, ()), *names})
         place = same[0] if same else len(result)
         kept = [_without(result[i], names) for i in same]
         result = [entry for i, entry in enumerate(result) if i not in same]
         result[place:place] = [entry for entry in kept if entry.rows] + [outcome]
-    return Update(result, added, rewritten)
+    return Update(result, added, rewritten, written)
+
+
+def history(
+    earlier: Sequence[Mapping[str, Any]], written: Mapping[str, list[str]], premise: Premise
+) -> list[dict[str, Any]]:
+    """The ``updates`` of a reference after one more, oldest first.
+
+    Each says under what premise which cases were written, by id with the instruments; what was
+    written again since is not in it any more.
+    """
+    kept = []
+    for entry in earlier:
+        left = {
+            case: [name for name in names if name not in written.get(case, ())]
+            for case, names in entry["cases"].items()
+        }
+        if cases := {case: names for case, names in left.items() if names}:
+            kept.append({**entry, "cases": cases})
+    now = {
+        "started": premise.started,
+        "cases": dict(written),
+        "environment": dict(premise.environment),
+        "settings": dict(premise.settings),
+    }
+    return [*kept, now]
 
 
 def _without(outcome: Outcome, instruments: set[str]) -> Outcome:

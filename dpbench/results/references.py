@@ -130,6 +130,11 @@ def alone(after: pd.DataFrame, changes: pd.DataFrame, *, across: bool = False) -
 
 def alone_in_words(cases: Sequence[str]) -> str:
     """One line that counts and names cases which found nothing to compare with."""
-    more = f" and {len(cases) - SHOWN} more" if len(cases) > SHOWN else ""
     count = f"{len(cases)} case{'s' if len(cases) > 1 else ''}"
-    return f"nothing to compare {count} with: {', '.join(cases[:SHOWN])}{more}"
+    return f"nothing to compare {count} with: {listed(cases)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for one line, which says how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"

@@ -80,6 +80,16 @@ class Run:
         return found
 
     @property
+    def updates(self) -> Sequence[Mapping[str, Any]]:
+        """What was written into it after its session, oldest first.
+
+        Each entry has its own ``environment``, ``settings`` and ``started``; ``cases`` are ids
+        with the instruments whose rows it wrote. The run's environment is not that of these.
+        """
+        found: Sequence[Mapping[str, Any]] = self.document.get("updates", ())
+        return found
+
+    @property
     def status(self) -> str:
         """``complete``, or ``interrupted``: then it holds what was finished until then."""
         return str(self.session.get("status", COMPLETE))

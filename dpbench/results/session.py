@@ -75,14 +75,40 @@ class Premise:
         return _differences(_premises(environment, session), _premises(self.environment, here))
 
 
-def differences(before: Run, after: Run) -> Iterator[str]:
+def differences(before: Run, after: Run) -> Iterator[tuple[list[str], list[str]]]:
     """What is not the same for two runs, one phrase each: versions, GPU, code, grid, settings.
 
+    Cases that were written into a run later have a premise of their own. So there are several
+    pairs of ids and phrases where a run was updated; the ids are empty if all cases are meant.
     What one of the two does not say is no difference.
     """
-    old, new = (_premises(run.environment, run.session) for run in (before, after))
-    said = [name for name in old if old[name] is not None and new.get(name) is not None]
-    return _differences({name: old[name] for name in said}, {name: new[name] for name in said})
+    shared = {i for _, i in before.sources} & {i for _, i in after.sources}
+    for old, old_keys in _parts(before, shared):
+        for new, new_keys in _parts(after, shared):
+            said = [name for name in old if old[name] is not None and new.get(name) is not None]
+            was, now = ({name: part[name] for name in said} for part in (old, new))
+            together = {case for case, _ in old_keys & new_keys}
+            if together and (found := list(_differences(was, now))):
+                updated = before.updates or after.updates
+                yield sorted(together) if updated else [], found
+
+
+def _parts(run: Run, shared: set[str]) -> Iterator[tuple[dict[str, Any], set[tuple[str, str]]]]:
+    """Each premise of a run, and the case ids with the instruments that rest on it.
+
+    Instruments that the other run lacks stand for each other, under no name.
+    """
+    left = {(row.case.id, row.instrument) for outcome in run.outcomes for row in outcome.rows}
+
+    def named(keys: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        return {(case, name if name in shared else "") for case, name in keys}
+
+    for entry in run.updates:
+        keys = {(case, name) for case, names in entry["cases"].items() for name in names} & left
+        left -= keys
+        settings = {"settings": entry.get("settings", {})}
+        yield _premises(entry["environment"], settings), named(keys)
+    yield _premises(run.environment, run.session), named(left)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

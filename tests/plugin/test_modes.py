@@ -154,7 +154,7 @@ def test_a_reference_is_rewritten_with_what_was_counted_timed_and_profiled(
     project: RunSuite, pytester: pytest.Pytester, mode: list[str]
 ) -> None:
     path = pytester.path / "reference.json"
-    old = recorded_document(halved)
+    old = recorded_document(halved, started="2026-01-02") | {"environment": {"python": "3.0"}}
     path.write_text(json.dumps(old))
     measured = ["--ncu", "--ncu-path=./ncu", "--dpbench-trainer=standard"]
     result = project(*mode, *measured, *TIMED, replayed=False)
@@ -165,6 +165,11 @@ def test_a_reference_is_rewritten_with_what_was_counted_timed_and_profiled(
     new = json.loads(path.read_text())
     assert values(new, "dpsgd") == values(old, "dpsgd")
     assert values(new, "standard", "ncu") == values(recorded_document(), "standard")
+    assert (new["environment"], new["session"]) == (old["environment"], old["session"])
+    [update] = new["updates"]
+    by = ["ncu", "ncu_kernels", "timing", "torch_profiler"]
+    assert update["cases"] == {"standard-bs4-seq64-tiny-fp32": by}
+    assert update["environment"]["gpu"]["driver"] == "580.159.03"
     rows = [row for row in new["rows"] if row["trainer"] == "standard"]
     assert phases(rows, "kernel_launches") == {"step", "forward", "backward", "optimizer"}
     timed = [r for r in rows if (r["phase"], r["metric"]) == ("step", "step_time_seconds")]

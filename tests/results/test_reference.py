@@ -54,6 +54,7 @@ def test_new_only_leaves_what_is_there() -> None:
     measured = [outcome(STANDARD, 5, "timing", "ncu"), outcome(DPSGD, 5, "ncu", "logical")]
     update = updated(OLD, measured, new_only=True)
     assert update.outcomes == [*OLD, outcome(DPSGD, 5, "logical")]
+    assert update.written == {DPSGD.id: ["logical"]}
     assert (update.rewritten, update.added) == (0, 1)
 
 

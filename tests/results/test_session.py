@@ -12,7 +12,8 @@ import pytest
 from dpbench.case import GRIDS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.ncu import Ncu
-from dpbench.results.outcome import INTERRUPTED, Outcome
+from dpbench.results.outcome import INTERRUPTED, Outcome, write_json
+from dpbench.results.reference import history
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.session import Premise, RunFile, differences
@@ -107,6 +108,30 @@ def test_another_card_of_the_same_model_is_the_same_premise(storage: Storage) ->
 def test_what_a_document_does_not_say_is_no_difference() -> None:
     committed = Run.load(Path(__file__).parents[2] / "docs/results/h200-grid1.json")
     assert list(differences(committed, committed)) == []
+
+
+def test_updated_cases_are_compared_under_the_premise_of_their_update(tmp_path: Path) -> None:
+    cases = [Case(trainer, 8, 256) for trainer in ("standard", "dpsgd", "dpsgd_fgc")]
+    outcomes = [
+        replace(DONE, case=case, rows=tuple(replace(row, case=case) for row in DONE.rows))
+        for case in cases
+    ]
+    newer = premise(versions={"torch": "2.12.0", "ncu": "2025.3.1"})
+    updates = history([], {cases[0].id: ["ncu", "timing"], cases[1].id: ["ncu"]}, newer)
+    updates = history(updates, {cases[0].id: ["ncu"]}, premise(python="3.13.0"))
+    assert [entry["cases"] for entry in updates] == [
+        {cases[0].id: ["timing"], cases[1].id: ["ncu"]},
+        {cases[0].id: ["ncu"]},
+    ]
+    session = premise().session("complete")
+    for name, found in (("plain", ()), ("updated", updates)):
+        write_json(tmp_path / f"{name}.json", outcomes, ENVIRONMENT, session, found)
+    plain, updated = (Run.load(tmp_path / f"{name}.json") for name in ("plain", "updated"))
+    assert updated.environment == ENVIRONMENT
+    assert list(differences(plain, updated)) == [
+        ([cases[1].id], ["torch 2.11.0 -> 2.12.0"]),
+        ([cases[0].id], ["Python 3.12.3 -> 3.13.0"]),
+    ]
 
 
 def test_full_disk_leaves_what_the_file_held(storage: Storage) -> None:
