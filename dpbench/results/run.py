@@ -9,22 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from pandas.api.types import infer_dtype
 
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, belongs
+from dpbench.results.checks import check_document, checked_frame
+from dpbench.results.outcome import COMPLETE, PARTS, Outcome, belongs
 from dpbench.results.rows import COLUMNS, SCHEMA, Measurement, saved_case
-
-_KINDS = {
-    "batch_size": ("integer",),
-    "seq_len": ("integer",),
-    "repeat": ("integer",),
-    "value": ("integer", "floating", "mixed-integer-float"),
-}
-"""What a column of the long table holds, in `infer_dtype`'s words, where it is not text."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +45,9 @@ class Run:
         path = Path(path)
         document = _read(path)
         try:
-            _check_parts(document)
-            frame = _frame(document["rows"])
-            measured = frame[list(AXES)].drop_duplicates().to_dict("records")
-            for case in [*measured, *_cases(document)]:
-                saved_case({axis: case[axis] for axis in AXES})
-            for part, kind in PARTS.items():
-                for row in document.get(part, ()):
-                    kind.from_row(row)
-        except (ConfigurationError, KeyError, TypeError) as error:
+            check_document(document)
+            frame = checked_frame(document["rows"])
+        except (ConfigurationError, KeyError, TypeError, OverflowError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else error
             raise ConfigurationError(f"run file {path} is damaged: {what}") from error
         return cls(path, path.stem, document, frame)
@@ -167,21 +152,6 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _check_parts(document: Mapping[str, Any]) -> None:
-    """The parts of a document have the types that everything else relies on."""
-    lists = ("rows", "cases", *PARTS)
-    parts = {**dict.fromkeys(lists, list), "environment": dict, "session": dict}
-    for name, kind in parts.items():
-        if not isinstance(document.get(name, kind()), kind):
-            raise ConfigurationError(f"{name!r} is not a {kind.__name__}")
-    for name in lists:
-        if not all(isinstance(entry, dict) for entry in document.get(name, ())):
-            raise ConfigurationError(f"{name!r} holds something that is no object")
-    status = document.get("session", {}).get("status", COMPLETE)
-    if status not in STATUSES:
-        raise ConfigurationError(f"status {status!r} is none of {', '.join(STATUSES)}")
-
-
 def _parts_of(
     case: Case, instruments: Sequence[str], document: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
@@ -204,22 +174,3 @@ def _parts_of(
 def _cases(document: Mapping[str, Any]) -> list[dict[Any, Any]]:
     found: list[dict[Any, Any]] = document.get("cases", [])
     return found
-
-
-def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The long table of saved rows, column by column: 10 000 rows in a blink.
-
-    Raises:
-        ConfigurationError: a column is missing somewhere, or holds what it must not.
-    """
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    if frame.empty:
-        return frame
-    for column in COLUMNS:
-        expected = _KINDS.get(column, ("string",))
-        found = infer_dtype(frame[column], skipna=False)
-        if found not in expected or frame[column].isna().any():
-            raise ConfigurationError(f"a row lacks {column!r}, or it is not {expected[0]}")
-    if not np.isfinite(frame.value.to_numpy(dtype=float)).all():
-        raise ConfigurationError("a row's 'value' is not finite")
-    return frame.astype({"value": float})

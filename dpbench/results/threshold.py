@@ -15,28 +15,8 @@ import pandas as pd
 
 from dpbench.case import OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.results.metrics import METRICS
 from dpbench.results.rows import STEP
-
-METRICS = (
-    "dram_bytes",
-    "dram_read_bytes",
-    "dram_write_bytes",
-    "l2_total_bytes",
-    "l2_read_bytes",
-    "l2_write_bytes",
-    "l2_atomic_bytes",
-    "global_load_bytes",
-    "global_store_bytes",
-    "logical_bytes",
-    "logical_read_bytes",
-    "logical_write_bytes",
-    "flops",
-    "peak_memory_bytes",
-    "step_time_seconds",
-    "samples_per_second",
-)
-"""Metrics that a threshold can be set for before anything is measured. Counters by their own
-names can too; those have ``__`` in them."""
 
 HIGHER_IS_BETTER = frozenset({"samples_per_second"})
 """For these a fall is a change for the worse; for all others a rise."""

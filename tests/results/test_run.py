@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import INTERRUPTED, Outcome, environment, write_json
 from dpbench.results.rows import SCHEMA, STEP, Measurement
 from dpbench.results.run import Run
+from dpbench.results.speed_of_light import KernelSpeed
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
@@ -25,8 +27,11 @@ ROWS = tuple(
     Measurement(CASE, "ncu", phase, "dram_read_bytes", value, "B", 0, "NVIDIA H200", "ncu 2025.3")
     for phase, value in ((STEP, 5.0), ("clip", 2.0))
 )
+KERNEL = KernelCount(0, "clip", "void norm()", None, 3, 1.0, 2.0, 3.0, 0.5)
+OPERATOR = OperatorCount("clip", "aten.clone", 1, 2, 3, 4)
 OUTCOMES = [
-    Outcome(CASE, ROWS, 1.5, instruments=("ncu",)),
+    Outcome(CASE, ROWS, 1.5, instruments=("ncu",), kernels=(KERNEL,)),
+    Outcome(CASE, (), 0.5, instruments=("logical",), operators=(OPERATOR,)),
     Outcome(
         Case("standard", 8, 256),
         (),
@@ -67,11 +72,9 @@ def test_committed_documents_of_the_first_version_are_runs(name: str) -> None:
 
 
 def test_what_kernels_and_operators_did_is_in_one_outcome_of_a_case(tmp_path: Path) -> None:
-    kernel = KernelCount(0, "clip", "void norm()", None, 3, 1.0, 2.0, 3.0, 0.5)
-    operator = OperatorCount("clip", "aten.clone", 1, 2, 3, 4)
     outcomes = (
-        Outcome(CASE, ROWS, 1.5, instruments=("ncu",), kernels=(kernel,)),
-        Outcome(CASE, (), 0.5, instruments=("logical",), operators=(operator,)),
+        Outcome(CASE, ROWS, 1.5, instruments=("ncu",), kernels=(KERNEL,)),
+        Outcome(CASE, (), 0.5, instruments=("logical",), operators=(OPERATOR,)),
         Outcome(CASE, (), 0.5, instruments=("timing",)),
     )
     path = tmp_path / "run.json"
@@ -126,6 +129,30 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data["cases"][0].update(precision="fp3"),
         lambda data: data["session"].update(status="half"),
         lambda data: data.update(environment=[]),
+        lambda data: data["environment"].update(versions=None),
+        lambda data: data["environment"].update(code={"commit": "5", "changes": True}),
+        lambda data: data["session"].update(started=5),
+        lambda data: data["session"].update(started="yesterday"),
+        lambda data: data["session"].update(seconds="5"),
+        lambda data: data["session"].update(regressed=1),
+        lambda data: data["session"].update(grid=5),
+        lambda data: data["session"].update(settings={"ncu": 5}),
+        lambda data: data.update(updates=[{"cases": {"x": "ncu"}, "environment": {}}]),
+        lambda data: data.update(updates=[{"cases": {}}]),
+        lambda data: data["cases"][0].update(instruments=5),
+        lambda data: data["cases"][0].update(message=5),
+        lambda data: data["cases"][0].update(seconds=-1.0),
+        lambda data: data["cases"][0].update(model_size=5),
+        lambda data: data["kernels"][0].update(phase="clap"),
+        lambda data: data["kernels"][0].update(launches=0.5),
+        lambda data: data["operators"][0].update(calls=10**400),
+        lambda data: data["operators"][0].pop("flops"),
+        lambda data: data["rows"][1].update(value=10**400),
+        lambda data: data["rows"][1].update(value=-5),
+        lambda data: data["rows"][1].update(repeat=-1),
+        lambda data: data["rows"][1].update(unit="GB"),
+        lambda data: data["rows"][1].update(phase="clap"),
+        lambda data: data["rows"].append({**data["rows"][1], "value": 3.0}),
     ],
 )
 def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(
@@ -136,6 +163,31 @@ def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(
     saved.write_text(json.dumps(data))
     with pytest.raises(ConfigurationError, match=r"0001_before\.json is damaged"):
         Run.load(saved)
+
+
+def test_refusal_says_which_row_is_wrong(saved: Path) -> None:
+    data = json.loads(saved.read_text())
+    data["rows"].append({**data["rows"][1], "value": 3.0})
+    saved.write_text(json.dumps(data))
+    words = r"the value of dram_read_bytes@clip of dpsgd-bs8-seq256 by ncu is not only 2\.0$"
+    with pytest.raises(ConfigurationError, match=words):
+        Run.load(saved)
+
+
+def test_counters_and_metrics_of_others_are_read_as_they_are(saved: Path) -> None:
+    data = json.loads(saved.read_text())
+    row = data["rows"][1]
+    others = [
+        {**row, "metric": "sm__cycles_active.avg", "unit": "cycle"},
+        {**row, "metric": "my_balance_bytes", "unit": "kB", "value": -3.0},
+        {**row, "metric": "memory_growth_bytes", "value": -3.0},
+        dict(row),  # said twice, and the same
+    ]
+    data["rows"] += others
+    speed = KernelSpeed("clip", "k", (1, 1, 1), 1e-3, 5.0, 5.0, 5.0, math.nan, 9.0, 9.0, None)
+    data["speed_of_light"] = [{**vars(CASE), **speed.as_row()}]
+    saved.write_text(json.dumps(data))
+    assert len(Run.load(saved).frame) == len(ROWS) + len(others)
 
 
 def test_absent_file_is_named(tmp_path: Path) -> None:
