@@ -130,9 +130,17 @@ class Saved:
         return []
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
-        """Bring the file up to date; see `RunFile.write`."""
+        """Bring the file up to date.
+
+        Raises:
+            ConfigurationError: it cannot be written, and is given up.
+        """
         if self.file is not None:
-            self.file.write(outcomes)
+            try:
+                self.file.write(outcomes)
+            except OSError as error:
+                file, self.file = self.file, None
+                raise ConfigurationError(file.give_up(error)) from error
 
     def end(self, outcomes: Sequence[Outcome], complete: bool) -> bool:
         """Print what changed, finish the file; returns whether something is wrong."""
@@ -160,10 +168,9 @@ class Saved:
         try:
             self.file.write(outcomes, complete=complete, regressions=worse)
         except OSError as error:
-            self._say(f"ERROR: {error.filename}: {error.strerror}")
+            self._say(f"ERROR: {self.file.give_up(error)}")
             return True
-        finally:
-            self.file.close()
+        self.file.close()
         self._say(f"saved {self.file.path}")
         return bool(worse)
 

@@ -240,7 +240,10 @@ class Manager:
         stopped = interrupted or bool(session.shouldfail or session.shouldstop)
         complete = not stopped and exitstatus != pytest.ExitCode.INTERNAL_ERROR
         self._write(complete)
-        self.saving.end(self.outcomes())
+        try:
+            self.saving.end(self.outcomes())
+        except ConfigurationError as error:
+            self._problem(str(error))
         self._write_page(complete)
         if not interrupted:
             self._update(complete)
@@ -273,11 +276,11 @@ class Manager:
         try:
             with OutcomeStore(self._made_directory()).lock():
                 outcomes = self.outcomes()
+                self.saving.write(outcomes, complete)
                 if "json" in self.files:
                     premise = self.saving.premise.environment, self.saving.session(complete)
                     write_json(self.files["json"], outcomes, *premise)
                 write_renderings(outcomes, self.view, **renderings)
-                self.saving.write(outcomes, complete)
         except OSError as error:
             self._problem(f"{error.filename}: {error.strerror}")
 

@@ -35,6 +35,8 @@ class Saving:
         self.manager = manager
         self.options = manager.options
         self.file: RunFile | None = None
+        self.failure: OSError | None = None
+        """Why the file is not up to date."""
         self.notes: list[str] = []
         """What the summary says about saving."""
         self.kept: list[Outcome] = []
@@ -114,14 +116,15 @@ class Saving:
             self.file = RunFile(Path(given["file"]), self.premise)
 
     def write(self, outcomes: Sequence[Outcome], complete: bool = False) -> None:
-        """Bring the session's file up to date.
-
-        Raises:
-            OSError: it cannot be written; what it held is still there.
-        """
-        if self.file is not None and outcomes:
-            regressions = self.manager.comparing.regressions
+        """Bring the session's file up to date; `end` says if that did not succeed at last."""
+        if self.file is None or not outcomes:
+            return
+        regressions = self.manager.comparing.regressions
+        try:
             self.file.write(outcomes, complete=complete, regressions=regressions)
+            self.failure = None
+        except OSError as error:  # what the file held is still there
+            self.failure = error
 
     def session(self, complete: bool = False) -> dict[str, Any]:
         """The ``session`` part of any document that is written now."""
@@ -129,9 +132,15 @@ class Saving:
         return self.premise.session(status, self.manager.comparing.regressions)
 
     def end(self, outcomes: Sequence[Outcome]) -> None:
-        """Let go of the file; one in which nothing stands is removed."""
+        """Let go of the file; one in which nothing stands is removed.
+
+        Raises:
+            ConfigurationError: it could not be written.
+        """
         if self.file is None:
             return
+        if self.failure is not None:
+            raise ConfigurationError(self.file.give_up(self.failure)) from self.failure
         if outcomes:
             self.file.close()
             self.notes.append(f"saved {_shown(self.file.path)}")

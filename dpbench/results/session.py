@@ -181,7 +181,11 @@ class RunFile:
             path = storage.allocate(name, device, text)
         except OSError as error:
             raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
-        return cls._hold(storage, path, p)
+        try:
+            return cls._hold(storage, path, p)
+        except OSError as error:  # no room for the lock
+            path.unlink()
+            raise ConfigurationError(f"{path}: {error.strerror}") from error
 
     @classmethod
     def resume(cls, storage: Storage, run: Run, premise: Premise) -> tuple[RunFile, list[Outcome]]:
@@ -225,8 +229,26 @@ class RunFile:
         write_json(self.path, outcomes, self.premise.environment, session)
 
     def close(self) -> None:
-        """Let go of the file. One that nothing was ever written to is removed."""
+        """Let go of the file."""
         self._held.close()
+
+    def give_up(self, error: OSError) -> str:
+        """Let go of a file that could not be written; one in which no case stands is removed.
+
+        Returns:
+            What went wrong, and what is saved all the same.
+        """
+        what = f"{error.filename or self.path}: {error.strerror}"
+        try:
+            held = len(Run.load(self.path).outcomes)
+        except ConfigurationError:  # gone, or out of reach
+            self.close()
+            return what
+        if held:
+            self.close()
+            return f"{what}; the file holds {held} case{'s' if held > 1 else ''}"
+        self.discard()
+        return f"{what}; nothing is saved"
 
     def discard(self) -> None:
         """Remove the file, and let go of it."""

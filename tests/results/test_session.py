@@ -141,13 +141,20 @@ def test_full_disk_leaves_what_the_file_held(storage: Storage) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(held), hard))
     try:
-        with pytest.raises(OSError, match=r"0001_first\.json"):
+        with pytest.raises(OSError, match=r"0001_first\.json") as caught:
             file.write([DONE, FAILED])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert file.path.read_bytes() == held
     assert [path.name for path in file.path.parent.glob("*.json")] == ["0001_first.json"]
     assert not list(file.path.parent.glob("*.partial"))
+    assert file.give_up(caught.value).endswith(
+        "0001_first.json: File too large; the file holds 1 case"
+    )
+
+    empty = RunFile.create(storage, "second", "NVIDIA H200", premise())
+    assert empty.give_up(caught.value).endswith("File too large; nothing is saved")
+    assert storage.paths() == [file.path]
 
 
 def test_file_in_which_nothing_stands_is_removed(storage: Storage) -> None:
