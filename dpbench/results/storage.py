@@ -19,12 +19,18 @@ from dpbench.results.run import Run
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
 
+LONGEST = 100
+"""Letters of a folder's name; a file system allows 255."""
+
 _FILE = re.compile(r"(\d{4,})_(.+)\.json")
 
 
 def folder_name(device: str | None) -> str:
     """The folder for a device, e.g. ``NVIDIA-H200``; None stands for no hardware."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.") if device else LOGICAL
+    if not device:
+        return LOGICAL
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.")
+    return name[:LONGEST].rstrip("-.") or "gpu"
 
 
 def check_name(name: str) -> str:

@@ -7,6 +7,7 @@ metric's own unit), or both (``5%+0.1GB``): then only a change beyond both count
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dpbench.case import OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.results.metrics import METRICS
 from dpbench.results.rows import STEP
+from dpbench.results.view import COLUMNS
 
 HIGHER_IS_BETTER = frozenset({"samples_per_second"})
 """For these a fall is a change for the worse; for all others a rise."""
@@ -32,7 +34,7 @@ _SCALES = {
 }
 _UNITS = {unit: base for base, scales in _SCALES.items() for unit in scales}
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
-_SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
+_SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
 _PART = re.compile(rf"({_NUMBER})\s*(.*)")
 
 SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC:±5% (either way)"
@@ -71,7 +73,7 @@ class Threshold:
         Raises:
             ConfigurationError: the syntax is another, or the metric does not exist.
         """
-        text = text.strip()
+        text = re.sub(r"\s*([:@])\s*", r"\1", text.strip())
         match = _SPEC.fullmatch(text)
         if match is None:
             raise ConfigurationError(f"threshold {text!r}: write {SYNTAX}")
@@ -131,7 +133,18 @@ def _resolve(name: str, known: Sequence[str]) -> tuple[str, bool]:
                 return candidate, True
         if "__" in stem:
             return stem, True
-    raise unknown("metric", name, known, "or the ratio of one to standard, such as dram_ratio")
+    column = COLUMNS.get(name)
+    if column is None:
+        raise unknown("metric", name, known, "or the ratio of one to standard, such as dram_ratio")
+    made_of = list(column.metrics)
+    if column.kind in ("value", "ratio") and made_of[0] in known:  # l2_bytes, say
+        return made_of[0], column.kind == "ratio"
+    if name.endswith("_throughput"):
+        made_of = [name.replace("_throughput", "_bytes"), "step_time_seconds"]
+    raise ConfigurationError(
+        f"{name} is worked out from what was measured, and has no limit: set one for "
+        f"{' or '.join(made_of)}"
+    )
 
 
 def _limit(text: str, metric: str, ratio: bool, whole: str) -> tuple[str, float]:
@@ -139,6 +152,8 @@ def _limit(text: str, metric: str, ratio: bool, whole: str) -> tuple[str, float]
     match = _PART.fullmatch(text)
     assert match, text
     number, unit = float(match[1]), match[2]
+    if not math.isfinite(number * max(_SCALES["B"].values())):
+        raise ConfigurationError(f"threshold {whole!r}: no number is as large as {match[1]}")
     if unit == "%":
         return "percent", number
     base = "B" if metric.endswith("_bytes") else "s" if metric.endswith("_seconds") else None

@@ -29,6 +29,14 @@ from dpbench.results.threshold import METRICS, Threshold, ratio_name
         ("logical_ratio@clip:3%", Threshold("logical_bytes", True, "clip", percent=3)),
         ("peak_memory_ratio:3%", Threshold("peak_memory_bytes", ratio=True, percent=3)),
         ("step_time_ratio:3%", Threshold("step_time_seconds", ratio=True, percent=3)),
+        ("l2_bytes:3%", Threshold("l2_total_bytes", percent=3)),
+        ("samples_ratio:3%", Threshold("samples_per_second", ratio=True, percent=3)),
+        (
+            "kernel_time_seconds@clip:1ms",
+            Threshold("kernel_time_seconds", phase="clip", amount=1e-3),
+        ),
+        ("kernel_l2_ratio:3%", Threshold("kernel_l2_total_bytes", ratio=True, percent=3)),
+        ("memcpy_host_to_device_bytes:5MB", Threshold("memcpy_host_to_device_bytes", amount=5e6)),
         ("sm__cycles_active.sum:3%", Threshold("sm__cycles_active.sum", percent=3)),
     ],
 )
@@ -53,6 +61,11 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
         ("dram_bytes:5ms", "'ms' is no unit of this metric"),
         ("step_time_seconds:5GB", "'GB' is no unit of this metric; use %, s, ms"),
         ("dram_ratio:5GB", "'GB' is no unit of this metric; use %, or a plain number"),
+        ("dram_bytes:1e400%", "no number is as large as 1e400"),
+        ("dram_bytes:5%+1e308TB", "no number is as large as 1e308"),
+        ("dram_throughput:5%", "has no limit: set one for dram_bytes or step_time_seconds"),
+        ("dram_spread:5%", "dram_spread is worked out from what was measured"),
+        ("dram_over_logical:5%", "has no limit: set one for dram_bytes"),
         ("samples_per_second:5s", "'s' is no unit of this metric; use %, or a plain number"),
     ],
 )
@@ -61,6 +74,12 @@ def test_what_is_no_threshold_gets_one_line_that_says_what_would_be(text: str, w
         Threshold.parse(text)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_spaces_around_the_colon_mean_nothing() -> None:
+    threshold = Threshold.parse(" dram_bytes @clip : 5%")
+    assert threshold == Threshold("dram_bytes", phase="clip", percent=5)
+    assert str(threshold) == "dram_bytes@clip:5%"
 
 
 numbers = st.floats(0, 1e15, allow_subnormal=False)
