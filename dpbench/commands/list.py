@@ -1,7 +1,8 @@
 """List the saved runs.
 
-One line a run: its number, by which the other commands know it, name, device, when, how many
-cases came to an end, and whether it is complete. Files that cannot be read are named and
+One line a run: its number, by which the other commands know it, name, device, when, how many of
+the cases that were asked for succeeded, and whether it is complete: a session that still writes it
+is running, one that ended before its time was interrupted. Files that cannot be read are named and
 skipped. A run that is marked regressed, or interrupted, is no reference by default.
 
 Examples:
@@ -43,12 +44,22 @@ def run(options: argparse.Namespace) -> int:
 
 def _cells(run: Run) -> list[str]:
     number, _, name = run.name.partition("_")
-    ok = sum(outcome.error is None for outcome in run.outcomes)
+    cases = {outcome.case for outcome in run.outcomes}
+    failed = {outcome.case for outcome in run.outcomes if outcome.error}
     return [
         number,
         name,
         ", ".join(run.devices) or "-",
         run.started[:16].replace("T", " ") or "-",
-        f"{ok}/{len(run.outcomes)}",
-        "regressed" if run.regressed else run.status,
+        f"{len(cases - failed)}/{max(len(cases), run.cases_asked)}",
+        _status(run),
     ]
+
+
+def _status(run: Run) -> str:
+    from dpbench.results.outcome import INTERRUPTED
+    from dpbench.results.storage import is_being_written
+
+    if run.status == INTERRUPTED:
+        return "running" if is_being_written(run.path) else INTERRUPTED
+    return ("regressed" if run.regressed else run.status) + (", updated" if run.updates else "")

@@ -74,7 +74,8 @@ class Saved:
         self.options = options
         ncu = [ncu_version(i.path) for i in instruments if isinstance(i, Ncu)]
         found = environment(gpu, ncu=ncu[0] if ncu else None, project=Path.cwd())
-        self.premise = Premise.now(found, grid, instruments)
+        asked = len(list(grid.cases()))
+        self.premise = Premise.now(found, grid, instruments, cases_asked=asked)
         self.storage = Storage(options.storage)
         self.file: RunFile | None = None
         self.thresholds: list[Threshold] = [Threshold.parse(text) for text in options.compare_fail]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 NEEDS_NCU = "needs --ncu"
 NAME = "dpbench-manager"
 """The manager's name among pytest's plugins."""
+
+ASKED = "asked"
+"""The file in which an xdist worker notes how many cases the tests ask for."""
 
 RUNS_NO_TEST = (
     *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
@@ -146,6 +150,29 @@ class Manager:
             kernels=KernelChoice.of(self.options, "ncu_"),
         )
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note how many cases the tests ask for: an interrupted run has fewer."""
+        if not self.runs_tests:
+            return
+        asked = [
+            item.callspec.params.get("dpbench_case")
+            for item in session.items
+            if isinstance(item, pytest.Function)
+            and hasattr(item, "callspec")
+            and (self.options.ncu or "ncu" not in item.fixturenames)
+        ]
+        cases = {case for case in asked if isinstance(case, Case)}
+        self.saving.expect(len(cases))
+        if self.is_worker:  # the controller collects nothing
+            with suppress(OSError):
+                (self._made_directory() / ASKED).write_text(str(len(cases)))
+
+    def _hear_of_cases(self) -> None:
+        """What a worker noted."""
+        if self.directory is not None and (noted := self.directory / ASKED).exists():
+            with suppress(OSError, ValueError):
+                self.saving.expect(int(noted.read_text()))
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell an xdist worker where the session's outcomes are."""
@@ -239,6 +266,7 @@ class Manager:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         stopped = interrupted or bool(session.shouldfail or session.shouldstop)
         complete = not stopped and exitstatus != pytest.ExitCode.INTERNAL_ERROR
+        self._hear_of_cases()
         self._write(complete)
         try:
             self.saving.end(self.outcomes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,13 @@ class Saving:
                 raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
         name = self.options.dpbench_save
         self.file = RunFile.create(storage, name, device, self.premise)
+
+    def expect(self, cases: int) -> None:
+        """The session's tests ask for so many cases of the grid."""
+        if self.file is not None or self.options.dpbench_json:
+            self.premise = replace(self.premise, cases_asked=cases)
+        if self.file is not None:
+            self.file.premise = replace(self.file.premise, cases_asked=cases)
 
     def for_worker(self) -> dict[str, Any]:
         """What `_take_over` needs, as plain types."""

@@ -219,6 +219,7 @@ _SESSION: dict[str, Check] = {
     "regressed": _truth,
     "regressions": _objects,
     "workers": _count,
+    "cases_asked": _count,
     "grid": _each(_axis),
     "settings": _each(_object),
 }

@@ -94,6 +94,11 @@ class Run:
         """How long the session took, s; None if the document does not say."""
         return self.session.get("seconds")
 
+    @property
+    def cases_asked(self) -> int:
+        """How many cases its session was to measure; 0 if the document does not say."""
+        return int(self.session.get("cases_asked", 0))
+
     @cached_property
     def sources(self) -> tuple[tuple[str, str], ...]:
         """Each (device, instrument) that has rows, sorted."""

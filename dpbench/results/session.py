@@ -31,6 +31,7 @@ class Premise:
         settings: what each instrument was told.
         workers: xdist workers, 0 without.
         earlier_seconds: how long the session took that this one resumes, s.
+        cases_asked: how many cases the session is to measure, as far as that is known.
     """
 
     environment: Mapping[str, Any]
@@ -39,6 +40,7 @@ class Premise:
     settings: Mapping[str, Any]
     workers: int = 0
     earlier_seconds: float = 0.0
+    cases_asked: int = 0
 
     @classmethod
     def now(
@@ -47,11 +49,19 @@ class Premise:
         grid: Grid,
         instruments: Sequence[object] = (),
         workers: int = 0,
+        cases_asked: int = 0,
     ) -> Premise:
         """The premise of a session that begins now, with these instruments."""
         started = datetime.now(UTC).isoformat(timespec="seconds")
         settings = {getattr(i, "name", str(i)): _settings(i) for i in instruments}
-        return cls(_plain(environment), started, _plain(asdict(grid)), _plain(settings), workers)
+        return cls(
+            environment=_plain(environment),
+            started=started,
+            grid=_plain(asdict(grid)),
+            settings=_plain(settings),
+            workers=workers,
+            cases_asked=cases_asked,
+        )
 
     def session(self, status: str, regressions: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
         """The ``session`` part of a document that is written now."""
@@ -63,6 +73,7 @@ class Premise:
             "regressed": bool(regressions),
             "regressions": list(regressions),
             "workers": self.workers,
+            "cases_asked": self.cases_asked,
             "grid": dict(self.grid),
             "settings": dict(self.settings),
         }

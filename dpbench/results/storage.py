@@ -176,7 +176,7 @@ class Storage:
         Raises:
             ConfigurationError: another session is writing it.
         """
-        lock = FileLock(path.with_name(f".{path.stem}.lock"), timeout=0)
+        lock = _lock(path)
         try:
             lock.acquire()
         except Timeout as error:
@@ -187,6 +187,25 @@ class Storage:
             lock.release()
             with suppress(OSError):
                 Path(lock.lock_file).unlink()
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a session holds a run's file now, as far as this user may know."""
+    lock = _lock(path)
+    if not Path(lock.lock_file).exists():
+        return False
+    try:
+        with lock:
+            return False
+    except Timeout:
+        return True
+    except OSError:
+        return False
+
+
+def _lock(path: Path) -> FileLock:
+    """What a session holds that writes a run's file."""
+    return FileLock(path.with_name(f".{path.stem}.lock"), timeout=0)
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -39,6 +39,7 @@ def save(
     **session: Any,
 ) -> None:
     data = json.loads(GRID1.read_text())
+    data["updates"] = session.pop("updates", [])
     data["session"] = session
     for row in data["rows"]:
         change(row)
@@ -121,12 +122,19 @@ def test_other_devices_only_across(storage: Storage, capsys: pytest.CaptureFixtu
 def test_list_shows_runs_and_names_what_it_skips(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    save(storage, "going", status="interrupted", cases_asked=20)
+    save(storage, "stopped", status="interrupted", cases_asked=20)
+    save(storage, "updated", updates=[{"cases": {}, "environment": {}}])
     damaged = storage.allocate("damaged", None, "{")
-    assert main(["list"]) == 0
+    with storage.writing(storage.find("3")):
+        assert main(["list"]) == 0
     captured = capsys.readouterr()
     assert [" ".join(line.split()) for line in captured.out.splitlines()[4:]] == [
         "0001 before NVIDIA H200 - 16/16 complete",
         "0002 after NVIDIA H200 2026-01-02 03:04 16/16 regressed",
+        "0003 going NVIDIA H200 - 16/20 running",
+        "0004 stopped NVIDIA H200 - 16/20 interrupted",
+        "0005 updated NVIDIA H200 - 16/16 complete, updated",
     ]
     assert f"skipped: run file {damaged.relative_to(Path.cwd())} is damaged" in captured.err
     assert main(["list", "--storage", "absent"]) == 0

@@ -140,6 +140,7 @@ def test_the_chosen_cases_are_counted_and_saved_as_asked(
     assert len(document["speed_of_light"]) == 2 * 4
     session, environment = document["session"], document["environment"]
     assert (session["status"], session["regressed"]) == ("complete", False)
+    assert session["cases_asked"] == 2
     assert session["settings"]["ncu"]["steps"] == {"warmup": 4, "active": 7}
     assert session["workers"] == (2 if mode == MODES["n2"] else 0)
     assert environment["versions"]["ncu"] == "2025.3.1"
