@@ -206,10 +206,12 @@ class RunFile:
             The file, and the outcomes that need not be measured again: those that did not fail.
 
         Raises:
-            ConfigurationError: a session is writing it, or versions, code, grid or settings are
-                not what they were.
+            ConfigurationError: a session is writing it, versions, code, grid or settings are
+                not what they were, or cases were written into it under another premise.
         """
         differences = list(premise.differences(run.environment, run.session))
+        if run.updates:
+            differences.append("cases were written into it by --dpbench-update")
         if differences:
             raise ConfigurationError(
                 f"{run.path} cannot be resumed, for this session differs: {'; '.join(differences)}"

@@ -128,6 +128,8 @@ def test_updated_cases_are_compared_under_the_premise_of_their_update(tmp_path: 
         write_json(tmp_path / f"{name}.json", outcomes, ENVIRONMENT, session, found)
     plain, updated = (Run.load(tmp_path / f"{name}.json") for name in ("plain", "updated"))
     assert updated.environment == ENVIRONMENT
+    with pytest.raises(ConfigurationError, match="cases were written into it by"):
+        RunFile.resume(Storage(tmp_path), updated, premise())
     assert list(differences(plain, updated)) == [
         ([cases[1].id], ["torch 2.11.0 -> 2.12.0"]),
         ([cases[0].id], ["Python 3.12.3 -> 3.13.0"]),

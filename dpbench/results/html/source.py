@@ -52,6 +52,9 @@ class Source:
             for name in ("environment", "session")
             for name, value in document.get(name, {}).items()
         }
+        for number, update in enumerate(document.get("updates", ()), 1):
+            of = {"started": update.get("started"), "cases": list(update["cases"])}
+            about[f"update {number}"] = {**of, **update["environment"]}
         return cls(label, about, cases, frame)
 
     @property

@@ -220,3 +220,21 @@ def test_no_rows_at_all_make_empty_frames() -> None:
     assert data.by_phase(summary, data.DRAM).empty
     assert data.by_case(summary).empty
     assert isinstance(data.with_logical(summary, {"flops": "flops"}), pd.DataFrame)
+
+
+def test_what_was_written_into_a_run_later_stands_beside_its_own_environment() -> None:
+    update = {
+        "started": "2026-02-03",
+        "cases": {"dpsgd-bs8": ["ncu"]},
+        "environment": {"gpu": None},
+    }
+    document = {
+        "rows": dram("dpsgd", 1.0),
+        "environment": {"python": "3.12.3"},
+        "updates": [{**update, "environment": {"python": "3.13.0"}}],
+    }
+    lines = overview.environments(labelled([("reference", document)])).rows
+    said = {line[0].text: line[1].text for line in lines}
+    assert said["python"] == "3.12.3"
+    assert said["update 1 cases"] == "dpsgd-bs8"
+    assert said["update 1 python"] == "3.13.0"
