@@ -176,11 +176,9 @@ def _phase(value: Any) -> bool:
 
 def _plain(value: Any) -> bool:
     """One thing: a text, a number, true, false or null."""
-    return value is None or isinstance(value, str | bool | int) or _finite(value)
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+    if isinstance(value, int | float):
+        return math.isfinite(value) and abs(value) < 2**63
+    return value is None or isinstance(value, str)
 
 
 def _or_none(check: Check) -> Check:

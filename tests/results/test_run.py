@@ -131,6 +131,7 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data.update(environment=[]),
         lambda data: data["environment"].update(versions=None),
         lambda data: data["environment"].update(code={"commit": "5", "changes": True}),
+        lambda data: data["environment"].update(gpu={"memory_bytes": 10**400}),
         lambda data: data["session"].update(started=5),
         lambda data: data["session"].update(started="yesterday"),
         lambda data: data["session"].update(seconds="5"),
