@@ -179,10 +179,10 @@ class Saved:
         self, outcomes: Sequence[Outcome]
     ) -> tuple[list[Table], list[dict[str, Any]], list[Threshold]]:
         """What changed; what got worse by too much; limits that nothing was judged by."""
-        from dpbench.results.compare import judge, regressions, unapplied
+        from dpbench.results.compare import judge, regressions, unapplied, ungated
         from dpbench.results.comparison_table import comparison_tables
         from dpbench.results.frame import to_frame
-        from dpbench.results.references import alone, alone_in_words
+        from dpbench.results.references import alone, alone_in_words, ungated_in_words
 
         after = to_frame(row for outcome in outcomes for row in outcome.rows)
         if self.references is None or after.empty:
@@ -192,6 +192,8 @@ class Saved:
             self._say(f"WARNING: {alone_in_words(without)}")
         if changes.empty and not self.references.named:  # the first run of these cases
             return [], [], []
+        for line in ungated_in_words(ungated(after, changes, self.thresholds)):
+            self._say(f"WARNING: {line}")
         verdict = judge(changes, self.thresholds)
         tables = comparison_tables(changes, verdict, "Change: ")
         return tables, regressions(verdict), unapplied(changes, self.thresholds)

@@ -291,10 +291,10 @@ class Comparing:
         rows = [row for outcome in outcomes for row in outcome.rows]
         if self.references is None or not rows:
             return []
-        from dpbench.results.compare import judge
+        from dpbench.results.compare import judge, ungated
         from dpbench.results.comparison_table import comparison_tables
         from dpbench.results.frame import to_frame
-        from dpbench.results.references import alone, alone_in_words
+        from dpbench.results.references import alone, alone_in_words, ungated_in_words
 
         changes = self._changes(outcomes)
         self.notes += self.references.skipped
@@ -304,6 +304,9 @@ class Comparing:
         without = alone(to_frame(rows), changes, across=across)
         if without and not self.updates:  # what an update adds, it counts itself
             self.warnings.append(alone_in_words(without))
+        if not across:  # where instruments differ, so do their metrics
+            missing = ungated(to_frame(rows), changes, self.thresholds)
+            self.warnings += ungated_in_words(missing)
         return comparison_tables(changes, judge(changes, self.thresholds), "Change: ")
 
 

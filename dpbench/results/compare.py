@@ -10,6 +10,7 @@ import pandas as pd
 from dpbench.case import AXES, BASELINE_TRAINER
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, with_ratios
+from dpbench.results.rows import saved_case
 from dpbench.results.threshold import Threshold, ratio_name
 
 KEYS = [*AXES, "instrument", "metric", "phase"]
@@ -122,6 +123,38 @@ def unapplied(changes: pd.DataFrame, thresholds: Sequence[Threshold]) -> list[Th
     """The thresholds that no row of a comparison is about."""
     there = set(zip(changes.metric, changes.phase, strict=True))
     return [t for t in thresholds if (t.name, t.phase) not in there]
+
+
+def ungated(
+    after: pd.DataFrame, changes: pd.DataFrame, thresholds: Iterable[Threshold]
+) -> dict[str, list[str]]:
+    """For each threshold, the compared cases that have its number now and had none before.
+
+    Such as a ratio, of a case whose reference is a run without the baseline.
+
+    Args:
+        after: a long table.
+        changes: its comparison with what was before.
+        thresholds: what is set for it.
+
+    Returns:
+        The cases by threshold, each as one phrase; thresholds that miss none are left out.
+    """
+    columns = [*AXES, "instrument"]
+    compared = changes[columns].drop_duplicates()
+    numbers = _values(after).merge(compared, on=columns)
+    found: dict[str, list[str]] = {}
+    for threshold in thresholds:
+        now, then = (
+            frame[(frame.metric == threshold.name) & (frame.phase == threshold.phase)][list(AXES)]
+            for frame in (numbers, changes)
+        )
+        had = set(then.itertuples(index=False, name=None))
+        missing = [axes for axes in now.itertuples(index=False, name=None) if axes not in had]
+        if had and missing:  # without any, the threshold is an error
+            cases = [saved_case(dict(zip(AXES, axes, strict=True))).id for axes in missing]
+            found[str(threshold)] = list(dict.fromkeys(cases))
+    return found
 
 
 def _values(frame: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -132,6 +132,14 @@ def alone_in_words(cases: Sequence[str]) -> str:
     """One line that counts and names cases which found nothing to compare with."""
     count = f"{len(cases)} case{'s' if len(cases) > 1 else ''}"
     return f"nothing to compare {count} with: {listed(cases)}"
+
+
+def ungated_in_words(cases: Mapping[str, Sequence[str]]) -> list[str]:
+    """One line for each threshold that some cases were not judged by; see `ungated`."""
+    return [
+        f"{threshold} judged nothing of {listed(names)}: not in what they are compared with"
+        for threshold, names in cases.items()
+    ]
 
 
 def listed(names: Sequence[str]) -> str:

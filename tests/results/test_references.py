@@ -11,12 +11,20 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
+from dpbench.results.compare import ungated
 from dpbench.results.frame import to_frame
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document
-from dpbench.results.references import References, alone, alone_in_words, keys_of
+from dpbench.results.references import (
+    References,
+    alone,
+    alone_in_words,
+    keys_of,
+    ungated_in_words,
+)
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
+from dpbench.results.threshold import Threshold
 
 H200 = "NVIDIA H200"
 A100 = "NVIDIA A100"
@@ -97,6 +105,19 @@ def test_cases_without_a_reference_are_named(storage: Storage) -> None:
     assert alone_in_words(["a"] * 12).startswith("nothing to compare 12 cases with: a, a")
     assert alone_in_words(["a"] * 12).endswith(", a and 2 more")
     assert Storage(storage.directory / "absent").references([H200]).changes(after).empty
+
+
+def test_case_whose_reference_lacks_the_ratio_of_a_limit_is_named(storage: Storage) -> None:
+    ghost = measured("dpsgd_ghost", 300)
+    save(storage, [*BOTH, ghost])
+    save(storage, [measured("dpsgd", 500)])  # without the baseline that a ratio needs
+    after = to_frame(row for outcome in (*BOTH, ghost) for row in outcome.rows)
+    found = storage.references([H200]).changes(after)
+    limits = [Threshold.parse(text) for text in ("l2_ratio:3%", "l2_total_bytes:1%")]
+    cases = ungated(after, found, limits)
+    assert cases == {"l2_ratio:3%": [Case("dpsgd", 8, 256).id]}
+    [line] = ungated_in_words(cases)
+    assert line.startswith("l2_ratio:3% judged nothing of dpsgd-bs8-seq256-1b-fp32: ")
 
 
 def test_session_is_not_compared_with_its_own_file(storage: Storage) -> None:
