@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import pytest
 
 from dpbench.case import AXES, Case, Grid
-from dpbench.errors import ConfigurationError, check_distinct_files, check_writable_file
+from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu, visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
@@ -23,7 +22,7 @@ from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu_progress import shown_on
 from dpbench.plugin import comparing, saving
-from dpbench.plugin.options import FILES
+from dpbench.plugin.files import Files
 from dpbench.plugin.terminal import open_terminal
 from dpbench.plugin.updating import reference_to_update, update
 from dpbench.results.view import View
@@ -74,14 +73,7 @@ class Manager:
             self.options.dpbench_group_by,
             self.options.ncu_kernels_top,
         )
-        self.files: dict[str, Path] = {
-            name.replace("-", "_"): config.invocation_params.dir / path
-            for name in FILES
-            if (path := getattr(self.options, f"dpbench_{name.replace('-', '_')}")) is not None
-        }
-        check_distinct_files(
-            {f"--dpbench-{name}": self.files.get(name.replace("-", "_")) for name in FILES}
-        )
+        self.files = Files(config, self.view)
         self.instruments: list[Instrument] = []
         """What the ``ncu`` fixture measures with; none without ``--ncu``."""
         self.directory: Path | None = None
@@ -105,12 +97,7 @@ class Manager:
         elif self.runs_tests:
             self._chosen([])  # refuses bad values, though nothing will be measured with them
         if self.runs_tests and not self.is_worker:
-            for path in self.files.values():
-                check_writable_file(path)
-            if "html" in self.files:
-                from dpbench.results.html import check_libraries
-
-                check_libraries()
+            self.files.check()
         self.comparing = comparing.Comparing(self)
         self.saving = saving.Saving(self)  # last: takes a number only if all else is well
         if self.saving.file:
@@ -291,38 +278,30 @@ class Manager:
         return any(outcome.rows and "ncu" in outcome.instruments for outcome in self.outcomes())
 
     def _write(self, complete: bool = False) -> None:
-        """Bring the files that were asked for up to date; nothing replaces no earlier run."""
-        if not ((self.files or self.saving.file) and self.outcomes()):
+        """Bring the run and the files that were asked for up to date."""
+        if not ((self.files.paths or self.saving.file) and self.outcomes()):
             return
-        from dpbench.results.export import write_renderings
-        from dpbench.results.outcome import write_json
         from dpbench.results.store import OutcomeStore
 
-        renderings = {
-            name: path for name, path in self.files.items() if name not in ("json", "html")
-        }
         try:
             with OutcomeStore(self._made_directory()).lock():
                 outcomes = self.outcomes()
                 self.saving.write(outcomes, complete)
-                if "json" in self.files:
-                    premise = self.saving.premise.environment, self.saving.session(complete)
-                    write_json(self.files["json"], outcomes, *premise)
-                write_renderings(outcomes, self.view, **renderings)
+                self.files.write(outcomes, *self._premise(complete))
         except OSError as error:
             self._problem(f"{error.filename}: {error.strerror}")
 
     def _write_page(self, complete: bool) -> None:
-        """Draw the session, once: a page takes a second; nothing replaces no earlier page."""
-        if "html" not in self.files or not self.outcomes():
+        if "html" not in self.files.paths or not (outcomes := self.outcomes()):
             return
-        from dpbench.plugin.html import write_page
-
         try:
-            premise = self.saving.premise.environment, self.saving.session(complete)
-            write_page(self.files["html"], self.outcomes(), *premise)
+            self.files.write_page(outcomes, *self._premise(complete))
         except OSError as error:
             self._problem(f"{error.filename}: {error.strerror}")
+
+    def _premise(self, complete: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The environment, and the session as far as it has come."""
+        return self.saving.premise.environment, self.saving.session(complete)
 
     def _problem(self, text: str) -> None:
         """Something that the session must not hide; said once."""
@@ -353,8 +332,7 @@ class Manager:
             terminalreporter.write_line(f"dpbench: {waiting} tests measure with --ncu")
         outcomes = self.outcomes()
         if not outcomes and self.runs_tests:
-            for path in self.files.values():
-                named = os.path.relpath(path, self.config.invocation_params.dir)
+            for named in self.files.names():
                 terminalreporter.write_line(f"dpbench: no case ran, so {named} was not written")
         changes = self.comparing.tables(outcomes)
         notes = [*self.comparing.notes, *self.saving.notes]
