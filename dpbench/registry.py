@@ -164,7 +164,8 @@ class Registry(Mapping[str, Any]):
 def _missing(module: str) -> str | None:
     """The first package or module of a dotted name that is not there, or None.
 
-    Packages are looked into without being imported: one may load torch.
+    Packages are looked into without being imported: one may load torch. What lies below nested
+    namespace packages cannot be told so, and counts as there.
     """
     places: Sequence[str] | None = None
     parts = module.split(".")
@@ -176,7 +177,10 @@ def _missing(module: str) -> str | None:
         if depth and not places:  # a module, in which there can be none
             return name
         found = (finder.find_spec(name, places) for finder in sys.meta_path)
-        spec = next(filter(None, found), None)
+        try:
+            spec = next(filter(None, found), None)
+        except KeyError:  # in a namespace package, which looks for its parent among the imported
+            return None
         if spec is None:
             return name
         places = spec.submodule_search_locations

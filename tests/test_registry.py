@@ -361,7 +361,9 @@ def test_module_is_located_without_importing_its_package(
     registry.locate("own_package.trainers:Mine")
     registry.locate("collections.abc:Mapping")
     registry.locate("count")
-    assert "own_package" not in sys.modules
+    write_module("own_names/own_inner/trainers.py")  # namespace packages, one in the other
+    registry.locate("own_names.own_inner.trainers:Inner")
+    assert {"own_package", "own_names"}.isdisjoint(sys.modules)
     missing = {
         "own_absent:First": "own_absent",
         "own_package.nowhere.deep:Other": "own_package.nowhere",

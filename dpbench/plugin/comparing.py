@@ -154,7 +154,7 @@ class Comparing:
         if self.references is None:
             return None
         return {
-            "paths": [str(path) for path in self.references.paths],
+            "times": {str(path): time for path, time in self.references.times.items()},
             "named": self.references.named,
         }
 
@@ -163,7 +163,8 @@ class Comparing:
             return
         from dpbench.results.references import References
 
-        self.references = References(map(Path, given["paths"]), named=given["named"])
+        times = {Path(path): time for path, time in given["times"].items()}
+        self.references = References(times, named=given["named"], times=times)
 
     def leave_out(self, path: Path) -> None:
         """The session writes this run file, so it is none of its references."""

@@ -33,11 +33,21 @@ class References:
     Args:
         paths: run files, newest first.
         named: whether the first of them is the one that counts, whatever became of it.
+        times: when each was last written, as another process of the session saw it; by default
+            as it is now. A file that is written later, because a session goes on with it, is no
+            reference: all processes choose the same one.
     """
 
-    def __init__(self, paths: Iterable[Path], *, named: bool = False) -> None:
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        *,
+        named: bool = False,
+        times: Mapping[Path, int] | None = None,
+    ) -> None:
         self.paths = list(paths)
         self.named = named
+        self.times = dict(times or {path: _written(path) for path in self.paths})
         self.skipped: list[str] = []
         """Why files were passed over so far."""
         self.own: Path | None = None
@@ -91,6 +101,8 @@ class References:
             path = next(self._unread, None)
             if path is None:
                 return None
+            if _written(path) != self.times[path]:
+                continue
             try:
                 run = self._load(path)
             except ConfigurationError as error:
@@ -100,6 +112,14 @@ class References:
                 for there in run.frame[KEY].drop_duplicates().itertuples(index=False, name=None):
                     self._newest.setdefault(there, path)
         return self._newest[key]
+
+
+def _written(path: Path) -> int:
+    """When a file was last written, in ns; 0 if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # reading it says what is wrong
+        return 0
 
 
 def keys_of(cases: Iterable[object], sources: Iterable[tuple[str, str]]) -> pd.DataFrame:

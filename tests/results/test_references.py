@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,18 @@ def test_session_is_not_compared_with_its_own_file(storage: Storage) -> None:
     resumed = storage.references([H200])
     resumed.own = references.own
     assert changes(resumed, BOTH[0]) == {("standard", "l2_total_bytes"): (1, 1)}
+
+
+def test_run_that_ends_while_the_session_goes_on_is_no_reference(storage: Storage) -> None:
+    """Or one process of the session would judge by it, and another by an older one."""
+    save(storage, [measured("dpsgd", 4)])
+    running = save(storage, [measured("dpsgd", 5)], status=INTERRUPTED)
+    references = storage.references([H200])
+    worker = References(references.times, times=references.times)
+    running.write_text(json.dumps(document([measured("dpsgd", 1)], {}, {"status": COMPLETE})))
+    os.utime(running, ns=(0, references.times[running] + 1))  # however coarse the clock is
+    for process in (references, worker):
+        assert changes(process, measured("dpsgd", 6)) == {("dpsgd", "l2_total_bytes"): (4, 1)}
 
 
 def test_damaged_files_on_the_way_are_named(storage: Storage) -> None:

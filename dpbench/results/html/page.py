@@ -70,7 +70,7 @@ def draw(sources: Sequence[Source], material: Material) -> list[Chart]:
     capacity = {
         gpu["name"]: float(gpu["memory_bytes"])
         for source in sources
-        if (gpu := source.environment.get("gpu"))
+        if (gpu := source.environment.get("gpu")) and gpu.get("memory_bytes")
     }
     return [
         phases(material),

@@ -135,6 +135,14 @@ def test_without_a_baseline_bytes_are_drawn_and_ratios_are_not() -> None:
     assert [line[-1].text for line in charts["phases"].table.rows] == ["-"]
 
 
+def test_gpu_that_does_not_tell_its_memory_has_no_line_for_it() -> None:
+    document = cell()
+    lines = [len(charts_of(document)["memory"].panels[0].figure["layout"]["shapes"])]
+    document["environment"]["gpu"]["memory_bytes"] = None
+    lines.append(len(charts_of(document)["memory"].panels[0].figure["layout"].get("shapes", ())))
+    assert lines == [1, 0]
+
+
 def test_zero_bytes_are_drawn_without_a_ratio() -> None:
     document = cell()
     for row in document["rows"]:
