@@ -58,7 +58,9 @@ def run(options: argparse.Namespace) -> int:
     Steps(options.warmup, options.active)  # refuses what makes no sense
     if options.nvtx and options.profile:
         raise ConfigurationError("--nvtx is for Nsight, which excludes --profile: choose one")
-    if options.nvtx and (options.device == "cpu" or not visible_gpus()):
+    # With "cuda", as Nsight is told to run it, the step itself says so.
+    elsewhere = options.device == "cpu" or (options.device == "auto" and not visible_gpus())
+    if options.nvtx and elsewhere:
         raise ConfigurationError("--nvtx is for Nsight, which sees a GPU's work only: drop it")
     try:
         record = _profile(case, options) if options.profile else _measure(case, options)

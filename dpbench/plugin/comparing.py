@@ -154,7 +154,7 @@ class Comparing:
         if self.references is None:
             return None
         return {
-            "times": {str(path): time for path, time in self.references.times.items()},
+            "files": {str(path): time for path, time in self.references.files.items()},
             "named": self.references.named,
         }
 
@@ -163,8 +163,8 @@ class Comparing:
             return
         from dpbench.results.references import References
 
-        times = {Path(path): time for path, time in given["times"].items()}
-        self.references = References(times, named=given["named"], times=times)
+        files = {Path(path): time for path, time in given["files"].items()}
+        self.references = References(files, named=given["named"])
 
     def leave_out(self, path: Path) -> None:
         """The session writes this run file, so it is none of its references."""

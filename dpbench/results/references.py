@@ -31,35 +31,27 @@ class References:
     an older reference. Runs are read as far back as cases need it.
 
     Args:
-        paths: run files, newest first.
+        files: run files, newest first, and when each was last written; see `as_they_are`. One
+            that is written later, because a session goes on with it, is no reference, so that all
+            processes of a session choose the same one.
         named: whether the first of them is the one that counts, whatever became of it.
-        times: when each was last written, as another process of the session saw it; by default
-            as it is now. A file that is written later, because a session goes on with it, is no
-            reference: all processes choose the same one.
     """
 
-    def __init__(
-        self,
-        paths: Iterable[Path],
-        *,
-        named: bool = False,
-        times: Mapping[Path, int] | None = None,
-    ) -> None:
-        self.paths = list(paths)
+    def __init__(self, files: Mapping[Path, int], *, named: bool = False) -> None:
+        self.files = dict(files)
         self.named = named
-        self.times = dict(times or {path: _written(path) for path in self.paths})
         self.skipped: list[str] = []
         """Why files were passed over so far."""
         self.own: Path | None = None
         """The session's own file, which is never its reference, not even when it is complete."""
         self._load: Callable[[Path], Run] = lru_cache(maxsize=8)(Run.load)
-        self._unread = iter(self.paths)
+        self._unread = iter(self.files)
         self._newest: dict[tuple[object, ...], Path] = {}
 
     @classmethod
     def to(cls, run: Run) -> References:
         """One run that was named, as it is now: its file may be rewritten."""
-        found = cls([run.path], named=True)
+        found = cls(as_they_are([run.path]), named=True)
         found._load = lambda path: run
         return found
 
@@ -88,7 +80,7 @@ class References:
     def chosen(self, keys: pd.DataFrame) -> dict[Path, pd.DataFrame]:
         """The run file for each of these keys that has one, with the keys."""
         if self.named:
-            return {self.paths[0]: keys}
+            return {next(iter(self.files)): keys}
         chosen: dict[Path, list[tuple[object, ...]]] = {}
         for key in keys.itertuples(index=False, name=None):
             if path := self._find(key):
@@ -101,7 +93,7 @@ class References:
             path = next(self._unread, None)
             if path is None:
                 return None
-            if _written(path) != self.times[path]:
+            if _written(path) != self.files[path]:
                 continue
             try:
                 run = self._load(path)
@@ -112,6 +104,11 @@ class References:
                 for there in run.frame[KEY].drop_duplicates().itertuples(index=False, name=None):
                     self._newest.setdefault(there, path)
         return self._newest[key]
+
+
+def as_they_are(paths: Iterable[Path]) -> dict[Path, int]:
+    """Files, and when each was last written, in ns."""
+    return {path: _written(path) for path in paths}
 
 
 def _written(path: Path) -> int:

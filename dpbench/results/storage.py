@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from dpbench.errors import ConfigurationError, check_writable
 from dpbench.results.outcome import INTERRUPTED, write_text
-from dpbench.results.references import References
+from dpbench.results.references import References, as_they_are
 from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
@@ -129,7 +129,8 @@ class Storage:
             ConfigurationError: the storage cannot be read.
         """
         folders = {LOGICAL, *map(folder_name, devices)}
-        return References(p for p in reversed(self.paths()) if p.parent.name in folders)
+        paths = (path for path in reversed(self.paths()) if path.parent.name in folders)
+        return References(as_they_are(paths))
 
     def interrupted(self, device: str | None) -> tuple[Run | None, list[str]]:
         """A device's latest run that did not come to its end and holds something, if any.

@@ -19,6 +19,7 @@ from dpbench.results.references import (
     References,
     alone,
     alone_in_words,
+    as_they_are,
     keys_of,
     ungated_in_words,
 )
@@ -136,9 +137,9 @@ def test_run_that_ends_while_the_session_goes_on_is_no_reference(storage: Storag
     save(storage, [measured("dpsgd", 4)])
     running = save(storage, [measured("dpsgd", 5)], status=INTERRUPTED)
     references = storage.references([H200])
-    worker = References(references.times, times=references.times)
+    worker = References(references.files)
     running.write_text(json.dumps(document([measured("dpsgd", 1)], {}, {"status": COMPLETE})))
-    os.utime(running, ns=(0, references.times[running] + 1))  # however coarse the clock is
+    os.utime(running, ns=(0, references.files[running] + 1))  # however coarse the clock is
     for process in (references, worker):
         assert changes(process, measured("dpsgd", 6)) == {("dpsgd", "l2_total_bytes"): (4, 1)}
 
@@ -151,4 +152,4 @@ def test_damaged_files_on_the_way_are_named(storage: Storage) -> None:
     [line] = references.skipped
     assert line.startswith(f"skipped: run file {cut} is damaged")
     with pytest.raises(ConfigurationError, match="is damaged"):
-        References([cut], named=True).changes(to_frame(BOTH[0].rows))
+        References(as_they_are([cut]), named=True).changes(to_frame(BOTH[0].rows))
