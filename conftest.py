@@ -7,8 +7,29 @@ import os
 import pytest
 
 from dpbench.gpu import visible_gpus
+from dpbench.registry import MODELS, TRAINERS
 
 pytest_plugins = ["pytester"]
+
+READ_BY_PYTEST = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER")
+"""With the first two, pytest prints the last lines of a session uncut."""
+
+COLOURS = ("PY_COLORS", "NO_COLOR", "FORCE_COLOR")
+
+
+@pytest.fixture(autouse=True)
+def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it, and its sessions print the same everywhere.
+
+    Not for tests that measure: the session that they belong to reads both to its end.
+    """
+    if request.node.get_closest_marker("gpu"):
+        return
+    for registry in (TRAINERS, MODELS):
+        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+        monkeypatch.setattr(registry, "_labels", set(registry._labels))
+    for variable in (*READ_BY_PYTEST, *COLOURS, "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:

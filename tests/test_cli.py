@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import MODELS, TRAINERS
 from dpbench.cli import build_parser, hyphenated, main
 from dpbench.gpu import Gpu
 
@@ -99,9 +98,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (tmp_path / "ncu").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for registry in (TRAINERS, MODELS):
-        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-        monkeypatch.setattr(registry, "_labels", set(registry._labels))
     yield tmp_path
     sys.modules.pop("outside", None)
 

@@ -13,7 +13,6 @@ from dpbench.ceilings import measure_ceilings
 from dpbench.cli import build_parser, main
 from dpbench.doctor import Setup
 from dpbench.gpu import Gpu
-from dpbench.registry import MODELS
 from dpbench.results.ceilings import read_ceilings
 from dpbench.results.storage import Storage
 from tests.plugin.saved_runs import recorded_document, save
@@ -27,11 +26,9 @@ SLOW = "def main() -> int:\n    import time; time.sleep(60)\n"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another directory, with a replaying ``ncu`` in it; what models are known is restored."""
+    """Another directory, with a replaying ``ncu`` in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(MODELS, "_targets", dict(MODELS._targets))
-    monkeypatch.setattr(MODELS, "_labels", set(MODELS._labels))
     Path("outside.py").touch()
     program("")
 

@@ -35,7 +35,6 @@ def replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
     for module in (dpbench.gpu, dpbench.instruments.ncu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [gpu])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     instruments = ["--instrument=ncu", "--instrument=logical"]
     return lambda *options: main([*CELL, *instruments, f"--ncu-path={ncu}", *options])
 

@@ -33,8 +33,6 @@ from tests.instruments.logical_cases import (
     values,
 )
 
-pytestmark = pytest.mark.usefixtures("own_registries")
-
 
 class TestRows:
     def test_every_phase_and_the_step_have_every_metric(self) -> None:

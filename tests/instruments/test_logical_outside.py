@@ -19,8 +19,6 @@ from dpbench.training.base import Batch
 from dpbench.training.standard import StandardTrainer
 from tests.instruments.logical_cases import ALL_TRAINERS, count, moved, tiny
 
-pytestmark = pytest.mark.usefixtures("own_registries")
-
 
 class AsksForValues(StandardTrainer):
     def train_step(self, batch: Batch) -> Tensor:

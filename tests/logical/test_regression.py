@@ -48,8 +48,6 @@ def test_bytes(logical_io, trainer):
 def test_the_committed_bound_names_the_phase_and_the_operator(
     pytester: pytest.Pytester, imports: sessions.Imports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setattr(DPSGDTrainer, "__init__", DPSGDTrainer.__init__)  # and back, after it
     pytester.makeconftest(CLONES_BEFORE_IT_CLIPS)
     pytester.makepyfile(test_suite=SUITE)

@@ -112,9 +112,6 @@ def project(
     The session runs in this process, which costs a tenth of a new one, unless it has workers or
     is to be ``alone``. With ``fits`` it predicts whether a case fits the GPU.
     """
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     for name, replay in REPLAYS.items():
         program = pytester.path / name
