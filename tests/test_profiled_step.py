@@ -28,7 +28,8 @@ def printed_and_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, P
     command = ["run", "--instrument", "torch_profiler", "--device", "cpu", "--trainer", "dpsgd"]
     command += ["--batch-size", "2", "--seq-len", "8", "--model-size", CASE.model_size]
     command += ["--profile-dir", str(folder), "--profile-schedule", str(SCHEDULE)]
-    with redirect_stdout(StringIO()) as printed:
+    with redirect_stdout(StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GITHUB_STEP_SUMMARY", raising=False)
         assert main([*command, "--profile-threshold", "0"]) == 0
     return printed.getvalue(), folder / CASE.id
 
