@@ -23,9 +23,8 @@ from dpbench.errors import ConfigurationError, DpbenchError, check_writable_file
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.profile_files import operators_of, read_summary
-from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler import TorchProfiler
-from dpbench.results.view import TOP, check_top
+from dpbench.options import add_ncu, add_profile_directory, add_timeout, add_top
+from dpbench.results.view import check_top
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,15 +35,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser)
-    parser.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
-    reports = Path("ncu_reports")
-    parser.add_argument("--ncu-dir", type=Path, default=reports, help=f"default {reports}")
-    profile = TorchProfiler.directory
-    parser.add_argument("--profile-dir", type=Path, default=profile, help=f"default {profile}")
-    parser.add_argument(
-        "--timeout", type=float, default=Timing.timeout, help="seconds a process (%(default)g)"
-    )
-    parser.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
+    add_ncu(parser.add_argument)
+    add_profile_directory(parser.add_argument)
+    add_timeout(parser.add_argument)
+    add_top(parser.add_argument)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the account, in bytes")
     parser.add_argument(
         "--saved", action="store_true", help="measure nothing; read what an earlier run left"

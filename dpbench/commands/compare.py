@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dpbench.commands.options import add_storage
 from dpbench.errors import ConfigurationError
+from dpbench.options import add_across, add_limit, add_storage
 
 if TYPE_CHECKING:
     from dpbench.results.run import Run
@@ -34,15 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("before", metavar="BEFORE", help="number or file")
     parser.add_argument("after", nargs="+", metavar="AFTER", help="number or file; several")
-    parser.add_argument(
-        "--fail", action="append", default=[], metavar="SPEC", help="a limit; repeatable"
-    )
-    parser.add_argument(
-        "--across",
-        action="store_true",
-        help="compare different devices or instruments; the tables say so",
-    )
-    add_storage(parser)
+    add_limit(parser.add_argument, "--fail", "exit with 1 if something got worse")
+    add_across(parser.add_argument, "--across")
+    add_storage(parser.add_argument)
 
 
 def run(options: argparse.Namespace) -> int:

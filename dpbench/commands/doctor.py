@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dpbench.options import add_ncu, add_timeout
 
 if TYPE_CHECKING:
     from dpbench.doctor import Finding
@@ -25,21 +26,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
-    parser.add_argument(
-        "--ncu-dir",
-        type=Path,
-        default=Path("ncu_reports"),
-        metavar="DIR",
-        help="where reports and logs go (default ncu_reports)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="end a profiled process after this long on the GPU (default 120)",
-    )
+    add_ncu(parser.add_argument)
+    add_timeout(parser.add_argument, default=120)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 

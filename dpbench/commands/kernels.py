@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError, check_is_file, check_writable_file
-from dpbench.results.view import TOP, check_top
+from dpbench.options import add_top
+from dpbench.results.view import check_top
 
 if TYPE_CHECKING:
     from dpbench.instruments.ncu_kernel_report import KernelReport
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep", help="several")
-    parser.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
+    add_top(parser.add_argument)
     parser.add_argument("--phase", choices=(*PHASES, OUTSIDE), help="kernels of this phase only")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each launch here")
 

@@ -16,7 +16,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from dpbench.commands.options import add_storage
+from dpbench.options import add_storage
 
 if TYPE_CHECKING:
     from dpbench.results.run import Run
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    add_storage(parser)
+    add_storage(parser.add_argument)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -19,8 +19,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.commands.options import add_storage, saved_run
+from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.options import add_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="count the same cases without hardware, seconds each, for the charts that need it",
     )
-    add_storage(parser)
+    add_storage(parser.add_argument)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, Case
-from dpbench.commands.options import add_cases, add_storage, chosen_grid, one_of, saved_run
+from dpbench.commands.options import add_cases, chosen_grid, saved_run
 from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.options import add_storage, one_of
 from dpbench.results.cards import CARDS, Roofs, find_card
 from dpbench.results.rows import Measurement, saved_case
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     add_cases(parser)
-    add_storage(parser)
+    add_storage(parser.add_argument)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -30,28 +30,29 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.commands.options import (
-    METRICS_HELP,
-    add_cases,
-    add_profile,
-    add_steps,
-    add_view,
-    chosen_grid,
-    chosen_view,
-)
+from dpbench.commands.options import add_cases, chosen_grid, chosen_view
 from dpbench.commands.saved import Saved, add_saved
 from dpbench.errors import ConfigurationError, check_distinct_files, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
-from dpbench.instruments.kernel_choice import KERNEL_OPTIONS, SPEED_OPTIONS, KernelChoice
+from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler import TorchProfiler
-from dpbench.results.view import TOP, View
+from dpbench.options import (
+    add_counting,
+    add_files,
+    add_limits,
+    add_ncu,
+    add_profile,
+    add_profile_directory,
+    add_steps,
+    add_top,
+    add_view,
+)
+from dpbench.results.view import View
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
@@ -70,32 +71,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="for timing and torch_profiler"
     )
-    how.add_argument("--ncu-path", help="the ncu program, if it is not on PATH")
-    how.add_argument("--ncu-dir", type=Path, default=Path("ncu_reports"), help="for reports, logs")
-    how.add_argument("--ncu-metrics", action="append", help=METRICS_HELP)
-    for name, declared in {**KERNEL_OPTIONS, **SPEED_OPTIONS}.items():
-        how.add_argument(f"--{name}", **declared)
-    add_steps(how, "unprofiled", Timing.steps)
-    add_steps(how, "profiled", Ncu.steps, prefix="ncu-")
-    profile = TorchProfiler.directory
-    how.add_argument("--profile-dir", type=Path, default=profile, help=f"default {profile}")
-    add_profile(how)
-    how.add_argument("--timeout", type=float, default=1800.0, help="seconds a case (1800)")
-    how.add_argument(
-        "--try-anyway", action="store_true", help="start cases whose predicted peak does not fit"
-    )
+    add_ncu(how.add_argument)
+    add_counting(how.add_argument)
+    add_steps(how.add_argument, "the unprofiled", Timing.steps)
+    add_steps(how.add_argument, "the profiled", Ncu.steps, prefix="ncu-")
+    add_profile_directory(how.add_argument)
+    add_profile(how.add_argument)
+    add_limits(how.add_argument)
     shown = parser.add_argument_group("tables", "what is shown, here and in Markdown")
-    add_view(shown)
-    shown.add_argument("--top", type=int, default=TOP, help=f"kernels in a table (default {TOP})")
+    add_view(shown.add_argument)
+    add_top(shown.add_argument)
     files = parser.add_argument_group("files")
-    files.add_argument("--json", type=Path, help="every row, and what follows from them")
-    files.add_argument("--markdown", type=Path, help="the tables")
-    files.add_argument("--csv", type=Path, help="every row")
-    files.add_argument(
-        "--github-benchmark",
-        type=Path,
-        help="the columns of the tables, for github-action-benchmark (customSmallerIsBetter)",
-    )
+    add_files(files.add_argument, ("json", "markdown", "csv", "github-benchmark"))
     add_saved(parser)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Grid
-from dpbench.commands.options import add_storage
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.ncu import Ncu, ncu_version
+from dpbench.options import add_comparing, add_saving, add_storage
 from dpbench.results.rows import NO_HARDWARE
 
 if TYPE_CHECKING:
@@ -27,29 +27,9 @@ if TYPE_CHECKING:
 def add_saved(parser: argparse.ArgumentParser) -> None:
     """Declare the options; they are those of pytest without ``dpbench-``."""
     group = parser.add_argument_group("saved runs", "dpbench list and dpbench compare read them")
-    group.add_argument("--save", metavar="NAME", help="save the run as NAME")
-    group.add_argument("--autosave", action="store_true", help="save it under commit and time")
-    group.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the latest interrupted run; with --save or --autosave, or begin one",
-    )
-    group.add_argument(
-        "--compare",
-        nargs="?",
-        const="",
-        metavar="NUM|FILE",
-        help="compare with a saved run (default each case with the latest complete run that has "
-        "it and did not regress)",
-    )
-    group.add_argument(
-        "--compare-fail",
-        action="append",
-        default=[],
-        metavar="SPEC",
-        help="exit with 1 if something got worse by more; dpbench compare --help has the syntax",
-    )
-    add_storage(group)
+    add_saving(group.add_argument)
+    add_comparing(group.add_argument, "exit with 1 if something got worse")
+    add_storage(group.add_argument)
 
 
 class Saved:

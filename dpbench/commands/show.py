@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import Case
-from dpbench.commands.options import add_storage, add_view, chosen_view, saved_run
+from dpbench.commands.options import chosen_view, saved_run
 from dpbench.errors import ConfigurationError, check_is_file
+from dpbench.options import add_storage, add_view
 
 if TYPE_CHECKING:
     from dpbench.results.layout import Table
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
-    add_view(parser)
-    add_storage(parser)
+    add_view(parser.add_argument)
+    add_storage(parser.add_argument)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 
 from dpbench.case import Case
-from dpbench.commands.options import TRAINER_HELP
+from dpbench.options import AXIS_ARGUMENTS
 from dpbench.registry import TRAINERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("--trainer", action="append", help=TRAINER_HELP)
+    parser.add_argument("--trainer", action="append", **AXIS_ARGUMENTS["trainer"])
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu"
     )

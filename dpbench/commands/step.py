@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import Case
-from dpbench.commands.options import add_case, add_profile, add_steps, chosen_case
+from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.instruments.child import Steps
 from dpbench.instruments.timing import Timing
+from dpbench.options import add_profile, add_steps
 from dpbench.schedule import Schedule
 
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="default auto: the GPU if there is one",
     )
-    add_steps(parser, "this process's", Timing.steps)
+    add_steps(parser.add_argument, "this", Timing.steps)
     parser.add_argument(
         "--nvtx",
         action="store_true",
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
     )
-    add_profile(parser)
+    add_profile(parser.add_argument)
 
 
 def run(options: argparse.Namespace) -> int:

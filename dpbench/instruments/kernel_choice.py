@@ -9,7 +9,7 @@ from typing import Any
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.ncu_kernels import NcuKernels, check_phases
-from dpbench.instruments.ncu_speed_of_light import SETS, SpeedOfLight, check_sections
+from dpbench.instruments.ncu_speed_of_light import SpeedOfLight, check_sections
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class KernelChoice:
 
     @classmethod
     def of(cls, options: Any, prefix: str = "") -> KernelChoice:
-        """From parsed `KERNEL_OPTIONS` and `SPEED_OPTIONS`; any of them means that it is wanted.
+        """From parsed options; any that asks for kernels means that they are wanted.
 
         Raises:
             ConfigurationError: a value is none of those that there are.
@@ -60,40 +60,6 @@ class KernelChoice:
                 )
             )
         return found
-
-
-KERNEL_OPTIONS: dict[str, dict[str, Any]] = {
-    "kernels": {
-        "action": "store_true",
-        "help": "profile each kernel as well, in one more process: 20 ms a kernel",
-    },
-    "kernels-phase": {
-        "action": "append",
-        "metavar": "PHASES",
-        "help": "profile the kernels of these phases only, e.g. clip; separated by commas",
-    },
-}
-"""Options that a command may give a prefix, as arguments of ``add_argument``."""
-
-SPEED_OPTIONS: dict[str, dict[str, Any]] = {
-    "ncu-set": {
-        "metavar": "SET",
-        "help": "collect this set of ncu's sections for the kernels that move most bytes: "
-        f"{', '.join(SETS)} (Speed of Light, memory, occupancy, warp states)",
-    },
-    "ncu-section": {
-        "action": "append",
-        "metavar": "NAMES",
-        "help": "collect these of ncu --list-sections for them, separated by commas",
-    },
-    "ncu-set-kernels": {
-        "type": int,
-        "default": SpeedOfLight.kernels,
-        "metavar": "N",
-        "help": f"how many kernels these are (default {SpeedOfLight.kernels})",
-    },
-}
-"""The same, under one name everywhere."""
 
 
 def _listed(options: Any, option: str, what: str) -> tuple[str, ...]:

@@ -313,33 +313,3 @@ class Comparing:
 
 SEEN: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 """What judging a test found."""
-
-
-def add_options(group: pytest.OptionGroup) -> None:
-    """Declare the options."""
-    group.addoption(
-        "--dpbench-compare",
-        nargs="?",
-        const="",
-        metavar="NUM|FILE",
-        help="compare with a saved run; without a value each case with the latest complete run of "
-        "the same device and instrument that has it and did not regress",
-    )
-    group.addoption(
-        "--dpbench-compare-fail",
-        action="append",
-        metavar="SPEC",
-        help="fail a test if what it measured got worse by more: METRIC[@PHASE]:5%%, "
-        "METRIC:0.5GB, METRIC:5%%+0.1GB (beyond both), METRIC:±5%% (either way); a metric's ratio "
-        "to standard is dram_ratio, l2_ratio, logical_ratio, …; repeatable",
-    )
-    group.addoption(
-        "--dpbench-compare-across",
-        action="store_true",
-        help="compare also what another device or instrument measured; it is labelled",
-    )
-    for name, what in (
-        ("", "rewrite in the file of --dpbench-compare=FILE what was measured, and nothing else"),
-        ("-new-only", "add to the file of --dpbench-compare=FILE what it lacks"),
-    ):
-        group.addoption(f"--dpbench-update{name}", action="store_true", help=what)

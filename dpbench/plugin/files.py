@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.errors import check_distinct_files, check_writable_file
-from dpbench.plugin.options import FILES
+from dpbench.options import FILES
 from dpbench.results.view import View
 
 if TYPE_CHECKING:

@@ -8,10 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from dpbench.errors import ConfigurationError
-from dpbench.results.rows import STORAGE
 
 if TYPE_CHECKING:
     from dpbench.plugin.manager import Manager
@@ -164,26 +161,3 @@ def storage_directory(manager: Manager) -> Path:
 def _shown(path: Path) -> Path:
     """The path from here, if it lies below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def add_options(group: pytest.OptionGroup) -> None:
-    """Declare the options."""
-    group.addoption("--dpbench-save", metavar="NAME", help="save the run in the storage as NAME")
-    group.addoption(
-        "--dpbench-autosave",
-        action="store_true",
-        help="save the run under the commit and the time",
-    )
-    group.addoption(
-        "--dpbench-storage",
-        type=Path,
-        default=STORAGE,
-        metavar="DIR",
-        help="where runs are saved and references found (default %(default)s)",
-    )
-    group.addoption(
-        "--dpbench-resume",
-        action="store_true",
-        help="go on with the latest interrupted run on this device, if versions, code and grid are "
-        "the same; with --dpbench-save or --dpbench-autosave, begin one if there is none",
-    )
