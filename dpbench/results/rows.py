@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,17 @@ class Measurement:
 
 
 def saved_case(fields: Mapping[str, Any]) -> Case:
-    """A case from saved results, whose trainer and model may be unknown to this process."""
+    """A case from saved results, whose trainer and model may be unknown to this process.
+
+    Its numbers may be NumPy's: that is what pandas 2 calls groups of a frame by.
+    """
     TRAINERS.admit(fields["trainer"])
     MODELS.admit(fields["model"])
-    return Case(**fields)
+    return Case(**{name: _plain(value) for name, value in fields.items()})
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 COLUMNS = [*AXES, *(field.name for field in fields(Measurement) if field.name != "case")]

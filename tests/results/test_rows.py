@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,3 +113,12 @@ def test_saved_row_may_name_a_class_that_this_process_does_not_know(
 def test_saved_case_is_checked_like_any_other(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         saved_case(asdict(MEASUREMENT.case) | wrong)
+
+
+def test_a_saved_case_takes_numbers_as_pandas_hands_them_out() -> None:
+    axes = vars(MEASUREMENT.case)
+    case = saved_case({**axes, "batch_size": np.int64(8), "seq_len": np.int64(256)})
+    assert case == MEASUREMENT.case
+    assert type(case.batch_size) is int
+    with pytest.raises(ConfigurationError, match="batch size must be a positive integer, not True"):
+        saved_case({**axes, "batch_size": True})
