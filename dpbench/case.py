@@ -122,6 +122,15 @@ class Case:
         """The same configuration under the standard trainer."""
         return replace(self, trainer=BASELINE_TRAINER)
 
+    def locate(self) -> None:
+        """Find out whether the modules of trainer and model are there, without importing them.
+
+        Raises:
+            ConfigurationError: one is not.
+        """
+        TRAINERS.locate(self.trainer)
+        MODELS.locate(self.model)
+
     @property
     def id(self) -> str:
         """A name for test ids and messages, e.g. ``dpsgd-bs8-seq256-1b-fp32``."""

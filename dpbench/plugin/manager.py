@@ -7,7 +7,6 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -22,6 +21,7 @@ from dpbench.instruments.child import Steps
 from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu_progress import shown_on
 from dpbench.plugin import comparing, saving
+from dpbench.plugin.asked import Asked
 from dpbench.plugin.files import Files
 from dpbench.plugin.terminal import open_terminal
 from dpbench.plugin.updating import reference_to_update, update
@@ -35,8 +35,11 @@ NEEDS_NCU = "needs --ncu"
 NAME = "dpbench-manager"
 """The manager's name among pytest's plugins."""
 
-ASKED = "asked"
-"""The file in which an xdist worker notes how many cases the tests ask for."""
+UNFINISHED = (
+    *(pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR),
+    pytest.ExitCode.NO_TESTS_COLLECTED,
+)
+"""How a session ends that has not done what it was to do."""
 
 RUNS_NO_TEST = (
     *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
@@ -137,28 +140,28 @@ class Manager:
             kernels=KernelChoice.of(self.options, "ncu_"),
         )
 
+    @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note how many cases the tests ask for: an interrupted run has fewer."""
+        """Note which cases the tests ask for: an interrupted run has fewer.
+
+        Only now is ``sys.path`` as it will be. If a case names a module that is not there, no test
+        is left to run.
+        """
         if not self.runs_tests:
             return
-        asked = [
-            item.callspec.params.get("dpbench_case")
-            for item in session.items
-            if isinstance(item, pytest.Function)
-            and hasattr(item, "callspec")
-            and (self.options.ncu or "ncu" not in item.fixturenames)
-        ]
-        cases = {case for case in asked if isinstance(case, Case)}
-        self.saving.expect(len(cases))
+        asked = Asked.of(session.items, measures=self.options.ncu)
+        if asked.problem:
+            session.items.clear()
+        self._hear(asked)
         if self.is_worker:  # the controller collects nothing
-            with suppress(OSError):
-                (self._made_directory() / ASKED).write_text(str(len(cases)))
+            asked.note(self._made_directory())
 
-    def _hear_of_cases(self) -> None:
-        """What a worker noted."""
-        if self.directory is not None and (noted := self.directory / ASKED).exists():
-            with suppress(OSError, ValueError):
-                self.saving.expect(int(noted.read_text()))
+    def _hear(self, asked: Asked | None) -> None:
+        """What this process collected, or a worker did."""
+        if asked is not None:
+            self.saving.expect(asked.cases)
+            if asked.problem:
+                self._problem(asked.problem)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -251,9 +254,12 @@ class Manager:
         if self.is_worker or not self.runs_tests:
             return
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        stopped = interrupted or bool(session.shouldfail or session.shouldstop)
-        complete = not stopped and exitstatus != pytest.ExitCode.INTERNAL_ERROR
-        self._hear_of_cases()
+        self._hear(Asked.noted(self.directory))
+        complete = (
+            exitstatus not in UNFINISHED
+            and not (session.shouldfail or session.shouldstop)
+            and not self.saving.partial
+        )
         self._write(complete)
         try:
             self.saving.end(self.outcomes())
@@ -263,7 +269,7 @@ class Manager:
         if not interrupted:
             self._update(complete)
             self.problems += self.comparing.problems()
-        if self.instruments and not interrupted and not self._measured_under_ncu():
+        if not (interrupted or self.problems or self._measured_what_was_asked()):
             self.problems.append(
                 "--ncu was given and nothing was measured; "
                 "select tests that use the ncu fixture, e.g. -m gpu"
@@ -274,8 +280,11 @@ class Manager:
         ):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
-    def _measured_under_ncu(self) -> bool:
-        return any(outcome.rows and "ncu" in outcome.instruments for outcome in self.outcomes())
+    def _measured_what_was_asked(self) -> bool:
+        """Whether a ``--ncu`` session has measured something; others need not."""
+        return not self.instruments or any(
+            outcome.rows and "ncu" in outcome.instruments for outcome in self.outcomes()
+        )
 
     def _write(self, complete: bool = False) -> None:
         """Bring the run and the files that were asked for up to date."""

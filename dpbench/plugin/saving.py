@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,8 @@ class Saving:
         """What the summary says about saving."""
         self.kept: list[Outcome] = []
         """Outcomes of the session that this one resumes."""
+        self.partial = False
+        """Whether the tests ask for fewer cases than those of the session that this one resumes."""
         if manager.is_worker:
             self._take_over(manager.config.workerinput[KEY])  # type: ignore[attr-defined]
         elif manager.runs_tests:
@@ -90,18 +92,22 @@ class Saving:
             run, self.notes = storage.interrupted(device)
             if run is not None:
                 self.file, self.kept = RunFile.resume(storage, run, self.premise)
+                self.premise = self.file.premise
                 return
             if not (named or self.options.dpbench_autosave):
                 raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
         name = self.options.dpbench_save
         self.file = RunFile.create(storage, name, device, self.premise)
 
-    def expect(self, cases: int) -> None:
-        """The session's tests ask for so many cases of the grid."""
-        if self.file is not None or self.options.dpbench_json:
-            self.premise = replace(self.premise, cases_asked=cases)
+    def expect(self, cases: Collection[str]) -> None:
+        """The session's tests ask for these cases of the grid, by id."""
+        asked = len({*cases, *(outcome.case.id for outcome in self.kept)})
         if self.file is not None:
-            self.file.premise = replace(self.file.premise, cases_asked=cases)
+            self.partial = asked < self.file.premise.cases_asked
+            asked = max(asked, self.file.premise.cases_asked)
+            self.file.premise = replace(self.file.premise, cases_asked=asked)
+        if self.file is not None or self.options.dpbench_json:
+            self.premise = replace(self.premise, cases_asked=asked)
 
     def for_worker(self) -> dict[str, Any]:
         """What `_take_over` needs, as plain types."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,8 @@ class RunFile:
             raise ConfigurationError(
                 f"{run.path} cannot be resumed, for this session differs: {'; '.join(differences)}"
             )
-        premise = Premise(**{**vars(premise), "earlier_seconds": run.seconds or 0.0})
+        asked = max(run.cases_asked, premise.cases_asked)
+        premise = replace(premise, earlier_seconds=run.seconds or 0.0, cases_asked=asked)
         kept = [outcome for outcome in run.outcomes if outcome.error is None]
         return cls._hold(storage, run.path, premise), kept
 

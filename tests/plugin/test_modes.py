@@ -355,3 +355,17 @@ def test_a_case_that_takes_too_long_is_ended(
             "ERROR: dpbench: --ncu was given and nothing was measured; *-m gpu*",
         ]
     )
+
+
+@in_each_mode
+def test_a_trainer_whose_module_is_nowhere_is_refused_once(
+    project: RunSuite, pytester: pytest.Pytester, mode: list[str]
+) -> None:
+    result = project(*mode, "--dpbench-trainer=nowhere:Trainer", "--dpbench-save=none")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    said = [line for line in result.outlines + result.errlines if "ERROR" in line]
+    assert said == [
+        "ERROR: dpbench: trainer 'Trainer': no module named 'nowhere'; "
+        "run from its directory or put that on PYTHONPATH"
+    ]
+    assert not Storage(pytester.path / ".dpbench").paths()
