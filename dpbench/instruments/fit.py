@@ -83,7 +83,7 @@ def _rows_of_own_process(case: Case) -> list[dict[str, Any]]:
         try:
             subprocess.run(
                 [*command, *case.arguments(), "--json", str(found)],
-                env={**os.environ, **child.environment(case)},
+                env={**os.environ, **child.environment(case), "GITHUB_STEP_SUMMARY": ""},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 check=True,

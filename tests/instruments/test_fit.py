@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -44,10 +45,12 @@ def test_an_outside_trainer_that_ends_its_process_takes_nothing_with_it() -> Non
     check_fits(Case("ends=tests.instruments.test_fit:EndsItsProcess", 4, 64, "tiny"), gpu(1))
 
 
-def test_an_outside_trainer_is_refused_too() -> None:
+def test_an_outside_trainer_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     same = Case("same=dpbench.training.standard:StandardTrainer", 4, 64, "tiny")
     with pytest.raises(DoesNotFit):
         check_fits(same, gpu(1))
+    assert not (tmp_path / "summary.md").exists(), "what it counts is no result of the session"
 
 
 class EndsItsProcess:
