@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -60,7 +61,7 @@ class NothingProfiled(InstrumentError):
 
 
 class MetricMissing(InstrumentError):
-    """A counter is not in the report."""
+    """A counter is not in the report, or has no value there."""
 
     remedy = (
         "ncu drops a counter that it does not know without a word, so check the name with "
@@ -99,6 +100,8 @@ def read(
         counted = {name: counter(action, name, path).value() for name in counters(metrics)}
         for metric in metrics:
             value = metric.value(counted)
+            if not math.isfinite(value):  # no document could hold it
+                raise MetricMissing(f"{path}: {metric.name} of {step}.{phase} is {value}")
             sums[step, phase, metric] += value
             sums[step, STEP, metric] += value
     return [

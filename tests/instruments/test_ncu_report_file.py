@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
-from dpbench.instruments.ncu_metrics import BYTE_METRICS, resolve
+from dpbench.instruments.ncu_metrics import BYTE_METRICS, NcuMetric, resolve
 from dpbench.instruments.ncu_report_file import (
     ForeignReport,
     MetricMissing,
@@ -87,6 +88,12 @@ def test_values_are_those_that_nsight_compute_saved() -> None:
 def test_a_missing_counter_is_an_error_and_never_a_zero() -> None:
     with pytest.raises(MetricMissing, match="sm__cycles_active"):
         read(DPSGD, case_of(DPSGD), resolve(["sm__cycles_active.sum"]))
+
+
+def test_a_counter_without_a_value_is_an_error_and_never_saved() -> None:
+    empty = NcuMetric("rate_of_nothing", ("dram__bytes_read.sum",), scale=math.nan)
+    with pytest.raises(MetricMissing, match=r"rate_of_nothing of 0\.outside is nan"):
+        read(DPSGD, case_of(DPSGD), [empty])
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
