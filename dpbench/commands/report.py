@@ -57,6 +57,9 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.results.html.source import labelled
 
     runs = [saved_run(name, options.storage) for name in options.runs]
+    for run in runs:
+        if not run.outcomes:
+            raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
     sources = labelled((run.name, run.document) for run in runs)
     check_writable_file(options.output)
     if options.with_logical:

@@ -42,6 +42,15 @@ def test_page_has_the_runs_under_their_names(
     assert capsys.readouterr().out.startswith(str(page))
 
 
+def test_a_document_without_a_case_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ceilings = GRID1.with_name("h200-ceilings.json")
+    assert main(["report", str(ceilings), "-o", str(tmp_path / "report.html")]) == 2
+    assert "h200-ceilings.json holds no case: nothing to draw" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_with_logical_counts_the_same_cases(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run.json")
     page = tmp_path / "report.html"
