@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,15 @@ def code_state(project: Path) -> dict[str, Any] | None:
     top = _git(project, "rev-parse", "--show-toplevel")
     if commit is None or top is None:
         return None
-    root = Path(top.decode().strip())
+    root = Path(os.fsdecode(top).rstrip("\n"))
     digest = hashlib.sha256(difference := _git(root, "diff", "--binary", "HEAD") or b"")
     untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
-    names = sorted(name for name in (untracked or b"").decode().split("\0") if name)
-    for name in names:
-        digest.update(name.encode())
-        digest.update((root / name).read_bytes())
+    names = []
+    for name in sorted(filter(None, (untracked or b"").split(b"\0"))):
+        with suppress(OSError):  # the link by which an editor locks a file leads nowhere
+            content = (root / os.fsdecode(name)).read_bytes()
+            digest.update(name + content)
+            names.append(name)
     dirty = bool(difference or names)
     return {
         "commit": commit.decode().strip(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -43,6 +44,15 @@ def test_two_different_changes_are_told_apart_also_in_untracked_code(project: Pa
         seen.append(state["changes"])
     assert len(set(seen)) == 3
     assert code_state(project) == state
+
+
+def test_an_editors_lock_is_no_code_and_names_may_be_in_any_encoding(project: Path) -> None:
+    (project / ".#trainer.py").symlink_to("somebody@host.1234")
+    state = code_state(project)
+    assert state is not None
+    assert not state["dirty"]
+    (project / os.fsdecode(b"caf\xe9.py")).write_text("z = 1")
+    assert (code_state(project) or {})["dirty"]
 
 
 def test_directory_without_git_has_no_code_state(tmp_path: Path) -> None:
