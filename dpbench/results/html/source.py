@@ -122,7 +122,7 @@ def failures_of(sources: Sequence[Source], summary: pd.DataFrame) -> pd.DataFram
     )
     measured = summary[summary.measured] if summary.measured.any() else summary
     devices = measured.drop_duplicates("run").set_index("run").device
-    failed["device"] = failed.run.map(devices).fillna("")
+    failed["device"] = [devices.get(run, "") for run in failed.run]
     failed["title"] = _titles(failed, summary)
     return failed
 

@@ -198,6 +198,13 @@ def test_failed_case_has_its_error_among_the_cases() -> None:
     ]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_in_which_everything_failed_was_on_no_device() -> None:
+    case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
+    runs = labelled([("run", {"rows": [], "cases": [{**case, "error": "CaseTimedOut"}]})])
+    assert failures_of(runs, summary_of(runs)).device.tolist() == [""]
+
+
 def test_environment_is_one_column_per_run() -> None:
     table = overview.environments(labelled([("grid1", GRID1), ("counted", COUNTED)]))
     found = {line[0].text: [cell.text for cell in line[1:]] for line in table.rows}
