@@ -138,12 +138,18 @@ def _premises(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dic
         "GPU": gpu.get("name"),
         "driver": gpu.get("driver"),
         "commit": code.get("commit"),
-        "uncommitted changes": code.get("changes") and code["changes"][:12],
+        "uncommitted changes": _changes(code),
     }
     found |= {f"grid's {axis}": values for axis, values in session.get("grid", {}).items()}
     for instrument, settings in session.get("settings", {}).items():
         found |= {f"{instrument}'s {key}": value for key, value in settings.items()}
     return found
+
+
+def _changes(code: Mapping[str, Any]) -> str | None:
+    """Which changes to its commit the code had, ``"none"`` if it had none; None if unknown."""
+    changes: str | None = code.get("changes")
+    return changes[:12] if changes else "none" if code.get("dirty") is False else None
 
 
 def _settings(instrument: object) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from dpbench.results.session import Premise, RunFile, differences
 from dpbench.results.storage import Storage
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
+CODE = {"commit": "4663987", "dirty": False, "changes": None}
 ENVIRONMENT = {
     "python": "3.12.3",
     "versions": {"torch": "2.11.0", "ncu": "2025.3.1"},
     "gpu": {"uuid": "GPU-0", "name": "NVIDIA H200", "driver": "580"},
-    "code": {"commit": "4663987", "dirty": False, "changes": None},
+    "code": CODE,
 }
 NCU = Ncu(Path("reports"), "ncu")
 DONE = Outcome(
@@ -83,7 +84,7 @@ def test_resumed_run_goes_on_with_what_did_not_fail_and_adds_up_its_time(storage
         (premise(gpu={**ENVIRONMENT["gpu"], "driver": "590"}), "driver 580 -> 590"),
         (premise(gpu={**ENVIRONMENT["gpu"], "name": "L4"}), "GPU NVIDIA H200 -> L4"),
         (premise(code={"commit": "51", "changes": None}), "commit 4663987 -> 51"),
-        (premise(code={**ENVIRONMENT["code"], "changes": "ab"}), "uncommitted changes None -> ab"),
+        (premise(code={**CODE, "dirty": True, "changes": "ab"}), "uncommitted changes none -> ab"),
         (premise(grid="grid2"), "grid's batch_size [8, 16] -> [4, 8]"),
         (premise(ncu=replace(NCU, metrics=NCU.metrics[:1])), "ncu's metrics ['dram_read_bytes', "),
     ],
@@ -106,8 +107,23 @@ def test_another_card_of_the_same_model_is_the_same_premise(storage: Storage) ->
 
 
 def test_what_a_document_does_not_say_is_no_difference() -> None:
-    committed = Run.load(Path(__file__).parents[2] / "docs/results/h200-grid1.json")
-    assert list(differences(committed, committed)) == []
+    results = Path(__file__).parents[2] / "docs/results"
+    full, older = (Run.load(results / f"h200-{name}.json") for name in ("grid1", "grid2"))
+    assert full.session["grid"]["batch_size"] != [4, 8], "which the other ran, and does not say"
+    assert not older.session
+    assert list(differences(full, older)) == []
+
+
+def test_changes_to_committed_code_are_a_difference(storage: Storage) -> None:
+    clean = broken_off(storage)
+    dirty = RunFile.create(
+        storage, "second", "H200", premise(code={**CODE, "dirty": True, "changes": "ab"})
+    )
+    dirty.write([DONE])
+    dirty.close()
+    assert list(differences(clean, Run.load(dirty.path))) == [
+        ([], ["uncommitted changes none -> ab"])
+    ]
 
 
 def test_updated_cases_are_compared_under_the_premise_of_their_update(tmp_path: Path) -> None:
