@@ -54,9 +54,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _compare(before: Run, after: Run, thresholds: Sequence[Threshold], across: bool) -> bool:
     """Print what changed from one run to another; returns whether that is a failure."""
-    from dpbench.results.compare import compare, judge, unapplied
+    from dpbench.results.compare import compare, judge, unapplied, ungated
     from dpbench.results.comparison_table import comparison_tables
     from dpbench.results.layout import as_text
+    from dpbench.results.references import ungated_in_words
 
     title = f"{before.name} -> {after.name}"
     changes = compare(before.frame, after.frame, across=across)
@@ -71,6 +72,9 @@ def _compare(before: Run, after: Run, thresholds: Sequence[Threshold], across: b
     print(f"{title}\n\n{as_text(comparison_tables(changes, verdict))}\n")
     for note in _notes(before, after):
         print(note)
+    if not across:  # where instruments differ, so do their metrics
+        for line in ungated_in_words(ungated(after.frame, changes, thresholds)):
+            print(f"dpbench compare: WARNING: {line}", file=sys.stderr)
     failed = _newly_failed(before, after)
     for name in failed:
         print(f"dpbench compare: {after.name}: {name}", file=sys.stderr)

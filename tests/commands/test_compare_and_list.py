@@ -66,6 +66,17 @@ def test_change_within_the_limit_is_shown_and_passes(capsys: pytest.CaptureFixtu
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_cases_that_a_limit_cannot_judge_are_named(
+    storage: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(GRID1.read_text())
+    data["rows"] = [r for r in data["rows"] if (r["trainer"], r["seq_len"]) != ("standard", 256)]
+    storage.allocate("partly", "NVIDIA H200", json.dumps(data))
+    assert main(["compare", "3", "1", "--fail", "dram_ratio:3%"]) == 0
+    said = "dpbench compare: WARNING: dram_ratio:3% judged nothing of dpsgd-bs8-seq256-"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("storage")
 def test_change_beyond_a_limit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "1", "2", str(GRID1), "--fail", "dram_bytes@clip:1%"]) == 1
