@@ -25,7 +25,13 @@ from dpbench.instruments.ncu import (
 )
 from dpbench.instruments.ncu_kernel_report import COUNTERS, read_kernels
 from dpbench.instruments.ncu_progress import launch_progress
-from dpbench.instruments.ncu_report_file import KERNELS, kernel_report_path, launches_by_phase
+from dpbench.instruments.ncu_report_file import (
+    KERNELS,
+    NothingProfiled,
+    ReportUnreadable,
+    kernel_report_path,
+    launches_by_phase,
+)
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 
@@ -45,6 +51,20 @@ def check_phases(phases: Iterable[str]) -> None:
     for phase in phases:
         if phase not in (*PHASES, OUTSIDE):
             raise unknown("phase", phase, (*PHASES, OUTSIDE))
+
+
+def launch_nothing(directory: Path, case: Case, phases: Iterable[str]) -> bool:
+    """Whether these phases launch no kernel, as the case's report of ranges says, if it is there.
+
+    Standard training has no clip, and that of ghost clipping is a copy: of these phases alone
+    there is nothing to profile.
+    """
+    try:
+        counts = launches_by_phase(directory / case.report_path)
+    except InstrumentError:
+        return False
+    chosen = list(phases)
+    return bool(chosen) and not any(counts[phase] for phase in chosen)
 
 
 @dataclass(frozen=True)
@@ -95,8 +115,9 @@ class NcuKernels(Instrument):
     def start(self, case: Case) -> child.Child:
         """Start a process whose rows are what its kernels add up to, by phase and step.
 
-        Its ``kernels`` are each kernel's share of that. While it is waited for, a progress bar
-        counts kernels against those that the case's report of ranges holds, if there is one.
+        Its ``kernels`` are each kernel's share of that; none if the phases launch none. While it
+        is waited for, a progress bar counts kernels against those that the case's report of ranges
+        holds, if there is one.
         """
         report = self.report(case)
         report.unlink(missing_ok=True)  # or a failed run would leave the last one's numbers
@@ -110,10 +131,16 @@ class NcuKernels(Instrument):
 
     def _read(self, process: child.Child, report: Path) -> list[Measurement]:
         case = process.case
-        with launch_progress(f"{case.id}: kernels", self.expected(case)) as process.watch:
-            record = record_under_ncu(process, report)
         try:
+            with launch_progress(f"{case.id}: kernels", self.expected(case)) as process.watch:
+                record = record_under_ncu(process, report)
             found = read_kernels(report)
+        except (NothingProfiled, ReportUnreadable) as error:
+            if launch_nothing(self.directory, case, self.phases):
+                process.notes = (f"no kernel in {', '.join(self.phases)}",)
+                return []
+            error.log = process.log
+            raise
         except InstrumentError as error:
             error.log = process.log
             raise

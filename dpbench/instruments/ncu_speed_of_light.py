@@ -25,7 +25,7 @@ from dpbench.instruments.ncu_kernel_report import (
     phase_of,
     read_kernels,
 )
-from dpbench.instruments.ncu_kernels import check_phases, phase_filters
+from dpbench.instruments.ncu_kernels import check_phases, launch_nothing, phase_filters
 from dpbench.instruments.ncu_progress import launch_progress
 from dpbench.instruments.ncu_report_file import (
     KERNELS,
@@ -148,9 +148,13 @@ class SpeedOfLight(Instrument):
     def chosen(self, case: Case) -> list[str]:
         """The demangled names of the kernels that move most bytes, from the case's report.
 
+        None if the phases launch none.
+
         Raises:
             InstrumentError: there is no such report, or it cannot be read.
         """
+        if launch_nothing(self.directory, case, self.phases):
+            return []
         launches = read_kernels(self.directory / kernel_report_path(case, KERNELS)).launches
         names = dict.fromkeys(count.name for count in fold(launches))
         return list(names)[: self.kernels]
@@ -172,6 +176,8 @@ class Waiting(Running):
         """See `Running.rows`: no row, for what it finds is in ``speed_of_light``."""
         case, report = self.case, self.instrument.report(self.case)
         names = self.instrument.chosen(case)
+        if not names:
+            return []
         self._child = child.Child(
             self.instrument.command(case, names),
             case=case,

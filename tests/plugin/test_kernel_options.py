@@ -22,6 +22,18 @@ def test_bad_values_are_named_before_anything_runs(
     assert words in result.stderr.str()
 
 
+def test_a_phase_in_which_a_trainer_launches_nothing_is_no_failure(project: RunSuite) -> None:
+    result = project("-n0", "--ncu-kernels-phase=clip", "--ncu-set=detailed")
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(
+        [
+            "dpsgd-bs4-*: bytes by kernel*",
+            "dpsgd-bs4-*: Speed of Light",
+            "standard-bs4-*: no kernel in clip.",
+        ]
+    )
+
+
 def test_kernels_without_ncu_are_a_usage_error(project: RunSuite) -> None:
     result = project("--ncu-kernels", replayed=False)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
