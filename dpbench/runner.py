@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
@@ -33,23 +36,25 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     running: list[Running] = []
     try:
         check_fits(case, gpu)
-        # All start at once and take turns on the GPU: one imports while another measures.
-        for instrument in instruments:
-            running.append(instrument.start(case))
-        for measurement in running:
-            rows += measurement.rows()
-            notes += measurement.notes
-            for part, entries in seen.items():
-                entries += getattr(measurement, part)
+        with _files_of(case, instruments):
+            try:
+                # All start at once and take turns on the GPU: one imports while another measures.
+                for instrument in instruments:
+                    running.append(instrument.start(case))
+                for measurement in running:
+                    rows += measurement.rows()
+                    notes += measurement.notes
+                    for part, entries in seen.items():
+                        entries += getattr(measurement, part)
+            finally:
+                for measurement in running:
+                    measurement.cancel()
     except DpbenchError as error:
         failure = {"error": type(error).__name__, "message": str(error)}
         if isinstance(error, InstrumentError) and isinstance(error.log, Path):
             failure |= {"log": str(error.log), "log_tail": log_tail(error)}
     except OSError as error:  # a full disk, say
         failure = {"error": type(error).__name__, "message": f"{case.id}: {error}"}
-    finally:
-        for measurement in running:
-            measurement.cancel()
     return Outcome(
         case,
         tuple(rows),
@@ -59,3 +64,18 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
         **failure,
         **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
     )
+
+
+@contextmanager
+def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
+    """Hold the reports, logs and profiles of a case: another session may write the same.
+
+    Without this, its report could be replaced by the other's before it was read.
+    """
+    directories = {getattr(instrument, "directory", None) for instrument in instruments}
+    with ExitStack() as held:
+        # In order, or two sessions could each wait for what the other holds.
+        for directory in sorted(path.resolve() for path in directories if path is not None):
+            directory.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(directory / f".{case.id}.lock"))
+        yield
