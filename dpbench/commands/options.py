@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from dpbench.case import AXES, Case, Grid
 from dpbench.errors import check_is_file
 from dpbench.options import AXIS_ARGUMENTS, add_axes, add_grid
-from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.view import TOP, View
 
 if TYPE_CHECKING:
@@ -29,9 +28,8 @@ def chosen_grid(options: argparse.Namespace) -> Grid:
         ConfigurationError: it does not exist, or a value or the module of a class does not.
     """
     grid = Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
-    for registry, names in ((TRAINERS, grid.trainer), (MODELS, grid.model)):
-        for name in names:
-            registry.locate(name)
+    for case in grid.cases():
+        case.locate()
     return grid
 
 
