@@ -15,6 +15,7 @@ import pytest
 
 from dpbench.cli import build_parser, hyphenated, main
 from dpbench.gpu import Gpu
+from tests.programs import program
 
 DATA = Path(__file__).parent / "data" / "tiny-fp32"
 TINY = ["--model-size", "tiny", "--batch-size", "4", "--seq-len", "16"]
@@ -56,7 +57,7 @@ class NarrowModel(SimpleBigModel):
 """
 
 
-NCU = f"""#!{sys.executable}
+NCU = f"""
 # Replays a recorded run; trainers that fail do so as ncu and the process under it would.
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -94,8 +95,7 @@ sys.exit(main())
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Another directory, with an outside module of trainers and a replaying ``ncu`` in it."""
     (tmp_path / "outside.py").write_text(OUTSIDE)
-    (tmp_path / "ncu").write_text(NCU)
-    (tmp_path / "ncu").chmod(0o755)
+    program(tmp_path / "ncu", NCU)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,13 @@ from dpbench.gpu import Gpu
 from dpbench.results.ceilings import read_ceilings
 from dpbench.results.storage import Storage
 from tests.plugin.saved_runs import recorded_document, save
+from tests.programs import program
 
 REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
 CELL = ["--batch-size=4", "--seq-len=64", "--model-size=tiny"]
 AXES = ["--precision=bf16", "--attention=dp_mha", "--model=mine=outside:Model"]
 CONFIGURATION = "tiny-bf16-dp_mha-mine"
-SLOW = "def main() -> int:\n    import time; time.sleep(60)\n"
+SLOW = "import time; time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +30,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path("outside.py").touch()
-    program("")
-
-
-def program(slow: str) -> None:
-    """The ``ncu`` of this directory; ``slow`` takes the place of its first line of work."""
-    text = REPLAY.read_text().replace("__file__", repr(str(REPLAY)))
-    if slow:
-        text = text.replace("def main() -> int:\n", slow, 1)
-    ncu = Path("ncu")
-    ncu.write_text(f"#!{sys.executable}\n{text}")
-    ncu.chmod(0o755)
+    program(Path("ncu"), REPLAY)
 
 
 def replayed_gpu(monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None = None) -> None:
@@ -90,7 +80,7 @@ def test_attribute_ends_a_case_that_takes_too_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replayed_gpu(monkeypatch)
-    program(SLOW)
+    program(Path("ncu"), SLOW)
     case = ["--trainer=dpsgd", *CELL, *AXES]
     how = ["--ncu-path=./ncu", "--ncu-dir=deep", "--timeout=0.3"]
     assert main(["attribute", *case, *how]) == 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from dpbench.cli import main
 from dpbench.gpu import Gpu
+from tests.programs import program
 from tests.recorded import RANGES, unpacked
 
 CLIP = "kernels/clip/report_dpsgd_bs4_seq64.ncu-rep"
@@ -73,11 +73,7 @@ def test_run_profiles_each_kernel_after_the_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ncu = tmp_path / "ncu"
-    ncu.write_text(
-        f"#!{sys.executable}\n{REPLAY.read_text()}".replace("__file__", repr(str(REPLAY)))
-    )
-    ncu.chmod(0o755)
+    ncu = program(tmp_path / "ncu", REPLAY)
     gpus = [Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")]
     for module in ("dpbench.instruments.ncu", "dpbench.gpu"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import dpbench.gpu
 import dpbench.instruments.ncu
 from dpbench.cli import main
 from dpbench.gpu import Gpu
+from tests.programs import program
 
 REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
 REPORTS = sorted((REPLAY.parent / "data" / "tiny-fp32").glob("*.ncu-rep"))
@@ -26,11 +26,7 @@ CELL = [
 @pytest.fixture
 def replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Run the two cases of which there is a recording, by ncu and by counting."""
-    ncu = tmp_path / "ncu"
-    ncu.write_text(
-        f"#!{sys.executable}\n{REPLAY.read_text()}".replace("__file__", repr(str(REPLAY)))
-    )
-    ncu.chmod(0o755)
+    ncu = program(tmp_path / "ncu", REPLAY)
     gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
     for module in (dpbench.gpu, dpbench.instruments.ncu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [gpu])

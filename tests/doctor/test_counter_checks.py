@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from dpbench.instruments.logical import Logical
 from dpbench.instruments.ncu_metrics import BYTE_METRICS, NcuMetric
 from dpbench.step import run_case
 from dpbench.training.build import build
+from tests.programs import program
 
 DATA = Path(__file__).parents[1] / "data"
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
@@ -50,9 +49,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def under(tmp_path: Path, text: str, timeout: float = 20.0) -> Setup:
     """A setup whose ``ncu`` does this."""
-    path = tmp_path / "ncu"
-    path.write_text(f"#!{sys.executable}\n{STAND_IN}\n{text}")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path = program(tmp_path / "ncu", f"{STAND_IN}\n{text}")
     return Setup(tmp_path / "reports", str(path), timeout)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import select
-import stat
-import sys
 from collections import namedtuple
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +16,7 @@ from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, machine
 from dpbench.gpu import Gpu, Use, in_use
 from dpbench.instruments import ncu
 from dpbench.instruments.ncu import NcuNotFound
+from tests.programs import program
 
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
 
@@ -25,12 +24,6 @@ H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
 def only(check: Check, setup: Setup | None = None) -> Finding:
     [finding] = check(setup or Setup())
     return finding
-
-
-def program(path: Path, text: str) -> str:
-    path.write_text(f"#!{sys.executable}\n{text}")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
 
 
 @pytest.fixture
@@ -163,7 +156,7 @@ def test_a_missing_ncu_fails() -> None:
     ],
 )
 def test_ncu_is_named_with_its_version(says: str, status: str, words: str, tmp_path: Path) -> None:
-    path = program(tmp_path / "ncu", f"print({says!r})")
+    path = str(program(tmp_path / "ncu", f"print({says!r})"))
     found = only(machine.ncu, Setup(ncu_path=path))
     assert found.status == status
     assert words in found.detail
@@ -177,7 +170,7 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     path = tmp_path / "ncu"
-    path.write_text(f"#!/bin/sh\nexec 9>{tmp_path}/alive\nsleep 100\n")
+    path.write_text(f"#!/bin/sh\nexec 9>'{tmp_path}/alive'\nsleep 100\n")
     path.chmod(0o755)
     monkeypatch.setattr(ncu, "VERSION_SECONDS", 1.0)
     assert only(machine.ncu, Setup(ncu_path=str(path))).status == FAILED

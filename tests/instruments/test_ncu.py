@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 import sys
 from pathlib import Path
 
@@ -14,16 +13,10 @@ from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu import Ncu, NcuNotFound, diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu_report_file import NothingProfiled
+from tests.programs import program
 
 OUTPUT = Path(__file__).parents[1] / "data" / "ncu_output"
 CASE = Case("dpsgd", 8, 256)
-
-
-def program(path: Path, text: str) -> Path:
-    """An executable Python script."""
-    path.write_text(f"#!{sys.executable}\n{text}")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 def test_the_whole_argument_list() -> None:

@@ -14,6 +14,7 @@ import pytest
 from dpbench import MODELS, TRAINERS
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import child, torch_profiler
+from tests.programs import program
 
 REPLAYS = {name: Path(__file__).parents[1] / f"replay_{name}.py" for name in ("ncu", "step")}
 
@@ -114,10 +115,7 @@ def project(
     """
     monkeypatch.setenv("COLUMNS", "80")
     for name, replay in REPLAYS.items():
-        program = pytester.path / name
-        text = replay.read_text().replace("__file__", repr(str(replay)))
-        program.write_text(f"#!{sys.executable}\n{text}")
-        program.chmod(0o755)
+        program(pytester.path / name, replay)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_suite=SUITE)
     pytester.makefile(

@@ -25,6 +25,7 @@ from tests.plugin.saved_runs import (
     saved,
     values,
 )
+from tests.programs import program
 
 MODES = {"without xdist": ["-p", "no:xdist"], "n0": ["-n0"], "n2": ["-n2"]}
 in_each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -341,12 +342,7 @@ def test_a_session_goes_on_and_adds_to_a_reference(
 def test_a_case_that_takes_too_long_is_ended(
     project: RunSuite, pytester: pytest.Pytester, mode: list[str]
 ) -> None:
-    slow = pytester.path / "ncu"
-    slow.write_text(
-        slow.read_text().replace(
-            "def main() -> int:", "def main():\n    import time; time.sleep(60)", 1
-        )
-    )
+    program(pytester.path / "ncu", "import time; time.sleep(60)")
     result = project(*mode, *ENDED)
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
