@@ -21,15 +21,20 @@ COLOURS = ("PY_COLORS", "NO_COLOR", "FORCE_COLOR")
 def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it, and its sessions print the same everywhere.
 
-    Not for tests that measure: the session that they belong to reads both to its end.
+    Git's variables, which are set while the hook of a commit runs, would have a test's commit go
+    to that repository; its own configuration may want a signature. Not for tests that measure:
+    the session that they belong to reads all of these to its end.
     """
     if request.node.get_closest_marker("gpu"):
         return
     for registry in (TRAINERS, MODELS):
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
         monkeypatch.setattr(registry, "_labels", set(registry._labels))
-    for variable in (*READ_BY_PYTEST, *COLOURS, "GITHUB_STEP_SUMMARY"):
+    of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
+    for variable in (*READ_BY_PYTEST, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,7 +22,9 @@ def code_state(project: Path) -> dict[str, Any] | None:
     if commit is None or top is None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
-    digest = hashlib.sha256(difference := _git(root, "diff", "--binary", "HEAD") or b"")
+    # Git's own difference: a tool that a user has set up may leave out what it takes for equal.
+    own = ("--no-ext-diff", "--no-textconv", "--no-color")
+    digest = hashlib.sha256(difference := _git(root, "diff", *own, "--binary", "HEAD") or b"")
     untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
     names = []
     for name in sorted(filter(None, (untracked or b"").split(b"\0"))):

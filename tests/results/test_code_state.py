@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from dpbench.results.code_state import code_state
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 
 def git(directory: Path, *arguments: str) -> None:
@@ -25,6 +28,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@needs_git
 def test_committed_code_is_clean_whatever_results_lie_around(project: Path) -> None:
     (project / ".dpbench").mkdir()
     (project / ".dpbench" / "0001_run.json").write_text("{}")
@@ -34,6 +38,7 @@ def test_committed_code_is_clean_whatever_results_lie_around(project: Path) -> N
     assert len(state["commit"]) == 40
 
 
+@needs_git
 def test_two_different_changes_are_told_apart_also_in_untracked_code(project: Path) -> None:
     seen = []
     for name, text in (("trainer.py", "x = 2\n"), ("trainer.py", "x = 3\n"), ("own.py", "y = 1")):
@@ -46,6 +51,7 @@ def test_two_different_changes_are_told_apart_also_in_untracked_code(project: Pa
     assert code_state(project) == state
 
 
+@needs_git
 def test_an_editors_lock_is_no_code_and_names_may_be_in_any_encoding(project: Path) -> None:
     (project / ".#trainer.py").symlink_to("somebody@host.1234")
     state = code_state(project)
@@ -55,5 +61,18 @@ def test_an_editors_lock_is_no_code_and_names_may_be_in_any_encoding(project: Pa
     assert (code_state(project) or {})["dirty"]
 
 
-def test_directory_without_git_has_no_code_state(tmp_path: Path) -> None:
+@needs_git
+def test_a_difference_tool_of_the_users_own_changes_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "trainer.py").write_text("x = 2\n")
+    state = code_state(project)
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "true")  # which never sees any
+    assert code_state(project) == state
+
+
+def test_directory_without_git_has_no_code_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # it may be in a checkout
     assert code_state(tmp_path) is None
