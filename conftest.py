@@ -33,6 +33,7 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
     for variable in (*READ_BY_PYTEST, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 

@@ -30,6 +30,7 @@ def printed_and_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, P
     command += ["--profile-dir", str(folder), "--profile-schedule", str(SCHEDULE)]
     with redirect_stdout(StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
         patch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+        patch.setenv("COLUMNS", "80")  # sooner than the fixture that does so for every test
         assert main([*command, "--profile-threshold", "0"]) == 0
     return printed.getvalue(), folder / CASE.id
 

@@ -354,7 +354,10 @@ class Manager:
             from dpbench.results.outcome import summary_tables
 
             found = [*summary_tables(outcomes, self.view), *changes]
-            terminalreporter.write_line(as_text(found, terminal_width()))
+            for line in as_text(found, terminal_width()).splitlines():
+                # One by one: of what a terminal's encoding lacks a sign for, pytest escapes all,
+                # the ends of lines too.
+                terminalreporter.write_line(line)
             if warning := append_step_summary(found):
                 terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
         for note in notes:

@@ -35,7 +35,7 @@ def test_page_has_the_runs_under_their_names(
     after = write_run(tmp_path / "after.json")
     page = tmp_path / "new folder" / "report.html"
     assert main(["report", str(before), str(after), "-o", str(page)]) == 0
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert "<title>dpbench: before, after</title>" in text
     assert "tiny fp32, before, batch 2 × sequence 16" in text
     assert "tiny fp32, after, batch 2 × sequence 16" in text
@@ -55,7 +55,7 @@ def test_with_logical_counts_the_same_cases(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run.json")
     page = tmp_path / "report.html"
     assert main(["report", str(run), "--with-logical", "-o", str(page)]) == 0
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert "1 case measured on NVIDIA H200. 1 case counted without hardware." in text
     assert 'id="plot-logical-0"' in text
 
@@ -65,7 +65,7 @@ def test_trainer_that_cannot_be_built_is_shown_as_a_failure(tmp_path: Path) -> N
     run.write_text(run.read_text().replace('"standard"', '"theirs"'))
     page = tmp_path / "report.html"
     assert main(["report", str(run), "--with-logical", "-o", str(page)]) == 0
-    assert "known from saved results only" in page.read_text()
+    assert "known from saved results only" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_document_of_grid1_has_every_measured_case(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     assert main(["report", str(GRID1), "-o", str(page)]) == 0
     cases = len(json.loads(GRID1.read_text())["cases"])
-    assert f"{cases} cases measured on NVIDIA H200." in page.read_text()
+    assert f"{cases} cases measured on NVIDIA H200." in page.read_text(encoding="utf-8")

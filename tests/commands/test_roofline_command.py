@@ -52,7 +52,7 @@ def test_a_case_is_counted_and_held_against_a_card(capsys: pytest.CaptureFixture
     assert "Roofs of NVIDIA H200: 4800 GB/s" in shown.out
     assert "Full backward hook" not in shown.err
     assert shown.out.count("bandwidth") == 6  # the step and its five phases
-    assert "| · clip" in Path("out/roofline.md").read_text()
+    assert "| · clip" in Path("out/roofline.md").read_text(encoding="utf-8")
 
 
 def test_saved_rows_need_no_card_and_are_chosen_by_the_case_options(

@@ -56,7 +56,6 @@ def test_columns_order_groups_and_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "absent" / "summary.md"))
-    monkeypatch.setenv("COLUMNS", "80")
     table = ["--columns=dram_bytes,dram_over_logical", "--sort=dram_over_logical"]
     files = ["--csv=out/run.csv", "--github-benchmark=out/bench.json", "--markdown=out/run.md"]
     assert replayed(*table, "--group-by=device", *files) == 0
@@ -74,7 +73,8 @@ def test_columns_order_groups_and_files(
         "dram_bytes",
         "dram_over_logical",
     }
-    assert "| DRAM ÷ logical |" in (tmp_path / "out/run.md").read_text().replace("  ", "")
+    markdown = (tmp_path / "out/run.md").read_text(encoding="utf-8")
+    assert "| DRAM ÷ logical |" in markdown.replace("  ", "")
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,7 @@ def test_bad_values_are_named_before_anything_is_measured(
     assert not list(Path("ncu_reports").rglob("*.log"))
 
 
-def test_show_takes_the_same_words(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_show_takes_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
     view = ["--columns=dram_ratio", "--group-by=phase", "--sort=dram_ratio"]
     assert main(["show", *map(str, REPORTS), *view]) == 0
     shown = capsys.readouterr().out

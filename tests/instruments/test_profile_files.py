@@ -79,7 +79,7 @@ def test_launches_fold_by_operator_over_steps() -> None:
 def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> None:
     shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
     write_summary(STANDARD, record(), tmp_path, threshold=0.05)
-    text = (tmp_path / REPORT).read_text()
+    text = (tmp_path / REPORT).read_text(encoding="utf-8")
     sections = [
         "standard, tiny fp32, batch 4, sequence 64, NVIDIA H200: PyTorch profiler, per step",
         "CPU time ÷ GPU time: 13.",

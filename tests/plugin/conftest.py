@@ -113,7 +113,6 @@ def project(
     The session runs in this process, which costs a tenth of a new one, unless it has workers or
     is to be ``alone``. With ``fits`` it predicts whether a case fits the GPU.
     """
-    monkeypatch.setenv("COLUMNS", "80")
     for name, replay in REPLAYS.items():
         program(pytester.path / name, replay)
     pytester.makeconftest(CONFTEST)
@@ -152,8 +151,12 @@ def refused(project: RunSuite) -> Callable[..., str]:
     return run
 
 
-WITHOUT = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-"""Pytest plugins that a project does not need; loading Hypothesis takes half a second."""
+WITHOUT = [
+    *("-p", "no:cacheprovider", "-p", "no:hypothesispytest"),
+    *("-p", "no:randomly", "-p", "no:syrupy"),
+]
+"""Pytest plugins that a project does not need: loading Hypothesis takes half a second, and of two
+that may be installed one changes the order of tests and one the exit code."""
 
 
 def in_this_process(
