@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -29,16 +30,30 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
     )
 
 
+@contextmanager
+def looking_at(path: Path) -> Iterator[None]:
+    """For ``path.exists()`` and its like, which raise below a directory that one may not enter.
+
+    Raises:
+        ConfigurationError: the path lies below such a directory.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+
 def check_is_file(path: Path) -> None:
     """Find out whether a file that was named is there.
 
     Raises:
-        ConfigurationError: it is not, or it is a directory.
+        ConfigurationError: it is not, it is a directory, or it lies where one may not look.
     """
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a directory; name a file")
-    if not path.exists():
-        raise ConfigurationError(f"{path}: no such file")
+    with looking_at(path):
+        if path.is_dir():
+            raise ConfigurationError(f"{path} is a directory; name a file")
+        if not path.exists():
+            raise ConfigurationError(f"{path}: no such file")
 
 
 def check_writable_file(path: Path) -> None:
@@ -47,8 +62,9 @@ def check_writable_file(path: Path) -> None:
     Raises:
         ConfigurationError: it cannot.
     """
-    if not path.name or path.is_dir():
-        raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
+    with looking_at(path):
+        if not path.name or path.is_dir():
+            raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
     check_writable(path.parent)
 
 

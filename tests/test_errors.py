@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from dpbench.errors import ConfigurationError, DpbenchError, check_writable, unknown
+from dpbench.errors import (
+    ConfigurationError,
+    DpbenchError,
+    check_is_file,
+    check_writable,
+    check_writable_file,
+    unknown,
+)
 
 
 @pytest.mark.parametrize(("error", "exit_code"), [(DpbenchError, 1), (ConfigurationError, 2)])
@@ -52,3 +60,16 @@ def test_directory_that_is_a_file_is_refused_by_name(tmp_path: Path, below: str)
         check_writable(directory)
     assert str(caught.value).startswith(f"directory {directory} cannot be written: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_in_a_directory_that_may_not_be_entered_is_refused_by_name(tmp_path: Path) -> None:
+    """Not asked of the system: root may enter any."""
+
+    class Locked(type(tmp_path)):  # type: ignore[misc]
+        def stat(self, **options: bool) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    hidden = Locked("/elsewhere/run.json")
+    for check in (check_is_file, check_writable_file):
+        with pytest.raises(ConfigurationError, match=r"^/elsewhere/run.json: Permission denied$"):
+            check(hidden)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.errors import ConfigurationError
+from dpbench.errors import ConfigurationError, looking_at
 from dpbench.plugin.saving import storage_directory
 from dpbench.results.rows import NO_HARDWARE
 
@@ -103,12 +103,14 @@ class Comparing:
         from dpbench.results.storage import Storage
 
         path = Path(self.manager.config.invocation_params.dir / text)
-        if path.is_dir() or path.suffix == ".py" or "::" in text:
+        with looking_at(path):
+            is_directory, is_there = path.is_dir(), path.exists()
+        if is_directory or path.suffix == ".py" or "::" in text:
             raise ConfigurationError(
                 f"--dpbench-compare took {text!r} for a run: name tests before it, or write "
                 f"--dpbench-compare=NUM or --dpbench-compare=FILE"
             )
-        if self.updates and not path.exists():
+        if self.updates and not is_there:
             return path
         return Storage(storage_directory(self.manager)).find(
             text if text.isdecimal() else str(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from dpbench.errors import ConfigurationError, check_writable
+from dpbench.errors import ConfigurationError, check_writable, looking_at
 from dpbench.results.outcome import INTERRUPTED, write_text
 from dpbench.results.references import References, as_they_are
 from dpbench.results.run import Run
@@ -108,9 +108,12 @@ class Storage:
             ConfigurationError: there is none, or a number occurs twice.
         """
         if not text.isdecimal():
-            if not Path(text).is_file():
-                raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
-            return Path(text)
+            path = Path(text)
+            with looking_at(path):
+                if not path.is_file():
+                    what = f"no run file {text}; dpbench list shows what is saved"
+                    raise ConfigurationError(what)
+            return path
         found = [path for path in self.paths() if number_of(path) == int(text)]
         if not found:
             numbers = ", ".join(f"{number_of(path):04}" for path in self.paths()[-10:])
