@@ -162,7 +162,7 @@ class Storage:
         check_name(name)
         folder = self.directory / folder_name(device)
         check_writable(folder)
-        with FileLock(self.directory / ".lock"):
+        with FileLock(self.directory / ".lock", mode=0o666):  # a storage may be shared
             numbers = [number_of(path) for path in self.paths()]
             path = folder / f"{max(numbers, default=0) + 1:04}_{name}.json"
             path.touch(exist_ok=False)  # where locks do not work, two sessions end up here

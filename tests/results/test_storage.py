@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,6 +100,15 @@ def test_storage_that_cannot_be_read_is_not_taken_for_an_empty_one(
     finally:
         os.seteuid(user)
         forbidden.chmod(0o700)
+
+
+def test_the_lock_of_a_shared_storage_is_no_one_users(storage: Storage) -> None:
+    before = os.umask(0o077)
+    try:
+        storage.allocate("good", H200, text())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((storage.directory / ".lock").stat().st_mode) == 0o666
 
 
 # --- finding ---------------------------------------------------------------------------------
