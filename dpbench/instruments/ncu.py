@@ -113,14 +113,18 @@ VERSION_SECONDS = 30.0
 @cache
 def ncu_version(path: str) -> str:
     """The version that an ``ncu`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
-    with subprocess.Popen(
-        [path, "--version"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,  # ncu is a script: its processes must end with it
-    ) as process:
+    try:
+        process = subprocess.Popen(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # ncu is a script: its processes must end with it
+        )
+    except OSError:  # made for another machine, say
+        return "unknown"
+    with process:
         try:
             shown, _ = process.communicate(timeout=VERSION_SECONDS)
         except BaseException as error:

@@ -41,10 +41,8 @@ def comparison_tables(changes: pd.DataFrame, verdict: pd.DataFrame, title: str =
         "device",
         *changes.columns.intersection(["reference"]),
     ]
-    for _, group in rows.groupby(together):
-        # Not the key: pandas 2 has NumPy integers in it, which are no batch size.
-        [first] = group[together].head(1).to_dict("records")
-        cell = {str(name): value for name, value in first.items()}
+    for key, group in rows.groupby(together):
+        cell = dict(zip(together, key, strict=True))
         case = _case({**cell, "trainer": BASELINE_TRAINER})
         what = f"{case.configuration}, batch {case.batch_size}, sequence {case.seq_len}"
         against = f", against {cell['reference']}" if "reference" in cell else ""

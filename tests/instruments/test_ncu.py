@@ -13,6 +13,7 @@ from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu import Ncu, NcuNotFound, diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu_report_file import NothingProfiled
+from dpbench.runner import measure
 from tests.programs import program
 
 OUTPUT = Path(__file__).parents[1] / "data" / "ncu_output"
@@ -161,6 +162,15 @@ def test_ncu_is_found_on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_ncu() == str(expected)
     assert ncu_version(str(expected)) == "2025.3.1"
+
+
+def test_a_program_that_cannot_be_started_fails_its_case_and_has_no_version(tmp_path: Path) -> None:
+    ncu_of_another_machine = program(tmp_path / "ncu", "")
+    ncu_of_another_machine.write_bytes(b"\x7fELF of another machine")
+    assert ncu_version(str(ncu_of_another_machine)) == "unknown"
+    outcome = measure(CASE, [Ncu(tmp_path, str(ncu_of_another_machine))])
+    assert outcome.message.startswith(f"{CASE.id}: ")
+    assert "Exec format error" in outcome.message
 
 
 def test_without_a_gpu_the_check_says_so_before_anything_runs(
