@@ -157,6 +157,14 @@ def test_a_truncated_report_is_an_error(share: float, tmp_path: Path) -> None:
         read_kernels(path)
 
 
+def test_the_report_of_a_run_in_which_nothing_was_profiled_says_so() -> None:
+    empty = RANGES.parent / "ncu_output" / "nothing.ncu-rep"
+    with pytest.raises(NothingProfiled, match="holds no kernel"):
+        read_kernels(empty)
+    with pytest.raises(NothingProfiled, match="holds no range"):
+        read(empty, Case("standard", 4, 64, "tiny"))
+
+
 def test_reports_of_ranges_and_of_kernels_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
     with pytest.raises(WrongReplay, match="ranges, not kernels; dpbench show"):
         read_kernels(RANGES / "report_standard_bs4_seq64.ncu-rep")
