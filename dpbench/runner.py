@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
@@ -77,5 +78,12 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
         # In order, or two sessions could each wait for what the other holds.
         for directory in sorted(path.resolve() for path in directories if path is not None):
             directory.mkdir(parents=True, exist_ok=True)
-            held.enter_context(FileLock(directory / f".{case.id}.lock"))
+            lock = FileLock(directory / f".{case.id}.lock")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                waiting = f"dpbench: waiting for a session that measures {case.id} in {directory}"
+                print(waiting, file=sys.stderr, flush=True)
+                lock.acquire()
+            held.callback(lock.release)
         yield

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
+from filelock import FileLock
+
 from dpbench import Case
-from dpbench.instruments.base import Instrument, InstrumentError, Running
+from dpbench.instruments.base import Instrument, Running
 from dpbench.results.rows import Measurement
 from dpbench.runner import measure
 
@@ -18,60 +20,57 @@ CASE = Case("standard", batch_size=4, seq_len=64, model_size="tiny")
 
 
 @dataclass(frozen=True)
-class Rewriting(Instrument):
-    """Writes the case's file when it starts, and reads it at the end; both meet in between."""
+class Writing(Instrument):
+    """Writes a file for each case, as the instruments with processes do."""
 
-    name: ClassVar[str] = "rewriting"
+    name: ClassVar[str] = "writing"
 
     directory: Path
-    text: str
-    both_started: threading.Barrier
-    patience: float
 
     def check(self) -> None:
         """It works anywhere."""
 
     def start(self, case: Case) -> Running:
-        (self.directory / case.id).write_text(self.text)
-        return Reading(self, self.directory / case.id)
+        (self.directory / case.id).touch()
+        return Written()
 
 
-@dataclass
-class Reading(Running):
-    """What was written must be there."""
-
-    instrument: Rewriting
-    path: Path
+class Written(Running):
+    """It is done, and there is no number in it."""
 
     def rows(self) -> list[Measurement]:
-        with suppress(threading.BrokenBarrierError):
-            self.instrument.both_started.wait(self.instrument.patience)
-        if (found := self.path.read_text()) != self.instrument.text:
-            raise InstrumentError(f"{found} is another session's")
         return []
 
     def cancel(self) -> None:
         """Nothing runs on."""
 
 
-def at_once(*directories: Path, patience: float) -> tuple[list[str | None], bool]:
-    """The errors of sessions with directories for their files, and whether all ran at once."""
-    started = threading.Barrier(len(directories))
-    instruments = [Rewriting(d, str(i), started, patience) for i, d in enumerate(directories)]
-    with ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(lambda instrument: measure(CASE, [instrument]), instruments))
-    return [outcome.error for outcome in outcomes], not started.broken
-
-
-def test_two_sessions_take_turns_where_they_write_the_same_files(tmp_path: Path) -> None:
+def test_a_case_waits_for_the_session_that_writes_the_same_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     same = tmp_path / ".." / tmp_path.name
-    assert at_once(tmp_path, same, patience=0.2) == ([None, None], False)
+    with ThreadPoolExecutor() as pool:
+        with FileLock(tmp_path / f".{CASE.id}.lock"):
+            outcome = pool.submit(measure, CASE, [Writing(same)])
+            said = ""
+            while not said and not outcome.done():
+                time.sleep(0.01)
+                said = capsys.readouterr().err
+            assert said == f"dpbench: waiting for a session that measures {CASE.id} in {tmp_path}\n"
+            assert not (tmp_path / CASE.id).exists()
+        assert outcome.result().error is None
+    assert (tmp_path / CASE.id).exists()
 
 
-def test_sessions_with_files_of_their_own_do_not_wait(tmp_path: Path) -> None:
-    assert at_once(tmp_path / "a", tmp_path / "b", patience=60) == ([None, None], True)
+def test_a_case_waits_for_no_other_case_and_no_other_directory(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    other_case = FileLock(here / ".dpsgd-bs4-seq64-tiny-fp32.lock")
+    with other_case, FileLock(there / f".{CASE.id}.lock"):
+        assert measure(CASE, [Writing(here)]).error is None
 
 
 def test_directory_that_cannot_be_made_fails_the_case(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert at_once(tmp_path / "file", patience=0)[0] == ["FileExistsError"]
+    assert measure(CASE, [Writing(tmp_path / "file")]).error == "FileExistsError"
