@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -30,16 +30,20 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
     )
 
 
-@contextmanager
-def looking_at(path: Path) -> Iterator[None]:
-    """For ``path.exists()`` and its like, which raise below a directory that one may not enter.
+def mode_of(path: Path) -> int:
+    """The mode of what a user named, for `stat.S_ISDIR` and its like; 0 if nothing is there.
+
+    Instead of ``path.exists()`` and its like, which raise some errors, or hide all, as the version
+    of Python has it.
 
     Raises:
-        ConfigurationError: the path lies below such a directory.
+        ConfigurationError: one cannot know, e.g. below a directory that one may not enter.
     """
     try:
-        yield
-    except PermissionError as error:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
 
 
@@ -49,11 +53,11 @@ def check_is_file(path: Path) -> None:
     Raises:
         ConfigurationError: it is not, it is a directory, or it lies where one may not look.
     """
-    with looking_at(path):
-        if path.is_dir():
-            raise ConfigurationError(f"{path} is a directory; name a file")
-        if not path.exists():
-            raise ConfigurationError(f"{path}: no such file")
+    mode = mode_of(path)
+    if stat.S_ISDIR(mode):
+        raise ConfigurationError(f"{path} is a directory; name a file")
+    if not mode:
+        raise ConfigurationError(f"{path}: no such file")
 
 
 def check_writable_file(path: Path) -> None:
@@ -62,9 +66,8 @@ def check_writable_file(path: Path) -> None:
     Raises:
         ConfigurationError: it cannot.
     """
-    with looking_at(path):
-        if not path.name or path.is_dir():
-            raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
+    if not path.name or stat.S_ISDIR(mode_of(path)):
+        raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
     check_writable(path.parent)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import errno
+import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from dpbench.errors import (
     check_is_file,
     check_writable,
     check_writable_file,
+    mode_of,
     unknown,
 )
 
@@ -62,14 +65,18 @@ def test_directory_that_is_a_file_is_refused_by_name(tmp_path: Path, below: str)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_in_a_directory_that_may_not_be_entered_is_refused_by_name(tmp_path: Path) -> None:
-    """Not asked of the system: root may enter any."""
+@pytest.mark.parametrize("check", [check_is_file, check_writable_file, mode_of])
+def test_a_path_at_which_one_cannot_look_is_refused_by_name(
+    check: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """As below a directory that may not be entered, which root never sees."""
+    path = tmp_path / ("n" * 300)
+    with pytest.raises(ConfigurationError, match=rf"^{re.escape(str(path))}: File name too long$"):
+        check(path)
 
-    class Locked(type(tmp_path)):  # type: ignore[misc]
-        def stat(self, **options: bool) -> None:
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
-    hidden = Locked("/elsewhere/run.json")
-    for check in (check_is_file, check_writable_file):
-        with pytest.raises(ConfigurationError, match=r"^/elsewhere/run.json: Permission denied$"):
-            check(hidden)
+def test_nothing_has_no_mode(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert [mode_of(tmp_path / name) for name in ("absent", "file/below")] == [0, 0]
+    assert stat.S_ISDIR(mode_of(tmp_path))
+    assert stat.S_ISREG(mode_of(tmp_path / "file"))

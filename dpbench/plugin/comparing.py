@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.errors import ConfigurationError, looking_at
+from dpbench.errors import ConfigurationError, mode_of
 from dpbench.plugin.saving import storage_directory
 from dpbench.results.rows import NO_HARDWARE
 
@@ -103,14 +104,13 @@ class Comparing:
         from dpbench.results.storage import Storage
 
         path = Path(self.manager.config.invocation_params.dir / text)
-        with looking_at(path):
-            is_directory, is_there = path.is_dir(), path.exists()
-        if is_directory or path.suffix == ".py" or "::" in text:
+        mode = mode_of(path)
+        if stat.S_ISDIR(mode) or path.suffix == ".py" or "::" in text:
             raise ConfigurationError(
                 f"--dpbench-compare took {text!r} for a run: name tests before it, or write "
                 f"--dpbench-compare=NUM or --dpbench-compare=FILE"
             )
-        if self.updates and not is_there:
+        if self.updates and not mode:
             return path
         return Storage(storage_directory(self.manager)).find(
             text if text.isdecimal() else str(path)

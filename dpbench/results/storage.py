@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from dpbench.errors import ConfigurationError, check_writable, looking_at
+from dpbench.errors import ConfigurationError, check_writable, mode_of
 from dpbench.results.outcome import INTERRUPTED, write_text
 from dpbench.results.references import References, as_they_are
 from dpbench.results.run import Run
@@ -109,10 +110,8 @@ class Storage:
         """
         if not text.isdecimal():
             path = Path(text)
-            with looking_at(path):
-                if not path.is_file():
-                    what = f"no run file {text}; dpbench list shows what is saved"
-                    raise ConfigurationError(what)
+            if not stat.S_ISREG(mode_of(path)):
+                raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
             return path
         found = [path for path in self.paths() if number_of(path) == int(text)]
         if not found:
