@@ -40,7 +40,8 @@ class Saving:
         self.kept: list[Outcome] = []
         """Outcomes of the session that this one resumes."""
         self.partial = False
-        """Whether the tests ask for fewer cases than those of the session that this one resumes."""
+        """Whether the tests ask for fewer cases than those of the session that this one resumes, or
+        were never collected."""
         if manager.is_worker:
             self._take_over(manager.config.workerinput[KEY])  # type: ignore[attr-defined]
         elif manager.runs_tests:
@@ -93,6 +94,7 @@ class Saving:
             if run is not None:
                 self.file, self.kept = RunFile.resume(storage, run, self.premise)
                 self.premise = self.file.premise
+                self.partial = True
                 return
             if not (named or self.options.dpbench_autosave):
                 raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
@@ -101,7 +103,8 @@ class Saving:
 
     def expect(self, cases: Collection[str]) -> None:
         """The session's tests ask for these cases of the grid, by id."""
-        asked = len({*cases, *(outcome.case.id for outcome in self.kept)})
+        kept = {outcome.case.id for outcome in self.kept}
+        asked = len({*cases, *(case.id for case in self.manager.grid.cases() if case.id in kept)})
         if self.file is not None:
             self.partial = asked < self.file.premise.cases_asked
             asked = max(asked, self.file.premise.cases_asked)

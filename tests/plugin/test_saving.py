@@ -60,7 +60,8 @@ def test_a_run_that_was_resumed_for_some_of_its_cases_is_still_interrupted(
     pytester.makepyfile(
         test_suite="""
         import pathlib
-        def test_measures(dpbench_case, ncu):
+        def test_measures(dpbench_case, ncu, logical_io):
+            logical_io("standard", batch_size=1, seq_len=1, model_size="tiny")  # not of the grid
             ncu(dpbench_case)
             assert pathlib.Path("failed").exists() or pathlib.Path("failed").touch()
         """
@@ -69,10 +70,11 @@ def test_a_run_that_was_resumed_for_some_of_its_cases_is_still_interrupted(
     for arguments in (
         ["-x", "--dpbench-save=first"],
         ["--dpbench-resume", "-k", "standard"],
+        ["--dpbench-resume", "no_such_file.py"],
         ["--dpbench-resume", "-k", "neither"],
         ["--dpbench-resume", "-k", "dpsgd"],  # the rest of them
     ):
         project("-n0", *arguments)
         session = saved(pytester.path, 1).session
         seen.append((session["status"], session["cases_asked"]))
-    assert seen == [*[("interrupted", 2)] * 3, ("complete", 2)]
+    assert seen == [*[("interrupted", 2)] * 4, ("complete", 2)]
