@@ -73,12 +73,12 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
 
     Without this, its report could be replaced by the other's before it was read.
     """
-    directories = {getattr(instrument, "directory", None) for instrument in instruments}
+    named = [getattr(instrument, "directory", None) for instrument in instruments]
     with ExitStack() as held:
-        # In order, or two sessions could each wait for what the other holds.
-        for directory in sorted(path.resolve() for path in directories if path is not None):
+        # Each once, and in order, or a session would wait for itself, or two for each other.
+        for directory in sorted({path.resolve() for path in named if path is not None}):
             directory.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(directory / f".{case.id}.lock")
+            lock = FileLock(directory / f".{case.id}.lock", mode=0o666)
             try:
                 lock.acquire(timeout=0)
             except Timeout:

@@ -71,6 +71,13 @@ def test_a_case_waits_for_no_other_case_and_no_other_directory(tmp_path: Path) -
         assert measure(CASE, [Writing(here)]).error is None
 
 
+def test_a_session_does_not_wait_for_itself_where_it_names_a_directory_twice(
+    tmp_path: Path,
+) -> None:
+    spelled = tmp_path, tmp_path / ".." / tmp_path.name
+    assert measure(CASE, [Writing(path) for path in spelled]).error is None
+
+
 def test_directory_that_cannot_be_made_fails_the_case(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert measure(CASE, [Writing(tmp_path / "file")]).error == "FileExistsError"
