@@ -6,7 +6,7 @@ A second profiled process, with the same phases, caches and clocks left alone. I
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -53,7 +53,7 @@ def check_phases(phases: Iterable[str]) -> None:
             raise unknown("phase", phase, (*PHASES, OUTSIDE))
 
 
-def launch_nothing(directory: Path, case: Case, phases: Iterable[str]) -> bool:
+def no_kernel_in(phases: Collection[str], case: Case, directory: Path) -> bool:
     """Whether these phases launch no kernel, as the case's report of ranges says, if it is there.
 
     Standard training has no clip, and that of ghost clipping is a copy: of these phases alone
@@ -63,8 +63,7 @@ def launch_nothing(directory: Path, case: Case, phases: Iterable[str]) -> bool:
         counts = launches_by_phase(directory / case.report_path)
     except InstrumentError:
         return False
-    chosen = list(phases)
-    return bool(chosen) and not any(counts[phase] for phase in chosen)
+    return bool(phases) and not any(counts[phase] for phase in phases)
 
 
 @dataclass(frozen=True)
@@ -135,13 +134,11 @@ class NcuKernels(Instrument):
             with launch_progress(f"{case.id}: kernels", self.expected(case)) as process.watch:
                 record = record_under_ncu(process, report)
             found = read_kernels(report)
-        except (NothingProfiled, ReportUnreadable) as error:
-            if launch_nothing(self.directory, case, self.phases):
+        except InstrumentError as error:
+            nothing = isinstance(error, NothingProfiled | ReportUnreadable)
+            if nothing and no_kernel_in(self.phases, case, self.directory):
                 process.notes = (f"no kernel in {', '.join(self.phases)}",)
                 return []
-            error.log = process.log
-            raise
-        except InstrumentError as error:
             error.log = process.log
             raise
         process.kernels = fold(found.launches)

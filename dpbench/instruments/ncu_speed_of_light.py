@@ -25,7 +25,7 @@ from dpbench.instruments.ncu_kernel_report import (
     phase_of,
     read_kernels,
 )
-from dpbench.instruments.ncu_kernels import check_phases, launch_nothing, phase_filters
+from dpbench.instruments.ncu_kernels import check_phases, no_kernel_in, phase_filters
 from dpbench.instruments.ncu_progress import launch_progress
 from dpbench.instruments.ncu_report_file import (
     KERNELS,
@@ -153,7 +153,7 @@ class SpeedOfLight(Instrument):
         Raises:
             InstrumentError: there is no such report, or it cannot be read.
         """
-        if launch_nothing(self.directory, case, self.phases):
+        if no_kernel_in(self.phases, case, self.directory):
             return []
         launches = read_kernels(self.directory / kernel_report_path(case, KERNELS)).launches
         names = dict.fromkeys(count.name for count in fold(launches))

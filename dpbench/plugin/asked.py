@@ -51,7 +51,7 @@ class Asked:
     @classmethod
     def noted(cls, directory: Path | None) -> Asked | None:
         """What a worker noted, if one did."""
-        if directory is None or not (directory / FILE).exists():
+        if directory is None:
             return None
         try:
             return cls(**json.loads((directory / FILE).read_text()))

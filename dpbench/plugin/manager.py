@@ -36,7 +36,8 @@ NAME = "dpbench-manager"
 """The manager's name among pytest's plugins."""
 
 UNFINISHED = (
-    *(pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR),
+    pytest.ExitCode.INTERRUPTED,
+    pytest.ExitCode.INTERNAL_ERROR,
     pytest.ExitCode.NO_TESTS_COLLECTED,
 )
 """How a session ends that has not done what it was to do."""
