@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("before", metavar="BEFORE", help="number or file")
-    parser.add_argument("after", nargs="+", metavar="AFTER", help="number or file; several")
+    parser.add_argument("after", nargs="+", metavar="AFTER", help="numbers or files")
     add_limit(parser.add_argument, "--fail", "exit with 1 if something got worse")
     add_across(parser.add_argument, "--across")
     add_storage(parser.add_argument)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep", help="several")
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep", help="files")
     add_top(parser.add_argument)
     parser.add_argument("--phase", choices=(*PHASES, OUTSIDE), help="kernels of this phase only")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each launch here")

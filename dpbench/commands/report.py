@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("runs", nargs="+", metavar="NUM|FILE", help="a saved run; several")
+    parser.add_argument("runs", nargs="+", metavar="NUM|FILE", help="saved runs")
     parser.add_argument(
         "-o",
         "--output",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("files", nargs="*", metavar="NUM|FILE", help="a saved run; several")
+    parser.add_argument("files", nargs="*", metavar="NUM|FILE", help="saved runs")
     roofs = parser.add_mutually_exclusive_group()
     roofs.add_argument("--card", help=f"{one_of(CARDS)}, or its name in nvidia-smi")
     roofs.add_argument(

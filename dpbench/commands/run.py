@@ -69,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable; default timing and ncu, without a GPU logical",
     )
     how.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="for timing and torch_profiler"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="for timing and torch_profiler (default %(default)s)",
     )
     add_ncu(how.add_argument)
     add_counting(how.add_argument)
