@@ -151,16 +151,6 @@ def add_steps(add: Declare, whose: str, steps: Steps, prefix: str = "") -> None:
         )
 
 
-def add_limits(add: Declare, prefix: str = "") -> None:
-    """Declare what ends a case, and what keeps it from being tried."""
-    add_timeout(add, prefix)
-    add(
-        f"--{prefix}try-anyway",
-        action="store_true",
-        help="start cases whose predicted peak memory does not fit the GPU, instead of skipping",
-    )
-
-
 def add_timeout(add: Declare, prefix: str = "", default: float = Timing.timeout) -> None:
     """Declare how long a measured process may take."""
     add(
@@ -169,6 +159,15 @@ def add_timeout(add: Declare, prefix: str = "", default: float = Timing.timeout)
         default=default,
         metavar="SECONDS",
         help="end a measured process after this long on the GPU (default %(default)g)",
+    )
+
+
+def add_try_anyway(add: Declare, prefix: str = "") -> None:
+    """Declare whether a case that does not fit is started."""
+    add(
+        f"--{prefix}try-anyway",
+        action="store_true",
+        help="start cases whose predicted peak memory does not fit the GPU, instead of skipping",
     )
 
 

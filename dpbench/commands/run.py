@@ -44,12 +44,13 @@ from dpbench.instruments.timing import Timing
 from dpbench.options import (
     add_counting,
     add_files,
-    add_limits,
     add_ncu,
     add_profile,
     add_profile_directory,
     add_steps,
+    add_timeout,
     add_top,
+    add_try_anyway,
     add_view,
 )
 from dpbench.results.view import View
@@ -80,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_steps(how.add_argument, "the profiled", Ncu.steps, prefix="ncu-")
     add_profile_directory(how.add_argument)
     add_profile(how.add_argument)
-    add_limits(how.add_argument)
+    add_timeout(how.add_argument)
+    add_try_anyway(how.add_argument)
     shown = parser.add_argument_group("tables", "what is shown, here and in Markdown")
     add_view(shown.add_argument)
     add_top(shown.add_argument)

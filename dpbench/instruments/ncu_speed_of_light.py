@@ -148,7 +148,7 @@ class SpeedOfLight(Instrument):
     def chosen(self, case: Case) -> list[str]:
         """The demangled names of the kernels that move most bytes, from the case's report.
 
-        None if the phases launch none.
+        No name if the phases launch none.
 
         Raises:
             InstrumentError: there is no such report, or it cannot be read.

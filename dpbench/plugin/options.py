@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="count bytes only: no second, unprofiled process for step time and peak memory",
     )
-    shared.add_limits(add, PREFIX)
+    shared.add_timeout(add, PREFIX)
+    shared.add_try_anyway(add, PREFIX)
     shared.add_view(add, PREFIX)
     shared.add_files(add, shared.FILES, PREFIX)
     add(
