@@ -85,5 +85,7 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
                 waiting = f"dpbench: waiting for a session that measures {case.id} in {directory}"
                 print(waiting, file=sys.stderr, flush=True)
                 lock.acquire()
+            except (OSError, NotImplementedError):  # a file system without locks
+                continue
             held.callback(lock.release)
         yield

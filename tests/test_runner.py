@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,6 +78,17 @@ def test_a_session_does_not_wait_for_itself_where_it_names_a_directory_twice(
 ) -> None:
     spelled = tmp_path, tmp_path / ".." / tmp_path.name
     assert measure(CASE, [Writing(path) for path in spelled]).error is None
+
+
+def test_a_case_is_measured_where_the_file_system_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    assert measure(CASE, [Writing(tmp_path)]).error is None
+    assert (tmp_path / CASE.id).exists()
 
 
 def test_directory_that_cannot_be_made_fails_the_case(tmp_path: Path) -> None:
