@@ -76,7 +76,10 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-COLUMNS = [*AXES, *(field.name for field in fields(Measurement) if field.name != "case")]
+OWN_COLUMNS = [field.name for field in fields(Measurement) if field.name != "case"]
+"""The columns of the long table that are not the case's."""
+
+COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
 
 

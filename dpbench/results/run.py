@@ -15,7 +15,7 @@ from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.checks import check_document, checked_frame
 from dpbench.results.outcome import COMPLETE, PARTS, Outcome, belongs
-from dpbench.results.rows import COLUMNS, SCHEMA, Measurement, saved_case
+from dpbench.results.rows import OWN_COLUMNS, SCHEMA, Measurement, saved_case
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,12 @@ class Run:
     def outcomes(self) -> tuple[Outcome, ...]:
         """What became of each case, in the order of the document."""
         rows: dict[tuple[Case, str], list[Measurement]] = {}
+        cases: dict[tuple[Any, ...], Case] = {}  # each is made once, however many rows it has
         for row in self.document["rows"]:
-            measurement = Measurement.from_row({column: row[column] for column in COLUMNS})
+            axes = tuple(row[axis] for axis in AXES)
+            if axes not in cases:
+                cases[axes] = saved_case(dict(zip(AXES, axes, strict=True)))
+            measurement = Measurement(cases[axes], **{name: row[name] for name in OWN_COLUMNS})
             rows.setdefault((measurement.case, measurement.instrument), []).append(measurement)
         found = []
         for data in _cases(self.document):
