@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS
+from dpbench.errors import ConfigurationError
 from dpbench.instruments.child import Steps
+from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu_speed_of_light import SETS, SpeedOfLight
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler import TorchProfiler
@@ -126,6 +128,29 @@ def add_counting(add: Declare, kernels: str = "") -> None:
         metavar="N",
         help="how many kernels these are (default %(default)d)",
     )
+
+
+def chosen_kernels(options: Any, prefix: str = "") -> KernelChoice:
+    """What the options of `add_counting` ask for; any of them means that kernels are wanted.
+
+    Raises:
+        ConfigurationError: a value is none of those that there are.
+    """
+    phases = _listed(options, f"{prefix}kernels_phase", "phase, such as clip")
+    sections = _listed(options, "ncu_section", "section; ncu --list-sections shows them")
+    wanted = getattr(options, f"{prefix}kernels") or phases or options.ncu_set or sections
+    return KernelChoice(bool(wanted), phases, options.ncu_set, sections, options.ncu_set_kernels)
+
+
+def _listed(options: Any, option: str, what: str) -> tuple[str, ...]:
+    """The names that an option lists, separated by commas; nothing if it was not given."""
+    found: list[str] = []
+    for text in getattr(options, option) or ():
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if not names:
+            raise ConfigurationError(f"--{option.replace('_', '-')} {text!r} names no {what}")
+        found += names
+    return tuple(found)
 
 
 def add_top(add: Declare, prefix: str = "") -> None:

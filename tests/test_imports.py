@@ -13,7 +13,7 @@ import pytest
 import dpbench
 
 PACKAGE = Path(dpbench.__file__).parent
-OUTSIDE = ["dpbench.cli", "dpbench.commands", "dpbench.plugin", "dpbench.pytest_plugin"]
+OUTSIDE = [f"dpbench.{room}" for room in ("cli", "commands", "options", "plugin", "pytest_plugin")]
 RESULTS = [
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     for path in sorted((PACKAGE / "results").rglob("*.py"))
@@ -90,8 +90,18 @@ def imports(path: Path) -> Iterator[str]:
     ("room", "forbidden"),
     [
         ("case.py", ["torch", "opacus", "pandas", "dpbench.training", "dpbench.results"]),
-        ("training", ["dpbench.instruments", "dpbench.results", "pytest", "pandas"]),
-        ("results", ["dpbench.instruments", "dpbench.training", "dpbench.step", "torch", "pytest"]),
+        ("training", [*OUTSIDE, "dpbench.instruments", "dpbench.results", "pytest", "pandas"]),
+        (
+            "results",
+            [
+                *OUTSIDE,
+                "dpbench.instruments",
+                "dpbench.training",
+                "dpbench.step",
+                "torch",
+                "pytest",
+            ],
+        ),
         ("instruments", [*OUTSIDE, "dpbench.step", "pytest"]),
         ("step.py", ["dpbench.instruments", "dpbench.results", "pytest"]),
         ("doctor", [*OUTSIDE, "dpbench.step", "pytest"]),

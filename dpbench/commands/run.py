@@ -38,7 +38,6 @@ from dpbench.errors import ConfigurationError, check_distinct_files, check_writa
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
-from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu import Ncu
 from dpbench.instruments.timing import Timing
 from dpbench.options import (
@@ -52,6 +51,7 @@ from dpbench.options import (
     add_top,
     add_try_anyway,
     add_view,
+    chosen_kernels,
 )
 from dpbench.results.view import View
 
@@ -95,7 +95,7 @@ def _instruments_here(options: argparse.Namespace) -> tuple[str, ...]:
     """Hardware where there is any, or where it was asked for; logical counting elsewhere."""
     from dpbench.gpu import visible_gpus
 
-    asked = options.ncu_path or options.ncu_metrics or KernelChoice.of(options).wanted
+    asked = options.ncu_path or options.ncu_metrics or chosen_kernels(options).wanted
     if visible_gpus() or asked:
         return ON_GPU
     print("dpbench run: no CUDA GPU here, so logical bytes are counted instead", file=sys.stderr)
@@ -112,7 +112,7 @@ def _chosen_instruments(options: argparse.Namespace) -> list[Instrument]:
         timing_steps=Steps(options.warmup, options.active),
         ncu_steps=Steps(options.ncu_warmup, options.ncu_active),
         timeout=options.timeout,
-        kernels=KernelChoice.of(options),
+        kernels=chosen_kernels(options),
         profile_directory=options.profile_dir,
         profile_schedule=options.profile_schedule,
         profile_threshold=options.profile_threshold,

@@ -18,8 +18,8 @@ from dpbench.gpu import Gpu, visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
-from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu_progress import shown_on
+from dpbench.options import chosen_kernels
 from dpbench.plugin import comparing, saving
 from dpbench.plugin.asked import Asked
 from dpbench.plugin.files import Files
@@ -91,7 +91,7 @@ class Manager:
         self.runs_tests = not any(getattr(self.options, name, False) for name in RUNS_NO_TEST)
         if self.options.ncu and self.runs_tests:
             self._prepare_ncu()
-        elif self.runs_tests and KernelChoice.of(self.options, "ncu_").wanted:
+        elif self.runs_tests and chosen_kernels(self.options, "ncu_").wanted:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         elif self.runs_tests and self.options.dpbench_profile:
             raise ConfigurationError(
@@ -119,7 +119,7 @@ class Manager:
             return
         for instrument in self.instruments:
             instrument.check()
-        if KernelChoice.of(self.options, "ncu_").wanted:
+        if chosen_kernels(self.options, "ncu_").wanted:
             self.terminal = open_terminal()
         # A batch system's signal must end the measured processes too, as Ctrl-C does.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -138,7 +138,7 @@ class Manager:
             timing_steps=Steps(self.options.dpbench_warmup, self.options.dpbench_active),
             ncu_steps=Steps(self.options.ncu_warmup, self.options.ncu_active),
             timeout=self.options.dpbench_timeout,
-            kernels=KernelChoice.of(self.options, "ncu_"),
+            kernels=chosen_kernels(self.options, "ncu_"),
         )
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
 from dpbench.instruments.child import Steps
-from dpbench.instruments.kernel_choice import KernelChoice
 from dpbench.instruments.ncu_kernel_report import PROFILING, read_kernels
 from dpbench.instruments.ncu_kernels import NcuKernels
 from dpbench.instruments.ncu_progress import LaunchCounter
 from dpbench.instruments.ncu_report_file import ReportUnreadable
 from dpbench.instruments.ncu_speed_of_light import SpeedOfLight, name_filter, read_speeds
+from dpbench.options import chosen_kernels
 from tests.recorded import RANGES, unpacked
 
 CASE = Case("dpsgd", 8, 256)
@@ -183,7 +183,7 @@ def test_bad_values_are_named(said: dict[str, Any], words: str) -> None:
     options = {"ncu_kernels": False, "ncu_kernels_phase": None, "ncu_set": None}
     options |= {"ncu_section": None, "ncu_set_kernels": 5, **said}
     with pytest.raises(ConfigurationError, match=words):
-        KernelChoice.of(Namespace(**options), "ncu_")
+        chosen_kernels(Namespace(**options), "ncu_")
 
 
 class Bar:
