@@ -121,13 +121,7 @@ def add_counting(add: Declare, kernels: str = "") -> None:
         metavar="NAMES",
         help="collect these of ncu --list-sections for them, separated by commas",
     )
-    add(
-        "--ncu-set-kernels",
-        type=int,
-        default=SpeedOfLight.kernels,
-        metavar="N",
-        help="how many kernels these are (default %(default)d)",
-    )
+    _add_number(add, "--ncu-set-kernels", SpeedOfLight.kernels, "how many kernels these are")
 
 
 def chosen_kernels(options: Any, prefix: str = "") -> KernelChoice:
@@ -155,25 +149,17 @@ def _listed(options: Any, option: str, what: str) -> tuple[str, ...]:
 
 def add_top(add: Declare, prefix: str = "") -> None:
     """Declare how long a table of kernels is."""
-    add(
-        f"--{prefix}top",
-        type=int,
-        default=TOP,
-        metavar="N",
-        help="how many kernels a table shows (default %(default)d)",
-    )
+    _add_number(add, f"--{prefix}top", TOP, "how many kernels a table shows")
 
 
 def add_steps(add: Declare, whose: str, steps: Steps, prefix: str = "") -> None:
     """Declare how many steps of a process warm up, and how many count."""
     for name, default in vars(steps).items():
-        add(
-            f"--{prefix}{name}",
-            type=int,
-            default=default,
-            metavar="N",
-            help=f"{name} steps of {whose} process (default %(default)d)",
-        )
+        _add_number(add, f"--{prefix}{name}", default, f"{name} steps of {whose} process")
+
+
+def _add_number(add: Declare, option: str, default: int, what: str) -> None:
+    add(option, type=int, default=default, metavar="N", help=f"{what} (default %(default)d)")
 
 
 def add_timeout(add: Declare, prefix: str = "", default: float = Timing.timeout) -> None:

@@ -6,7 +6,8 @@ import argparse
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -262,10 +263,8 @@ class Manager:
             and not self.saving.partial
         )
         self._write(complete)
-        try:
+        with self._saying_problems():
             self.saving.end(self.outcomes())
-        except ConfigurationError as error:
-            self._problem(str(error))
         self._write_page(complete)
         if not interrupted:
             self._update(complete)
@@ -293,25 +292,30 @@ class Manager:
             return
         from dpbench.results.store import OutcomeStore
 
-        try:
-            with OutcomeStore(self._made_directory()).lock():
-                outcomes = self.outcomes()
-                self.saving.write(outcomes, complete)
-                self.files.write(outcomes, *self._premise(complete))
-        except OSError as error:
-            self._problem(f"{error.filename}: {error.strerror}")
+        with self._saying_problems(), OutcomeStore(self._made_directory()).lock():
+            outcomes = self.outcomes()
+            self.saving.write(outcomes, complete)
+            self.files.write(outcomes, *self._premise(complete))
 
     def _write_page(self, complete: bool) -> None:
         if "html" not in self.files.paths or not (outcomes := self.outcomes()):
             return
-        try:
+        with self._saying_problems():
             self.files.write_page(outcomes, *self._premise(complete))
-        except OSError as error:
-            self._problem(f"{error.filename}: {error.strerror}")
 
     def _premise(self, complete: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """The environment, and the session as far as it has come."""
         return self.saving.premise.environment, self.saving.session(complete)
+
+    @contextmanager
+    def _saying_problems(self) -> Iterator[None]:
+        """Let what cannot be written keep nothing else from being done."""
+        try:
+            yield
+        except ConfigurationError as error:
+            self._problem(str(error))
+        except OSError as error:
+            self._problem(f"{error.filename}: {error.strerror}")
 
     def _problem(self, text: str) -> None:
         """Something that the session must not hide; said once."""
@@ -322,14 +326,9 @@ class Manager:
         """Bring the committed reference up to date, if that was asked for."""
         if self.to_update is None:
             return
-        try:
-            self.saving.notes.append(
-                update(self, self.to_update, self.outcomes(), complete=complete)
-            )
-        except ConfigurationError as error:
-            self._problem(str(error))
-        except OSError as error:
-            self._problem(f"{error.filename}: {error.strerror}")
+        with self._saying_problems():
+            note = update(self, self.to_update, self.outcomes(), complete=complete)
+            self.saving.notes.append(note)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One table for the whole session; workers are silent."""

@@ -73,11 +73,6 @@ class Saving:
             or self.options.dpbench_resume
         )
 
-    @property
-    def directory(self) -> Path:
-        """The storage's directory."""
-        return Path(self.manager.config.invocation_params.dir / self.options.dpbench_storage)
-
     def _begin(self) -> None:
         named = self.options.dpbench_save is not None
         if named and self.options.dpbench_autosave:
