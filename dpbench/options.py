@@ -101,7 +101,7 @@ def add_counting(add: Declare, kernels: str = "") -> None:
     add(
         f"--{kernels}kernels",
         action="store_true",
-        help="profile each kernel as well, in one more process: 20 ms a kernel",
+        help="profile each kernel as well, in one more process, tens of ms a kernel",
     )
     add(
         f"--{kernels}kernels-phase",

@@ -1,7 +1,7 @@
 """DRAM and L2 bytes of each kernel launch, through Nsight Compute's kernel replay.
 
-A second profiled process, with the same phases, caches and clocks left alone. It costs some
-20 ms a kernel, and misses copies and memsets, which only ranges see.
+A second profiled process, with the same phases, caches and clocks left alone. It costs tens
+of ms a kernel, and misses copies and memsets, which only ranges see.
 """
 
 from __future__ import annotations
