@@ -12,7 +12,10 @@ from typing import Any, ClassVar
 
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
 from torch import Tensor, nn
 
 from dpbench.training.base import Batch, TrainerBase
@@ -50,10 +53,7 @@ class DPFastGradientClippingTrainer(TrainerBase):
     def train_step(self, batch: Batch) -> Tensor:
         input_ids, labels = self.unpack(batch)
         with phase("forward"):
-            logits = self.grad_sample_module(input_ids)
-            loss = self.criterion(
-                logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), shape=logits.shape
-            )
+            loss = self._loss(input_ids, labels)
         with phase("backward"):
             loss.backward()  # two passes: norms, then the weighted loss
         with phase("optimizer"):
@@ -61,6 +61,13 @@ class DPFastGradientClippingTrainer(TrainerBase):
             self.optimizer.zero_grad(set_to_none=True)
             mean_loss: Tensor = loss.detach()
         return mean_loss
+
+    def _loss(self, input_ids: Tensor, labels: Tensor) -> DPTensorFastGradientClipping:
+        """The loss by example; the logits are dropped before backward, as in other trainers."""
+        logits = self.grad_sample_module(input_ids)
+        return self.criterion(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), shape=logits.shape
+        )
 
 
 class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
