@@ -15,13 +15,13 @@ from functools import cache
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.instruments.logical import Logical
+from dpbench.instruments.logical.instrument import Logical
 from dpbench.results.frame import to_frame
-from dpbench.results.groups import Group, found, groups
-from dpbench.results.layout import ABSENT, Table
 from dpbench.results.rows import Measurement
-from dpbench.results.tables import against_logical, complete
-from dpbench.results.view import COLUMNS, View
+from dpbench.show.groups import Group, found, groups
+from dpbench.show.layout import ABSENT, Table
+from dpbench.show.tables import against_logical, complete
+from dpbench.show.view import COLUMNS, View
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 WIDTH = 120

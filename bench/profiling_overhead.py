@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dpbench import TRAINERS, Case
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu import Ncu, find_ncu
+from dpbench.instruments.ncu.ranges import Ncu, find_ncu
 
 
 def seconds(command: list[str], case: Case, log: Path) -> float:

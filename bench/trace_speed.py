@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpbench import TRAINERS, Case
-from dpbench.instruments.torch_profiler import TorchProfiler
-from dpbench.instruments.trace import read
+from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.instruments.torch_profiler.trace import read
 
 
 def profiled(folder: Path) -> Iterator[Path]:

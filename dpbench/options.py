@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.child import Steps
-from dpbench.instruments.kernel_choice import KernelChoice
-from dpbench.instruments.ncu_speed_of_light import SETS, SpeedOfLight
+from dpbench.instruments.ncu.kernel_choice import KernelChoice
+from dpbench.instruments.ncu.speed_of_light import SETS, SpeedOfLight
 from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler import TorchProfiler
+from dpbench.instruments.torch_profiler.instrument import TorchProfiler
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import STORAGE
-from dpbench.results.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP, TOP
+from dpbench.show.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP, TOP
 
 
 class Declare(Protocol):

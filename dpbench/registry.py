@@ -202,7 +202,7 @@ TRAINERS = Registry(
 )
 """Trainers by short name; the first is the baseline of every ratio."""
 
-MODELS = Registry("model", {"simple": "dpbench.training.model:SimpleBigModel"})
+MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
-from dpbench.instruments import profile_files
-from dpbench.schedule import Schedule
+from dpbench.instruments.torch_profiler import files as profile_files
+from dpbench.process.schedule import Schedule
 
 DATA = Path(__file__).parent / "data"
 

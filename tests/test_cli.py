@@ -79,13 +79,13 @@ REPLAYED += ["--model-size=tiny", "--batch-size=4", "--seq-len=64"]
 
 WITH_A_GPU = """
 import sys
-import dpbench.gpu, dpbench.instruments.ncu
+import dpbench.gpu, dpbench.instruments.ncu.ranges
 from dpbench.cli import main
 
 def one_gpu():
     return [dpbench.gpu.Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
 
-for module in (dpbench.gpu, dpbench.instruments.ncu):
+for module in (dpbench.gpu, dpbench.instruments.ncu.ranges):
     module.visible_gpus = one_gpu
 sys.exit(main())
 """
@@ -295,7 +295,7 @@ def test_options_replace_axes_of_the_grid(elsewhere: Path) -> None:
 def test_failures_of_every_kind_leave_the_other_cases_running(
     elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("dpbench.gpu", "dpbench.instruments.ncu"):
+    for module in ("dpbench.gpu", "dpbench.instruments.ncu.ranges"):
         gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
         monkeypatch.setattr(f"{module}.visible_gpus", lambda gpus=gpus: gpus)
     names = ["Crashing", "Hanging", "Greedy"]

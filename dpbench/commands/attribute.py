@@ -22,14 +22,14 @@ from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, check_writable_file
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
-from dpbench.instruments.profile_files import operators_of, read_summary
+from dpbench.instruments.torch_profiler.files import operators_of, read_summary
 from dpbench.options import add_ncu, add_profile_directory, add_timeout, add_top
-from dpbench.results.view import check_top
+from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dpbench.results.layout import Table
+    from dpbench.show.layout import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.results.account import account, account_json, account_table, unaccounted
-    from dpbench.results.layout import as_text, terminal_width
     from dpbench.results.outcome import write_text
+    from dpbench.show.account import account, account_json, account_table, unaccounted
+    from dpbench.show.layout import as_text, terminal_width
 
     case = chosen_case(options)
     check_top(options.top)
@@ -86,17 +86,17 @@ def _measure(case: Case, options: argparse.Namespace) -> None:
 
 def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[Table]]:
     """The rows of a case's files, and tables of its kernels and copies."""
-    from dpbench.instruments.ncu_kernel_report import read_kernels
-    from dpbench.instruments.ncu_report_file import (
+    from dpbench.instruments.ncu.kernel_report import read_kernels
+    from dpbench.instruments.ncu.range_report import (
         KERNELS,
         kernel_report_path,
         launches_by_phase,
         read,
     )
     from dpbench.results.frame import to_frame
-    from dpbench.results.kernel_tables import Premise, kernel_tables, known_roofs, step_bytes
     from dpbench.results.kernels import fold, kernel_rows
-    from dpbench.results.profile_report import copies_table
+    from dpbench.show.kernels import Premise, kernel_tables, known_roofs, step_bytes
+    from dpbench.show.profile import copies_table
 
     ranges = read(options.ncu_dir / case.report_path, case)
     path = options.ncu_dir / kernel_report_path(case, KERNELS)

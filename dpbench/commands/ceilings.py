@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.ceilings import measure_ceilings
     from dpbench.gpu import child_environment, visible_gpus
+    from dpbench.process.ceilings import measure_ceilings
     from dpbench.results.outcome import write_text
 
     if not visible_gpus():

@@ -55,9 +55,9 @@ def run(options: argparse.Namespace) -> int:
 def _compare(before: Run, after: Run, thresholds: Sequence[Threshold], across: bool) -> bool:
     """Print what changed from one run to another; returns whether that is a failure."""
     from dpbench.results.compare import compare, judge, unapplied, ungated
-    from dpbench.results.comparison_table import comparison_tables
-    from dpbench.results.layout import as_text
     from dpbench.results.references import ungated_in_words
+    from dpbench.show.comparison import comparison_tables
+    from dpbench.show.layout import as_text
 
     title = f"{before.name} -> {after.name}"
     changes = compare(before.frame, after.frame, across=across)

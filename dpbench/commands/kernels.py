@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError, check_is_file, check_writable_file
 from dpbench.options import add_top
-from dpbench.results.view import check_top
+from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
-    from dpbench.instruments.ncu_kernel_report import KernelReport
-    from dpbench.results.kernel_tables import Premise
-    from dpbench.results.layout import Table
+    from dpbench.instruments.ncu.kernel_report import KernelReport
+    from dpbench.show.kernels import Premise
+    from dpbench.show.layout import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.instruments.ncu_report_file import SPEED_OF_LIGHT
-    from dpbench.results.layout import as_text
+    from dpbench.instruments.ncu.range_report import SPEED_OF_LIGHT
+    from dpbench.show.layout import as_text
 
     check_top(options.top)
     if options.csv:
@@ -63,9 +63,9 @@ def _kernels(
     path: Path, options: argparse.Namespace, launches: list[dict[str, Any]]
 ) -> list[Table]:
     """The tables of one report; its launches are added to the list."""
-    from dpbench.instruments.ncu_kernel_report import read_kernels
-    from dpbench.results.kernel_tables import kernel_tables
+    from dpbench.instruments.ncu.kernel_report import read_kernels
     from dpbench.results.kernels import fold
+    from dpbench.show.kernels import kernel_tables
 
     report = read_kernels(path)
     chosen = [launch for launch in report.launches if options.phase in (None, launch.phase)]
@@ -80,8 +80,8 @@ def _kernels(
 
 def _premise(path: Path, report: KernelReport) -> Premise:
     """What kernels are compared with: the case's report of ranges, if it lies where it should."""
-    from dpbench.instruments.ncu_report_file import KERNELS, case_of, read
-    from dpbench.results.kernel_tables import Premise, known_roofs, step_bytes
+    from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
+    from dpbench.show.kernels import Premise, known_roofs, step_bytes
 
     place = path.resolve().parent
     ranges = place.parent / path.name
@@ -92,15 +92,15 @@ def _premise(path: Path, report: KernelReport) -> Premise:
 
 
 def _speed_of_light(path: Path) -> list[Table]:
-    from dpbench.instruments.ncu_speed_of_light import read_speeds
-    from dpbench.results.kernel_tables import speed_table
+    from dpbench.instruments.ncu.speed_of_light import read_speeds
+    from dpbench.show.kernels import speed_table
 
     return speed_table(read_speeds(path), _title(path))
 
 
 def _title(path: Path) -> str:
     """The case that a report is of, or the report's own name if dpbench did not make it."""
-    from dpbench.instruments.ncu_report_file import ForeignReport, case_of
+    from dpbench.instruments.ncu.range_report import ForeignReport, case_of
 
     try:
         return case_of(path).id

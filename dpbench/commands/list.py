@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.results.layout import Table
     from dpbench.results.storage import Storage
+    from dpbench.show.layout import Table
 
     listing = Storage(options.storage).listing()
     for line in listing.skipped:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dpbench.case import AXES, Case, Grid
 from dpbench.errors import check_is_file
 from dpbench.options import AXIS_ARGUMENTS, add_axes, add_grid
-from dpbench.results.view import TOP, View
+from dpbench.show.view import TOP, View
 
 if TYPE_CHECKING:
     from dpbench.results.run import Run

@@ -26,7 +26,7 @@ from dpbench.options import add_storage
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dpbench.results.html.source import Source
+    from dpbench.show.html.source import Source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.results.html import check_libraries
+    from dpbench.show.html import check_libraries
 
     check_libraries()
-    from dpbench.results.html.page import write_html
-    from dpbench.results.html.source import labelled
+    from dpbench.show.html.page import write_html
+    from dpbench.show.html.source import labelled
 
     runs = [saved_run(name, options.storage) for name in options.runs]
     for run in runs:
@@ -76,10 +76,10 @@ def _counted(sources: Iterable[Source]) -> list[Source]:
     """One more run: logical counts of the measured cases that have none."""
     from tqdm import tqdm
 
-    from dpbench.instruments.logical import Logical
-    from dpbench.results.html.source import Source, cases_without_logical
+    from dpbench.instruments.logical.instrument import Logical
     from dpbench.results.outcome import document, environment
     from dpbench.runner import measure
+    from dpbench.show.html.source import Source, cases_without_logical
 
     outcomes = []
     with tqdm(cases_without_logical(sources), unit="case", disable=None, file=sys.stderr) as cases:

@@ -52,9 +52,9 @@ def run(options: argparse.Namespace) -> int:
     import pandas as pd
 
     from dpbench.results.frame import to_frame
-    from dpbench.results.layout import as_markdown, as_text
     from dpbench.results.outcome import write_text
     from dpbench.results.roofline import intensities, roofline_tables, under
+    from dpbench.show.layout import as_markdown, as_text
 
     named = _named_roofs(options)
     if options.markdown:
@@ -120,7 +120,7 @@ def _count(cases: Iterable[Case]) -> tuple[list[Measurement], set[Case]]:
     """Logical rows of cases, and the cases that could not be counted."""
     from tqdm import tqdm
 
-    from dpbench.instruments.logical import Logical
+    from dpbench.instruments.logical.instrument import Logical
     from dpbench.runner import measure
 
     rows: list[Measurement] = []

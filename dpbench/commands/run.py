@@ -38,7 +38,7 @@ from dpbench.errors import ConfigurationError, check_distinct_files, check_writa
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu import Ncu
+from dpbench.instruments.ncu.ranges import Ncu
 from dpbench.instruments.timing import Timing
 from dpbench.options import (
     add_counting,
@@ -53,7 +53,7 @@ from dpbench.options import (
     add_view,
     chosen_kernels,
 )
-from dpbench.results.view import View
+from dpbench.show.view import View
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
@@ -124,9 +124,9 @@ def run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from dpbench.gpu import visible_gpus
-    from dpbench.results.export import write_renderings
     from dpbench.results.outcome import COMPLETE, INTERRUPTED, write_json
     from dpbench.runner import measure
+    from dpbench.show.export import write_renderings
 
     grid = chosen_grid(options)
     instruments = _chosen_instruments(options)
@@ -179,9 +179,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _show(outcomes: Sequence[Outcome], view: View) -> None:
     """Print the tables; on GitHub they go into the step's summary, too."""
-    from dpbench.results.export import append_step_summary
-    from dpbench.results.layout import as_text, terminal_width
     from dpbench.results.outcome import summary_tables
+    from dpbench.show.export import append_step_summary
+    from dpbench.show.layout import as_text, terminal_width
 
     found = summary_tables(outcomes, view)
     print(as_text(found, terminal_width()))

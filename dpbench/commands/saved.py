@@ -12,16 +12,16 @@ from dpbench.case import Grid
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.ncu import Ncu, ncu_version
+from dpbench.instruments.ncu.ranges import Ncu, ncu_version
 from dpbench.options import add_comparing, add_saving, add_storage
 from dpbench.results.rows import NO_HARDWARE
 
 if TYPE_CHECKING:
-    from dpbench.results.layout import Table
     from dpbench.results.outcome import Outcome
     from dpbench.results.references import References
     from dpbench.results.session import RunFile
     from dpbench.results.threshold import Threshold
+    from dpbench.show.layout import Table
 
 
 def add_saved(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,7 @@ class Saved:
 
     def end(self, outcomes: Sequence[Outcome], complete: bool) -> bool:
         """Print what changed, finish the file; returns whether something is wrong."""
-        from dpbench.results.layout import as_text
+        from dpbench.show.layout import as_text
 
         tables, worse, unused = self._compare(outcomes)
         try:
@@ -160,9 +160,9 @@ class Saved:
     ) -> tuple[list[Table], list[dict[str, Any]], list[Threshold]]:
         """What changed; what got worse by too much; limits that nothing was judged by."""
         from dpbench.results.compare import judge, regressions, unapplied, ungated
-        from dpbench.results.comparison_table import comparison_tables
         from dpbench.results.frame import to_frame
         from dpbench.results.references import alone, alone_in_words, ungated_in_words
+        from dpbench.show.comparison import comparison_tables
 
         after = to_frame(row for outcome in outcomes for row in outcome.rows)
         if self.references is None or after.empty:

@@ -25,9 +25,9 @@ from dpbench.errors import ConfigurationError, check_is_file
 from dpbench.options import add_storage, add_view
 
 if TYPE_CHECKING:
-    from dpbench.results.layout import Table
     from dpbench.results.run import Run
-    from dpbench.results.view import View
+    from dpbench.show.layout import Table
+    from dpbench.show.view import View
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.results.layout import as_text, terminal_width
+    from dpbench.show.layout import as_text, terminal_width
 
     view = chosen_view(options)
     runs = [name for name in options.files if Path(name).suffix != ".ncu-rep"]
@@ -64,9 +64,9 @@ def _of_run(run: Run, view: View) -> list[Table]:
 
 
 def _of_reports(files: Iterable[Path], view: View) -> list[Table]:
-    from dpbench.instruments.ncu_report_file import case_of, read
+    from dpbench.instruments.ncu.range_report import case_of, read
     from dpbench.results.frame import to_frame
-    from dpbench.results.tables import tables
+    from dpbench.show.tables import tables
 
     paths: dict[Case, Path] = {}
     for path in files:

@@ -27,7 +27,7 @@ from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.instruments.child import Steps
 from dpbench.instruments.timing import Timing
 from dpbench.options import add_profile, add_steps
-from dpbench.schedule import Schedule
+from dpbench.process.schedule import Schedule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    from dpbench.step import run_case
+    from dpbench.process.step import run_case
 
     return run_case(
         case,
@@ -88,8 +88,8 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _profile(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    from dpbench.instruments.profile_files import prepare, write_summary
-    from dpbench.profiled_step import profile_case
+    from dpbench.instruments.torch_profiler.files import prepare, write_summary
+    from dpbench.process.profiled import profile_case
 
     schedule = Schedule.parse(options.profile_schedule)
     prepare(options.profile)

@@ -9,7 +9,9 @@ from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
 from dpbench.errors import DpbenchError
 from dpbench.gpu import Use, in_use, visible_gpus
 from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu import (
+from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric
+from dpbench.instruments.ncu.range_report import MetricMissing, read
+from dpbench.instruments.ncu.ranges import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
@@ -17,9 +19,7 @@ from dpbench.instruments.ncu import (
     NcuNotFound,
     find_ncu,
 )
-from dpbench.instruments.ncu_metrics import BYTE_METRICS, NcuMetric
-from dpbench.instruments.ncu_report_file import MetricMissing, read
-from dpbench.results.layout import gigabytes
+from dpbench.show.layout import gigabytes
 
 COPIES = "dpbench.doctor.copying:CopyTrainer"
 

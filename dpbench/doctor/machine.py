@@ -15,9 +15,9 @@ from dpbench.case import Case
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
 from dpbench.errors import check_writable
 from dpbench.gpu import in_use, visible_gpus
-from dpbench.instruments.ncu import find_ncu, ncu_version
-from dpbench.results.layout import gigabytes
+from dpbench.instruments.ncu.ranges import find_ncu, ncu_version
 from dpbench.results.rows import STEP
+from dpbench.show.layout import gigabytes
 
 ENOUGH_BYTES = 1e9
 """Free disk space below which there is a warning; the reports of both grids take a tenth."""
@@ -55,7 +55,7 @@ def packages(setup: Setup) -> Iterator[Finding]:
 
 def logical_counting(setup: Setup) -> Iterator[Finding]:
     """Logical bytes can be counted: what works without a GPU too."""
-    from dpbench.instruments.logical import Logical
+    from dpbench.instruments.logical.instrument import Logical
 
     rows = {(row.phase, row.metric): row.value for row in Logical().count(COUNTED).rows}
     moved = rows[STEP, "logical_read_bytes"] + rows[STEP, "logical_write_bytes"]

@@ -8,12 +8,12 @@ from pathlib import Path
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
-from dpbench.instruments.kernel_choice import KernelChoice
-from dpbench.instruments.ncu import Ncu, find_ncu
-from dpbench.instruments.ncu_metrics import BYTE_METRICS, resolve
+from dpbench.instruments.ncu.kernel_choice import KernelChoice
+from dpbench.instruments.ncu.metrics import BYTE_METRICS, resolve
+from dpbench.instruments.ncu.ranges import Ncu, find_ncu
 from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler import TorchProfiler
-from dpbench.schedule import Schedule
+from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.process.schedule import Schedule
 
 INSTRUMENTS = ("timing", "ncu", "ncu_kernels", "logical", "torch_profiler")
 """The names of the instruments."""
@@ -74,7 +74,9 @@ def choose(
         what = kernels or KernelChoice()
         found += what.instruments(directory, find_ncu(ncu_path), timeout)
     if "logical" in chosen:
-        from dpbench.instruments.logical import Logical  # loads torch, which the others do not
+        from dpbench.instruments.logical.instrument import (
+            Logical,  # loads torch, which the others do not
+        )
 
         found.append(Logical())
     if "torch_profiler" in chosen:

@@ -64,7 +64,7 @@ def predicted_peak_bytes(case: Case) -> int:
         DpbenchError: the case cannot be counted.
     """
     if TRAINERS.is_builtin(case.trainer) and MODELS.is_builtin(case.model):
-        from dpbench.instruments.logical import Logical  # loads torch
+        from dpbench.instruments.logical.instrument import Logical  # loads torch
 
         rows = [row.as_row() for row in Logical().measure(case)]
     else:

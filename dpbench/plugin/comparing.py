@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from dpbench.case import Case
     from dpbench.plugin.manager import Manager
-    from dpbench.results.layout import Table
     from dpbench.results.outcome import Outcome
     from dpbench.results.references import References
     from dpbench.results.threshold import Threshold
+    from dpbench.show.layout import Table
 
 KEY = "dpbench_comparing"
 """Where an xdist worker finds what its controller decided."""
@@ -215,7 +215,7 @@ class Comparing:
     def _judge(self, item: pytest.Item, thresholds: list[Threshold]) -> str:
         """Judge what a test asked for; returns the reason to fail it, if there is one."""
         from dpbench.results.compare import judge, regressions
-        from dpbench.results.comparison_table import regression_text
+        from dpbench.show.comparison import regression_text
 
         if not (thresholds and self._asked) or self.references is None:
             return ""
@@ -295,9 +295,9 @@ class Comparing:
         if self.references is None or not rows:
             return []
         from dpbench.results.compare import judge, ungated
-        from dpbench.results.comparison_table import comparison_tables
         from dpbench.results.frame import to_frame
         from dpbench.results.references import alone, alone_in_words, ungated_in_words
+        from dpbench.show.comparison import comparison_tables
 
         changes = self._changes(outcomes)
         self.notes += self.references.skipped

@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.errors import check_distinct_files, check_writable_file
 from dpbench.options import FILES
-from dpbench.results.view import View
+from dpbench.show.view import View
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
@@ -47,7 +47,7 @@ class Files:
         for path in self.paths.values():
             check_writable_file(path)
         if "html" in self.paths:
-            from dpbench.results.html import check_libraries
+            from dpbench.show.html import check_libraries
 
             check_libraries()
 
@@ -66,8 +66,8 @@ class Files:
         Raises:
             OSError: a file cannot be written.
         """
-        from dpbench.results.export import write_renderings
         from dpbench.results.outcome import write_json
+        from dpbench.show.export import write_renderings
 
         if "json" in self.paths:
             write_json(self.paths["json"], outcomes, environment, session)
@@ -91,9 +91,9 @@ class Files:
         Raises:
             OSError: the file cannot be written.
         """
-        from dpbench.results.html.page import write_html
-        from dpbench.results.html.source import labelled
         from dpbench.results.outcome import document
+        from dpbench.show.html.page import write_html
+        from dpbench.show.html.source import labelled
 
         path = self.paths["html"]
         write_html(path, labelled([(path.stem, document(outcomes, environment, session))]))

@@ -19,14 +19,14 @@ from dpbench.gpu import Gpu, visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu_progress import shown_on
+from dpbench.instruments.ncu.progress import shown_on
 from dpbench.options import chosen_kernels
 from dpbench.plugin import comparing, saving
 from dpbench.plugin.asked import Asked
 from dpbench.plugin.files import Files
 from dpbench.plugin.terminal import open_terminal
 from dpbench.plugin.updating import reference_to_update, update
-from dpbench.results.view import View
+from dpbench.show.view import View
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
@@ -185,7 +185,7 @@ class Manager:
 
     def count(self, case: Case | str, **fields: Any) -> CaseReport:
         """What the ``logical_io`` fixture returns is this; see there."""
-        from dpbench.instruments.logical import Logical
+        from dpbench.instruments.logical.instrument import Logical
 
         return self._report(_case(case, fields), [Logical()])
 
@@ -349,9 +349,9 @@ class Manager:
             return
         terminalreporter.section("dpbench")
         if outcomes:
-            from dpbench.results.export import append_step_summary
-            from dpbench.results.layout import as_text, terminal_width
             from dpbench.results.outcome import summary_tables
+            from dpbench.show.export import append_step_summary
+            from dpbench.show.layout import as_text, terminal_width
 
             found = [*summary_tables(outcomes, self.view), *changes]
             for line in as_text(found, terminal_width()).splitlines():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpbench import options as shared
-from dpbench.instruments.ncu import Ncu
+from dpbench.instruments.ncu.ranges import Ncu
 from dpbench.instruments.timing import Timing
 
 PREFIX = "dpbench-"

@@ -50,7 +50,7 @@ class Saving:
     @cached_property
     def premise(self) -> Premise:
         """What the session measures, with what and where; asks git, so only where it is needed."""
-        from dpbench.instruments.ncu import Ncu, ncu_version
+        from dpbench.instruments.ncu.ranges import Ncu, ncu_version
         from dpbench.results.outcome import environment
         from dpbench.results.session import Premise
 

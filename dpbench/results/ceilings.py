@@ -11,8 +11,8 @@ from typing import Any
 from dpbench.case import PRECISIONS
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs, find_card
-from dpbench.results.layout import Table, gigabytes
 from dpbench.results.rows import SCHEMA
+from dpbench.show.layout import Table, gigabytes
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,18 @@ import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.gpu import Gpu
-from dpbench.results.by_trainer import trainer_summary, trainer_table
 from dpbench.results.code_state import code_state
 from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
-from dpbench.results.kernel_tables import case_kernel_tables
 from dpbench.results.kernels import KernelCount
-from dpbench.results.layout import Table, as_markdown
 from dpbench.results.operators import OperatorCount
-from dpbench.results.profile_report import profile_tables
 from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
 from dpbench.results.speed_of_light import KernelSpeed
-from dpbench.results.tables import tables
-from dpbench.results.view import View
+from dpbench.show.by_trainer import trainer_summary, trainer_table
+from dpbench.show.kernels import case_kernel_tables
+from dpbench.show.layout import Table, as_markdown
+from dpbench.show.profile import profile_tables
+from dpbench.show.tables import tables
+from dpbench.show.view import View
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"

@@ -11,13 +11,13 @@ import pandas as pd
 from dpbench.case import OUTSIDE, PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
-from dpbench.results.kernel_tables import kernel_frame, kernel_table
 from dpbench.results.kernels import KernelCount
-from dpbench.results.layout import as_text
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.tables import tables
+from dpbench.show.kernels import kernel_frame, kernel_table
+from dpbench.show.layout import as_text
+from dpbench.show.tables import tables
 
 BY_PHASE = ("ncu", "logical")
 """Instruments whose metrics have values by phase that add up to the step."""

@@ -20,10 +20,10 @@ from dpbench.case import AXES, OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs
 from dpbench.results.frame import summarise
-from dpbench.results.groups import by_cell, in_order
-from dpbench.results.layout import ABSENT, Table, gigabytes
 from dpbench.results.rows import STEP
-from dpbench.results.tables import SHOWN_SHARE
+from dpbench.show.groups import by_cell, in_order
+from dpbench.show.layout import ABSENT, Table, gigabytes
+from dpbench.show.tables import SHOWN_SHARE
 
 MEASURED_BYTES = "measured DRAM bytes"
 COUNTED_BYTES = "logical bytes"

@@ -18,7 +18,7 @@ from dpbench.case import OUTSIDE, PHASES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.results.metrics import METRICS
 from dpbench.results.rows import STEP
-from dpbench.results.view import COLUMNS
+from dpbench.show.view import COLUMNS
 
 HIGHER_IS_BETTER = frozenset({"samples_per_second"})
 """For these a fall is a change for the worse; for all others a rise."""

@@ -11,8 +11,8 @@ import pytest
 
 from dpbench import Case
 from dpbench.cli import main
-from dpbench.instruments.ncu_report_file import KERNELS, kernel_report_path
-from dpbench.instruments.profile_files import write_summary
+from dpbench.instruments.ncu.range_report import KERNELS, kernel_report_path
+from dpbench.instruments.torch_profiler.files import write_summary
 from tests.recorded import RANGES, unpacked
 
 CASE = Case("standard", 4, 64, "tiny")

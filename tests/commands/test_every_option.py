@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.ceilings import measure_ceilings
 from dpbench.cli import build_parser, main
 from dpbench.doctor import Setup
 from dpbench.gpu import Gpu
+from dpbench.process.ceilings import measure_ceilings
 from dpbench.results.ceilings import read_ceilings
 from dpbench.results.storage import Storage
 from tests.plugin.saved_runs import recorded_document, save
@@ -37,7 +37,12 @@ def replayed_gpu(monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None = Non
     """Let there be a GPU; of unknown memory, any case may fit it."""
     build_parser()  # a module that is first imported now would keep this GPU
     found = [Gpu("GPU-0", "NVIDIA H200", memory_bytes, "580.159.03")]
-    for module in ("gpu", "instruments.ncu", "instruments.torch_profiler", "commands.attribute"):
+    for module in (
+        "gpu",
+        "instruments.ncu.ranges",
+        "instruments.torch_profiler.instrument",
+        "commands.attribute",
+    ):
         monkeypatch.setattr(f"dpbench.{module}.visible_gpus", lambda: found)
 
 
@@ -147,7 +152,7 @@ def test_roofline_takes_every_axis_of_a_grid(capsys: pytest.CaptureFixture[str])
 def test_ceilings_are_written_for_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure_ceilings("cpu", copy_bytes=2**20, matrix=8, seconds=0.001)
     replayed_gpu(monkeypatch)
-    monkeypatch.setattr("dpbench.ceilings.measure_ceilings", lambda: found)
+    monkeypatch.setattr("dpbench.process.ceilings.measure_ceilings", lambda: found)
     assert main(["ceilings", "--json=out/ceilings.json"]) == 0
     assert read_ceilings(Path("out/ceilings.json")) == found
 

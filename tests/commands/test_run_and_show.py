@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import dpbench.gpu
-import dpbench.instruments.ncu
+import dpbench.instruments.ncu.ranges
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from tests.programs import program
@@ -28,7 +28,7 @@ def replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
     """Run the two cases of which there is a recording, by ncu and by counting."""
     ncu = program(tmp_path / "ncu", REPLAY)
     gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
-    for module in (dpbench.gpu, dpbench.instruments.ncu):
+    for module in (dpbench.gpu, dpbench.instruments.ncu.ranges):
         monkeypatch.setattr(module, "visible_gpus", lambda: [gpu])
     monkeypatch.chdir(tmp_path)
     instruments = ["--instrument=ncu", "--instrument=logical"]

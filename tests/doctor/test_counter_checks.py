@@ -12,11 +12,11 @@ from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, counters,
 from dpbench.doctor.copying import CopyTrainer
 from dpbench.doctor.counters import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
 from dpbench.gpu import Gpu, Use
-from dpbench.instruments import ncu
-from dpbench.instruments.logical import Logical
-from dpbench.instruments.ncu_metrics import BYTE_METRICS, NcuMetric
-from dpbench.step import run_case
-from dpbench.training.build import build
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.ncu import ranges as ncu
+from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric
+from dpbench.process.build import build
+from dpbench.process.step import run_case
 from tests.programs import program
 
 DATA = Path(__file__).parents[1] / "data"

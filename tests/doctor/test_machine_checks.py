@@ -14,8 +14,8 @@ import torch
 
 from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, machine
 from dpbench.gpu import Gpu, Use, in_use
-from dpbench.instruments import ncu
-from dpbench.instruments.ncu import NcuNotFound
+from dpbench.instruments.ncu import ranges as ncu
+from dpbench.instruments.ncu.ranges import NcuNotFound
 from tests.programs import program
 
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")

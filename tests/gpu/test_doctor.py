@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.ceilings import measure_ceilings
 from dpbench.doctor import OK, Setup, counters
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
+from dpbench.process.ceilings import measure_ceilings
 from dpbench.results.cards import Card, find_card
 
 pytestmark = pytest.mark.gpu

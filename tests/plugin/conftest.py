@@ -13,14 +13,16 @@ import pytest
 
 from dpbench import MODELS, TRAINERS
 from dpbench.gpu import visible_gpus
-from dpbench.instruments import child, torch_profiler
+from dpbench.instruments import child
+from dpbench.instruments.torch_profiler import instrument as torch_profiler
 from tests.programs import program
 
 REPLAYS = {name: Path(__file__).parents[1] / f"replay_{name}.py" for name in ("ncu", "step")}
 
 CONFTEST = """
 import os, pathlib, sys
-import dpbench.instruments.ncu, dpbench.instruments.timing, dpbench.instruments.torch_profiler
+import dpbench.instruments.ncu.ranges, dpbench.instruments.timing
+import dpbench.instruments.torch_profiler.instrument
 import dpbench.plugin.manager, dpbench.plugin.workers
 from dpbench.gpu import Gpu, select
 
@@ -31,9 +33,9 @@ def replayed_gpus():
     return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 for module in (
-    dpbench.instruments.ncu,
+    dpbench.instruments.ncu.ranges,
     dpbench.instruments.timing,
-    dpbench.instruments.torch_profiler,
+    dpbench.instruments.torch_profiler.instrument,
     dpbench.plugin.manager,
     dpbench.plugin.workers,
 ):
@@ -45,7 +47,7 @@ class Interpreter:
     def __getattr__(self, name):
         return getattr(sys, name)
 
-for module in (dpbench.instruments.child, dpbench.instruments.torch_profiler):
+for module in (dpbench.instruments.child, dpbench.instruments.torch_profiler.instrument):
     module.sys = Interpreter()
 """
 

@@ -22,7 +22,7 @@ from tests.plugin.conftest import CONFTEST, RunSuite
 
 RECORDS_COUNTS = """
 import os
-from dpbench.instruments.logical import Logical
+from dpbench.instruments.logical.instrument import Logical
 
 count = Logical.count
 

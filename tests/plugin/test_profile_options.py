@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from dpbench.gpu import Gpu
-from dpbench.instruments import ncu, timing, torch_profiler
+from dpbench.instruments import timing
+from dpbench.instruments.ncu import ranges as ncu
+from dpbench.instruments.torch_profiler import instrument as torch_profiler
 from dpbench.plugin import manager
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.results.frame import to_frame
-from dpbench.results.layout import Table
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.tables import tables
+from dpbench.show.layout import Table
+from dpbench.show.tables import tables
 
 GB = 1e9
 UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 
 from dpbench.case import Case
-from dpbench.instruments.logical import Logical
+from dpbench.instruments.logical.instrument import Logical
 from dpbench.results.frame import summarise, to_frame, with_logical
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.tables import tables
+from dpbench.show.tables import tables
 
 GRID1 = Path(__file__).parents[2] / "docs" / "results" / "h200-grid1.json"
 CASE = Case("standard", batch_size=8, seq_len=256)

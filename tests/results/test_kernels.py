@@ -10,14 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench.case import PHASES, Case
-from dpbench.results.kernel_tables import (
-    Premise,
-    kernel_frame,
-    kernel_table,
-    kernel_tables,
-    step_bytes,
-    wrapped,
-)
 from dpbench.results.kernels import (
     KERNEL_METRICS,
     KernelCount,
@@ -25,9 +17,17 @@ from dpbench.results.kernels import (
     fold,
     kernel_rows,
 )
-from dpbench.results.layout import as_markdown, as_text
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.speed_of_light import KernelSpeed
+from dpbench.show.kernels import (
+    Premise,
+    kernel_frame,
+    kernel_table,
+    kernel_tables,
+    step_bytes,
+    wrapped,
+)
+from dpbench.show.layout import as_markdown, as_text
 
 FILL = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int)"
 NORM = "void at::native::reduce_kernel<(int)512, at::native::ReduceOp<at::native::NormTwoOps>>(T3)"
@@ -143,7 +143,7 @@ def test_the_text_names_the_top_kernels_and_what_has_no_category() -> None:
 
 @pytest.mark.parametrize("width", [5, 24])
 def test_a_wrapped_name_loses_nothing_and_fits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpbench.results.kernel_tables.NAME_WIDTH", width)
+    monkeypatch.setattr("dpbench.show.kernels.NAME_WIDTH", width)
     for name in ("a_very_long_kernel_name<AndWhatItDoesWithoutUnderscores>", "gemvx::kernel", "a"):
         lines = wrapped(name).split("\n")
         assert "".join(lines) == name

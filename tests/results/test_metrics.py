@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dpbench.instruments.ncu_metrics import BYTE_METRICS
-from dpbench.instruments.profile_files import COPIES, OTHER_COPIES
+from dpbench.instruments.ncu.metrics import BYTE_METRICS
+from dpbench.instruments.torch_profiler.files import COPIES, OTHER_COPIES
 from dpbench.results.kernels import KERNEL_METRICS
 from dpbench.results.metrics import UNITS
-from dpbench.results.view import COLUMNS
+from dpbench.show.view import COLUMNS
 
 
 def test_whatever_instruments_measure_has_its_unit() -> None:

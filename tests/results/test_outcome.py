@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dpbench.case import AXES, Case
 from dpbench.gpu import Gpu
-from dpbench.results.by_trainer import trainer_summary, trainer_table
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
@@ -25,6 +24,7 @@ from dpbench.results.outcome import (
     write_text,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
+from dpbench.show.by_trainer import trainer_summary, trainer_table
 
 UNITS = {"bytes": "B", "seconds": "s"}
 FIGURES = {

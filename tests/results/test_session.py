@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.case import GRIDS, Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.ncu import Ncu
+from dpbench.instruments.ncu.ranges import Ncu
 from dpbench.results.outcome import INTERRUPTED, Outcome, write_json
 from dpbench.results.reference import history
 from dpbench.results.rows import STEP, Measurement

@@ -1,0 +1,1 @@
+"""Logical counting: what each operator must read and write."""

@@ -1,0 +1,234 @@
+"""Logical bytes: what a step must move, counted operator by operator without a GPU.
+
+The real trainers run on tensors without data. `logical_rules` says how many bytes an operator
+must move, `logical_counter` watches the operators go by; here is the instrument.
+
+Logical bytes are the floor of an execution that keeps nothing between two operators. On an
+H200 they come within a few percent of the DRAM counters where tensors are larger than the L2
+cache; longer sequences move more than the floor (large matrix products read their operands
+again), tiny models less (everything stays in the cache).
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from dpbench.case import OUTSIDE, PHASES, Case
+from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.instruments.base import CaseFailed, Instrument, Running
+from dpbench.instruments.logical.counter import ByteCounter, without_data
+from dpbench.process.build import build
+from dpbench.results.operators import OperatorCount
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.training.phases import observed_step
+
+STEADY = 1e-3
+"""A step that changes the bytes alive by no more than this part of them is steady. Opacus keeps
+each example's norms after the first step: kilobytes, whose making costs nothing."""
+
+DEVICE = NO_HARDWARE
+"""What stands in the rows for the name of a processor."""
+
+
+@dataclass(frozen=True)
+class LogicalResult:
+    """All that counting a case yields.
+
+    Args:
+        rows: ``logical_read_bytes``, ``logical_write_bytes``, ``flops`` and
+            ``peak_memory_bytes``, by phase and for the step.
+        operators: the same bytes and flops by phase and operator, most bytes first.
+        notes: what was assumed about values that do not exist without data.
+        general_rule_operators: operators counted by the general rule because nobody has
+            reviewed one for them.
+    """
+
+    rows: tuple[Measurement, ...]
+    operators: tuple[OperatorCount, ...]
+    notes: tuple[str, ...]
+    general_rule_operators: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Logical(Instrument):
+    """Counts one step of a case in this process; needs neither a GPU nor the case's memory.
+
+    What counts is the first steady step: one that leaves as many bytes alive as it found, within
+    `STEADY`. A step that makes something lasting (momentum, Adam's moments) is the warm-up of
+    the next. Without data every further step repeats the steady one, so one is enough.
+
+    Args:
+        most_steps: how many steps may pass before one is steady; if none is, the last counts,
+            and a note says so.
+
+    Raises:
+        ConfigurationError: no step may pass.
+    """
+
+    name: ClassVar[str] = "logical"
+
+    most_steps: int = 3
+
+    def __post_init__(self) -> None:
+        if self.most_steps < 1:
+            raise ConfigurationError(f"logical: needs at least one step, not {self.most_steps}")
+
+    def check(self) -> None:
+        """See `Instrument.check`; there is nothing that could be missing."""
+
+    def start(self, case: Case) -> Counting:
+        """See `Instrument.start`; nothing runs until the rows are asked for."""
+        return Counting(self, case)
+
+    def count(self, case: Case) -> LogicalResult:
+        """Count a case.
+
+        Raises:
+            CaseFailed: its step raised, or does what cannot be counted without data.
+            ConfigurationError: the case does not exist.
+        """
+        try:
+            with untouched_torch(), new_objects_collected(), without_data() as counter:
+                self._run(case, counter)
+        except DpbenchError:
+            raise
+        except Exception as error:  # whatever an outside trainer can raise
+            raise CaseFailed(
+                f"{case.id}: counting logical bytes failed with {type(error).__name__}: {error}"
+            ) from error
+        return LogicalResult(
+            rows=tuple(_rows(case, counter)),
+            operators=_operators(counter),
+            notes=tuple(f"{note} ({times}×)" for note, times in sorted(counter.notes.items())),
+            general_rule_operators=tuple(sorted(counter.by_general_rule)),
+        )
+
+    def _run(self, case: Case, counter: ByteCounter) -> None:
+        trainer, batches = build(case, torch.device("cpu"), self.most_steps)
+        choose_as_on_cuda(trainer.plain_optimizer)
+        after = alive(counter)
+        for batch in batches:
+            before = after
+            with observed_step(counter):
+                trainer.train_step(batch)
+            after = alive(counter)
+            if abs(after - before) <= STEADY * before:
+                return
+        counter.notes[f"step {self.most_steps} still added {after - before:,} B to what lives"] = 1
+
+
+class Counting(Running):
+    """A case to be counted."""
+
+    def __init__(self, instrument: Logical, case: Case) -> None:
+        self.instrument, self.case = instrument, case
+
+    def rows(self) -> list[Measurement]:
+        """The rows of `Logical.count`, which happens here, in this process."""
+        result = self.instrument.count(self.case)
+        self.operators = result.operators
+        unreviewed = (
+            f"{name}: counted by the general rule" for name in result.general_rule_operators
+        )
+        self.notes = (*result.notes, *unreviewed)
+        return list(result.rows)
+
+    def cancel(self) -> None:
+        """Nothing runs beside this process."""
+
+
+def alive(counter: ByteCounter) -> int:
+    """Bytes in use between two steps, without what only reference cycles keep."""
+    gc.collect()
+    return counter.memory.now
+
+
+@contextmanager
+def new_objects_collected() -> Iterator[None]:
+    """Let the garbage collector look only at objects made in here.
+
+    Importing PyTorch and Opacus leaves so many that collecting after each step would take as
+    long as a small case.
+    """
+    if gc.get_freeze_count():  # someone else has frozen objects, and thawing would thaw theirs
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was not told otherwise use ``foreach``, its default on CUDA.
+
+    The bytes are the same; Adam's peak memory is not, because its temporary tensors then exist
+    for all parameters at once.
+    """
+    for group in optimizer.param_groups:
+        undecided = "foreach" in group and group["foreach"] is None
+        if undecided and not (
+            group.get("fused")
+            or group.get("differentiable")
+            or isinstance(group.get("lr"), torch.Tensor)
+        ):
+            group["foreach"] = True
+
+
+@contextmanager
+def untouched_torch() -> Iterator[None]:
+    """Start from PyTorch's defaults, and put back what a step or its trainer may have set."""
+    switches: tuple[tuple[Any, str], ...] = (
+        (torch.backends.cuda.matmul, "allow_tf32"),
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cudnn, "deterministic"),
+        (torch.backends.cudnn, "benchmark"),
+    )
+    with ExitStack() as stack:
+        for place, name in switches:
+            stack.callback(setattr, place, name, getattr(place, name))
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if torch.get_default_device().type != "cpu":  # costs a call for each operator
+            stack.enter_context(torch.device("cpu"))
+        stack.enter_context(warnings.catch_warnings())
+        # Opacus's fast gradient clipping deep-copies gradients, and copying looks at the address.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        # Opacus puts full backward hooks on embeddings, whose inputs never need gradients.
+        warnings.filterwarnings("ignore", "Full backward hook is firing")
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+def _rows(case: Case, counter: ByteCounter) -> Iterator[Measurement]:
+    tool = f"torch {torch.__version__}"
+
+    def row(phase: str, metric: str, value: float, unit: str) -> Measurement:
+        return Measurement(case, Logical.name, phase, metric, value, unit, 0, DEVICE, tool)
+
+    phases = [phase for phase in (*PHASES, OUTSIDE) if phase in counter.peaks]
+    for phase in (*phases, STEP):
+        counts = [c for (where, _), c in counter.counts.items() if phase in (where, STEP)]
+        peak = max(counter.peaks.values()) if phase == STEP else counter.peaks[phase]
+        yield row(phase, "logical_read_bytes", sum(c.read_bytes for c in counts), "B")
+        yield row(phase, "logical_write_bytes", sum(c.write_bytes for c in counts), "B")
+        yield row(phase, "flops", sum(c.flops for c in counts), "1")
+        yield row(phase, "peak_memory_bytes", peak, "B")
+
+
+def _operators(counter: ByteCounter) -> tuple[OperatorCount, ...]:
+    listed = [
+        OperatorCount(phase, operator, c.calls, c.read_bytes, c.write_bytes, c.flops)
+        for (phase, operator), c in counter.counts.items()
+    ]
+    return tuple(sorted(listed, key=lambda count: -count.total_bytes))

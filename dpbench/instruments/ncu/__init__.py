@@ -1,0 +1,1 @@
+"""Nsight Compute: hardware counters by phase and by kernel."""

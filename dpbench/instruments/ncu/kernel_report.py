@@ -1,0 +1,174 @@
+"""Reading kernel-replay reports, one action a kernel launch; needs neither a GPU nor ncu.
+
+NVIDIA's library takes 0.4 ms a kernel and never gives back the 0.35 MB that it then holds. So
+large reports are read in parts, by processes that end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpbench.case import OUTSIDE, PHASES
+from dpbench.instruments.child import log_lines
+from dpbench.instruments.ncu.range_report import (
+    MetricMissing,
+    NothingProfiled,
+    ReportUnreadable,
+    WrongReplay,
+    count_actions,
+    is_kernel,
+    label,
+    load_actions,
+)
+from dpbench.results.kernels import KernelLaunch
+
+COUNTERS = {
+    "read_bytes": ("dram__bytes_read.sum", 1.0),
+    "write_bytes": ("dram__bytes_write.sum", 1.0),
+    "l2_bytes": ("lts__t_bytes.sum", 1.0),
+    "seconds": ("gpu__time_duration.sum", 1e-9),
+}
+"""The counter behind each number of a `KernelLaunch`, and its base unit in B or s. Together
+they take one pass of each kernel on GH100: nothing is run again, nothing saved and restored."""
+
+GRID = tuple(f"launch__grid_dim_{axis}" for axis in "xyz")
+
+PROFILING = '==PROF== Profiling "'
+"""What ncu prints at each kernel, before its name and how far it has come."""
+
+PART = 700
+"""How many kernels are worth a process of their own, which takes 0.2 s to start."""
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What a report of kernels holds.
+
+    Args:
+        device: the name of the GPU.
+        launches: every kernel launch, in the order of the run.
+    """
+
+    device: str
+    launches: tuple[KernelLaunch, ...]
+
+
+def read_kernels(path: Path) -> KernelReport:
+    """A report of kernels, one launch after the other.
+
+    A kernel outside every phase, in a report of whatever program, counts as `OUTSIDE`.
+
+    Raises:
+        ReportUnreadable: there is no such report, or ncu's log beside it (same name, ``.log``)
+            tells of more kernels than it holds.
+        WrongReplay: it holds ranges.
+        NothingProfiled: it holds nothing.
+        MetricMissing: one of `COUNTERS` was not collected.
+    """
+    total = check_complete(path)
+    if total <= PART:
+        plain = plain_actions(load_actions(path))
+    else:
+        parts = min(-(-total // PART), os.cpu_count() or 1)
+        with ThreadPoolExecutor(parts) as pool:
+            found = pool.map(lambda part: _read_part(path, part, parts), range(parts))
+            plain = [action for part in found for action in part]
+    return KernelReport(str(plain[0]["device"]), tuple(_launches(plain, path)))
+
+
+def check_complete(path: Path) -> int:
+    """How many kernels a report holds; see `read_kernels` for what is raised."""
+    total = count_actions(path)
+    if not total:
+        raise NothingProfiled(f"{path}: the report holds no kernel")
+    # The library reads a truncated file as a report with fewer kernels, without an error.
+    log = path.with_suffix(".log")
+    if log.exists() and (told := profiled_in(log)) != total:
+        raise ReportUnreadable(
+            f"{path}: the report is incomplete, it holds {total} of {told} kernels"
+        )
+    return total
+
+
+def profiled_in(log: Path) -> int:
+    """How many kernels ncu says in its log to have profiled."""
+    return sum(line.count(PROFILING) for line in log_lines(log))
+
+
+def plain_actions(actions: Iterable[Any]) -> list[dict[str, Any]]:
+    """What is read of each action, as plain JSON types; None for a counter that is missing."""
+    names = [*(name for name, _ in COUNTERS.values()), *GRID, "device__attribute_display_name"]
+    plain = []
+    for action in actions:
+        metrics = {name: action.metric_by_name(name) for name in names}
+        values = {name: metric and metric.value() for name, metric in metrics.items()}
+        plain.append(
+            {
+                "kernel": full_name(action) if is_kernel(action) else None,
+                "label": label(action),
+                "device": values.pop("device__attribute_display_name"),
+                "values": values,
+            }
+        )
+    return plain
+
+
+def _launches(plain: Iterable[dict[str, Any]], path: Path) -> Iterator[KernelLaunch]:
+    places: Counter[tuple[int, str]] = Counter()
+    for action in plain:
+        if action["kernel"] is None:
+            raise WrongReplay(f"{path}: it holds ranges, not kernels; dpbench show reads it")
+        values = action["values"]
+        if missing := [name for name, value in values.items() if value is None]:
+            if places:  # the kernels before it have them
+                raise ReportUnreadable(f"{path}: the report is incomplete, it ends in a kernel")
+            raise MetricMissing(f"{path}: the report has no {missing[0]}")
+        place = phase_of(action["label"])
+        x, y, z = (int(values[name]) for name in GRID)
+        yield KernelLaunch(
+            repeat=place[0],
+            phase=place[1],
+            ordinal=places[place],
+            name=action["kernel"],
+            grid=(x, y, z),
+            **{field: scale * values[name] for field, (name, scale) in COUNTERS.items()},
+        )
+        places[place] += 1
+
+
+def full_name(action: Any) -> str:
+    """The whole demangled name of an action's kernel."""
+    return str(action.name(action.NameBase_DEMANGLED))
+
+
+def phase_of(name: str | None) -> tuple[int, str]:
+    """Step number and phase from a range's name ``STEP.PHASE``; any other is outside."""
+    step, _, phase = (name or "").partition(".")
+    if step.isdecimal() and phase in (*PHASES, OUTSIDE):
+        return int(step), phase
+    return 0, OUTSIDE
+
+
+def _read_part(path: Path, part: int, parts: int) -> list[dict[str, Any]]:
+    """One of several parts of a report, read by a process of its own."""
+    command = [sys.executable, "-m", __name__, str(path), str(part), str(parts)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ReportUnreadable(f"{path}: not a readable report ({last})")
+    plain: list[dict[str, Any]] = json.loads(done.stdout)
+    return plain
+
+
+if __name__ == "__main__":
+    _path, _part, _parts = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    json.dump(plain_actions(load_actions(_path, _part, _parts)), sys.stdout)

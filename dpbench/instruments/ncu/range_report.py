@@ -1,0 +1,246 @@
+"""Reading ``.ncu-rep`` files into rows; needs neither a GPU nor Nsight Compute itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dpbench.case import ATTENTIONS, Case
+from dpbench.errors import ConfigurationError
+from dpbench.gpu import NVTX_DOMAIN, NVTX_END
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric, counters
+from dpbench.registry import MODELS, TRAINERS
+from dpbench.results.rows import STEP, Measurement
+
+REPORT_MAGIC = b"NVR\0"
+"""The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
+
+
+KERNELS = "kernels"
+"""The folder of kernel-replay reports, beside the reports of ranges."""
+
+SPEED_OF_LIGHT = "sol"
+"""The folder of reports with many metrics of a few kernels."""
+
+KERNEL_FOLDERS = (KERNELS, SPEED_OF_LIGHT)
+
+
+def kernel_report_path(case: Case, folder: str) -> Path:
+    """Where a case's report of kernels lies below the report directory."""
+    return case.report_path.parent / folder / case.report_path.name
+
+
+class ReportUnreadable(InstrumentError):
+    """A report file is missing, truncated, or not a report at all."""
+
+    remedy = "measure the case again"
+
+
+class ForeignReport(InstrumentError):
+    """A report that dpbench did not make, or so short a part of one that it cannot be told."""
+
+    remedy = "dpbench reads complete reports of its own `--ncu` and `dpbench run`"
+
+
+class WrongReplay(InstrumentError):
+    """A report of kernels where one of ranges is needed, or the other way round."""
+
+
+class NothingProfiled(InstrumentError):
+    """A report without a single range: ncu itself ends with exit code 0 then."""
+
+    remedy = (
+        "a step must run its work inside `trainer.train_step`, and ncu must follow that process"
+    )
+
+
+class MetricMissing(InstrumentError):
+    """A counter is not in the report, or has no value there."""
+
+    remedy = (
+        "ncu drops a counter that it does not know without a word, so check the name with "
+        "ncu --query-metrics; if it is right, measure again with it in --ncu-metrics"
+    )
+
+
+def read(
+    path: Path,
+    case: Case,
+    metrics: Iterable[NcuMetric] | None = None,
+    *,
+    tool: str = "ncu",
+) -> list[Measurement]:
+    """The rows of one report: each metric by phase and step, and for the whole step.
+
+    Args:
+        path: an ``.ncu-rep`` file.
+        case: which case it measured.
+        metrics: what to read; by default every byte metric of which the report holds all
+            counters.
+        tool: what made the report, for the rows.
+
+    Raises:
+        ReportUnreadable, ForeignReport, NothingProfiled, MetricMissing: what the name says.
+    """
+    ranges = list(_ranges(path))
+    first = ranges[0][2]
+    if metrics is None:
+        present = set(first)
+        metrics = [m for m in BYTE_METRICS.values() if present.issuperset(m.counters)]
+    metrics = list(metrics)
+    # A phase may be entered more than once in a step: its ranges add up.
+    sums: dict[tuple[int, str, NcuMetric], float] = defaultdict(float)
+    for step, phase, action in ranges:
+        counted = {name: counter(action, name, path).value() for name in counters(metrics)}
+        for metric in metrics:
+            value = metric.value(counted)
+            if not math.isfinite(value):  # no document could hold it
+                raise MetricMissing(f"{path}: {metric.name} of {step}.{phase} is {value}")
+            sums[step, phase, metric] += value
+            sums[step, STEP, metric] += value
+    return [
+        Measurement(
+            case=case,
+            instrument="ncu",
+            phase=phase,
+            metric=metric.name,
+            value=value,
+            unit=metric.unit or counter(first, metric.name, path).unit(),
+            repeat=step,
+            device=str(counter(first, "device__attribute_display_name", path).value()),
+            tool=tool,
+        )
+        for (step, phase, metric), value in sums.items()
+    ]
+
+
+def case_of(path: Path) -> Case:
+    """The case that a report's path names: ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``.
+
+    Reports of kernels lie one folder deeper; see `kernel_report_path`.
+
+    Raises:
+        ForeignReport: the path has another form.
+    """
+    name = re.fullmatch(r"report_(?P<trainer>\w+)_bs(?P<bs>\d+)_seq(?P<seq>\d+)", path.stem)
+    place = path.resolve().parent
+    if place.name in KERNEL_FOLDERS:
+        place = place.parent
+    folder = place.name.split("-")
+    if name is None or len(folder) < 2:
+        raise ForeignReport(f"{path}: expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
+    rest = {part in ATTENTIONS: part for part in folder[2:]}
+    attention, model = rest.get(True, "sdpa"), MODELS.admit(rest.get(False, "simple"))
+    trainer = TRAINERS.admit(name["trainer"])
+    try:
+        return Case(
+            trainer, int(name["bs"]), int(name["seq"]), folder[0], folder[1], attention, model
+        )
+    except ConfigurationError as error:
+        raise ForeignReport(f"{path}: {error}") from error
+
+
+def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """Step number, phase and ncu's action object of each range that dpbench marked."""
+    actions = load_actions(path)
+    if any(is_kernel(action) for action in actions):
+        raise WrongReplay(f"{path}: it holds kernels, not ranges; dpbench kernels reads it")
+    labels = [label(action) for action in actions]
+    if None in labels:
+        raise ForeignReport(f"{path}: it holds a range without dpbench's mark")
+    # The library reads a truncated file as a report with fewer ranges, without an error.
+    if actions and labels[-1] != NVTX_END:
+        raise ReportUnreadable(f"{path}: the report is incomplete, its last range is missing")
+    if len(actions) < 2:
+        raise NothingProfiled(f"{path}: the report holds no range, or is cut off")
+    for action, name in zip(actions[:-1], labels[:-1], strict=True):
+        step, _, phase = str(name).partition(".")
+        yield int(step), phase, action
+
+
+def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
+    """The ncu action objects (ranges or kernels) of a report, in the order of the run.
+
+    Args:
+        path: an ``.ncu-rep`` file.
+        part: which of ``parts`` consecutive parts of the report to load, from 0.
+        parts: of about as many actions each.
+
+    Raises:
+        ReportUnreadable: there is no such file, or it is not a report.
+    """
+    with _opened(path) as ranges:
+        places = [(profiled, i) for profiled in ranges for i in range(profiled.num_actions())]
+        start, end = (len(places) * border // parts for border in (part, part + 1))
+        return [profiled.action_by_idx(i) for profiled, i in places[start:end]]
+
+
+def count_actions(path: Path) -> int:
+    """How many ranges or kernels a report holds; see `load_actions` for what is raised."""
+    with _opened(path) as ranges:
+        return sum(profiled.num_actions() for profiled in ranges)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[list[Any]]:
+    """The library's groups of actions in a report, one a process that was profiled."""
+    import ncu_report
+
+    try:
+        if not path.is_file():
+            raise ReportUnreadable(f"{path}: {'a folder' if path.is_dir() else 'no such file'}")
+        with path.open("rb") as stream:
+            magic = stream.read(len(REPORT_MAGIC))
+    except OSError as error:
+        raise ReportUnreadable(f"{path}: {error.strerror}") from error
+    if magic != REPORT_MAGIC:
+        raise ReportUnreadable(f"{path}: not an Nsight Compute report")
+    try:
+        context = ncu_report.load_report(str(path))
+        yield [context.range_by_idx(i) for i in range(context.num_ranges())]
+    except Exception as error:  # the library raises bare RuntimeError and more
+        raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
+
+
+def is_kernel(action: Any) -> bool:
+    """Whether an action is one launch of a kernel, and not a range of many."""
+    return bool(action.workload_type() == action.WorkloadType_KERNEL)
+
+
+def label(action: Any) -> str | None:
+    """The name ``STEP.PHASE`` of the dpbench range around an action."""
+    state = action.nvtx_state()
+    for identifier in state.domains() if state else ():
+        domain = state.domain_by_id(identifier)
+        if domain.name() == NVTX_DOMAIN:
+            for name in domain.start_end_ranges():
+                return str(name)
+    return None
+
+
+def counter(action: Any, name: str, path: Path) -> Any:
+    """A counter of an action.
+
+    Raises:
+        MetricMissing: the report does not have it.
+    """
+    metric = action.metric_by_name(name)
+    if metric is None:
+        raise MetricMissing(f"{path}: the report has no {name}")
+    return metric
+
+
+def launches_by_phase(path: Path) -> Counter[str]:
+    """How many kernels each phase of the first step launched, from a report of ranges."""
+    counts: Counter[str] = Counter()
+    for step, phase, action in _ranges(path):
+        names = action.metric_by_name("launch__kernel_name")
+        if names and step == 0:
+            counts[phase] += names.num_instances()
+    return counts

@@ -1,0 +1,1 @@
+"""The PyTorch profiler: operators, copies, memory, traces."""

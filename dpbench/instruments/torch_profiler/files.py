@@ -1,0 +1,235 @@
+"""What a profile leaves in its folder: rows, a report and a log, made of traces; and back."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from dpbench.case import Case
+from dpbench.errors import check_writable
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.torch_profiler import trace
+from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
+
+INSTRUMENT = "torch_profiler"
+"""The instrument's name in rows."""
+
+SUMMARY, REPORT, SNAPSHOT = "summary.json", "report.txt", "memory_snapshot.pickle"
+
+COPIES = {
+    "Memcpy DtoD": "memcpy_device_to_device_bytes",
+    "Memcpy HtoD": "memcpy_host_to_device_bytes",
+    "Memcpy DtoH": "memcpy_device_to_host_bytes",
+    "Memset": "memset_bytes",
+}
+"""The metric of a copy or memset, by how its name in a trace begins."""
+
+OTHER_COPIES = "memcpy_other_bytes"
+"""What has another name, such as a copy between two GPUs."""
+
+
+class DeviceActivityMissing(InstrumentError):
+    """The trace of a CUDA run says nothing about the device."""
+
+    remedy = "another profiler may hold the GPU's profiling interface (CUPTI); end it"
+
+
+def prepare(directory: Path) -> None:
+    """Make the folder of a profile, without what an earlier one left there.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    check_writable(directory)
+    for pattern in ("trace_*.json.gz", "operators_*.json", SUMMARY, REPORT, SNAPSHOT):
+        for path in directory.glob(pattern):
+            path.unlink()
+
+
+def write_summary(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
+    """Make what a person reads of what the profiler recorded: report, summary, TensorBoard.
+
+    Args:
+        case: what was profiled.
+        record: what `dpbench.process.profiled.profile_case` returned.
+        directory: where it wrote; gets ``summary.json``, ``report.txt`` and an event file.
+        threshold: see `profile_report`.
+
+    Raises:
+        TraceUnreadable, DeviceActivityMissing: what the name says.
+    """
+    from dpbench.show.profile import profile_report
+
+    traces = [trace.read(path) for path in _in_order(directory, "trace_*.json.gz")]
+    calls = frozenset[str]().union(*(recorded.calls for recorded in traces))
+    operators = [
+        {**line, "kind": "call"} if line["name"] in calls else line
+        for path in _in_order(directory, "operators_*.json")
+        for line in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    rows = list(profile_rows(case, record, traces))
+    launches = grouped(traces)
+    report = profile_report(record, rows, launches, operators, threshold)
+    (directory / REPORT).write_text(report, encoding="utf-8")
+    if find_spec("tensorboard") is not None:
+        from dpbench.instruments.torch_profiler.tensorboard_log import write_log
+
+        write_log(case, record, rows, directory)
+    document = {"schema": SCHEMA, **record, "launches": launches, "rows": as_rows(rows)}
+    (directory / SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `write_summary` left.
+
+    Args:
+        rows: of `profile_rows`.
+        launches: of `grouped`; sums over all steps.
+        steps: how many were recorded.
+    """
+
+    rows: list[Measurement]
+    launches: list[dict[str, Any]]
+    steps: int
+
+
+def read_summary(directory: Path) -> Profile:
+    """The summary of a profile.
+
+    Raises:
+        TraceUnreadable: there is none.
+    """
+    path = directory / SUMMARY
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema"] > SCHEMA:
+            raise trace.TraceUnreadable(f"{path}: written by a newer dpbench")
+        rows = [Measurement.from_row(row) for row in document["rows"]]
+        return Profile(rows, document["launches"], len({row.repeat for row in rows}))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = getattr(error, "strerror", None) or type(error).__name__
+        raise trace.TraceUnreadable(f"{path}: not the summary of a profile ({what})") from error
+
+
+def operators_of(directory: Path, launches: Iterable[Placed]) -> dict[tuple[int, str, int], str]:
+    """The operators behind kernels that another process launched, by step, phase and place.
+
+    The two tools write kernels' names in ways of their own, so a kernel is found by its place
+    among those of its phase. Both processes ran the same step; should they have launched
+    different numbers of kernels in a phase, its operators are unknown.
+
+    Args:
+        directory: of a profile.
+        launches: the kernels, of whichever tool.
+    """
+    first = trace.read(directory / "trace_0.json.gz")
+    seen = Counter(launch.phase for launch in first.launches if is_first_kernel(launch))
+    counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
+    return {
+        place: operator
+        for place, operator in first.operators().items()
+        if seen[place[1]] == counted[place[1]]
+    }
+
+
+def is_first_kernel(launch: trace.Launch) -> bool:
+    """Whether it is a kernel of the first recorded step."""
+    return launch.kind == "kernel" and launch.repeat == 0
+
+
+class Placed(Protocol):
+    """A kernel launch, as far as its step and phase go."""
+
+    @property
+    def repeat(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+
+
+def _in_order(directory: Path, pattern: str) -> list[Path]:
+    return sorted(
+        directory.glob(pattern), key=lambda path: int(path.name.split("_")[1].split(".")[0])
+    )
+
+
+def profile_rows(
+    case: Case, record: dict[str, Any], traces: list[trace.Trace]
+) -> Iterator[Measurement]:
+    """The rows of a profile, for each recorded step by phase and as a whole.
+
+    Raises:
+        DeviceActivityMissing: it ran on CUDA, and a trace holds no kernel.
+    """
+    on_cuda = record["device"] != "cpu"
+    repeat = 0
+    for recorded in traces:
+        if on_cuda and not any(launch.kind == "kernel" for launch in recorded.launches):
+            raise DeviceActivityMissing(f"{case.id}: the trace holds no GPU activity")
+        for step, cpu_seconds in enumerate(recorded.cpu_seconds):
+            metrics = {"cpu_time_seconds": cpu_seconds}
+            growth = recorded.memory_growth[step]
+            metrics["memory_growth_bytes"] = {phase: float(growth[phase]) for phase in growth}
+            if on_cuda:
+                metrics |= _device_metrics(recorded, step)
+                metrics["phase_peak_memory_bytes"] = record["phase_peaks"][repeat]
+            for metric, by_phase in metrics.items():
+                together = [0.0, *by_phase.values()]
+                whole = max(together) if "memory" in metric else sum(together)
+                values = {**by_phase, STEP: whole}
+                for phase, value in values.items():
+                    yield Measurement(
+                        case,
+                        INSTRUMENT,
+                        phase,
+                        metric,
+                        value,
+                        "s" if metric.endswith("_seconds") else "B",
+                        repeat,
+                        record["device"],
+                        f"torch {record['torch']}",
+                    )
+            repeat += 1
+
+
+def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, dict[str, float]]:
+    """Seconds that the device worked and bytes that copies moved, by phase of one step."""
+    phases = dict.fromkeys(recorded.cpu_seconds[step])
+    launches = [launch for launch in recorded.launches if launch.repeat == step]
+    phases |= dict.fromkeys(launch.phase for launch in launches)
+    metrics = {
+        metric: dict.fromkeys(phases, 0.0) for metric in ("device_time_seconds", *COPIES.values())
+    }
+    for launch in launches:
+        metrics["device_time_seconds"][launch.phase] += launch.seconds
+        if launch.kind != "kernel":
+            by_phase = metrics.setdefault(copy_metric(launch.name), dict.fromkeys(phases, 0.0))
+            by_phase[launch.phase] += launch.bytes
+    return metrics
+
+
+def copy_metric(name: str) -> str:
+    """The metric of a copy or memset with this name in a trace."""
+    return next((m for start, m in COPIES.items() if name.startswith(start)), OTHER_COPIES)
+
+
+def grouped(traces: list[trace.Trace]) -> list[dict[str, Any]]:
+    """What the device did, folded over steps: phase, kind, name, operator; count, bytes, seconds.
+
+    ``count``, ``bytes`` and ``seconds`` are sums over all recorded steps.
+    """
+    folded: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for recorded in traces:
+        for launch in recorded.launches:
+            key = (launch.phase, launch.kind, launch.name, launch.operator, launch.called_by)
+            total = folded[key]
+            total[0] += 1
+            total[1] += launch.bytes
+            total[2] += launch.seconds
+    names = ("phase", "kind", "name", "operator", "called_by", "count", "bytes", "seconds")
+    return [dict(zip(names, (*key, *total), strict=True)) for key, total in folded.items()]

@@ -1,0 +1,89 @@
+"""Time, memory and copies by phase and operator, through the PyTorch profiler.
+
+The case runs once more, in a process of its own and never under Nsight Compute. Hardware
+counters say how many bytes moved; this says which operators launched what, and how much copies
+and memsets moved, which kernel-by-kernel counting misses.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError, check_writable
+from dpbench.gpu import visible_gpus
+from dpbench.instruments import child
+from dpbench.instruments.base import Instrument
+from dpbench.instruments.torch_profiler.files import INSTRUMENT, SUMMARY, read_summary
+from dpbench.process.schedule import Schedule
+from dpbench.results.rows import Measurement
+
+NO_TENSORBOARD = "no TensorBoard log: pip install 'dpbench[tensorboard]'"
+
+
+@dataclass(frozen=True)
+class TorchProfiler(Instrument):
+    """Runs ``dpbench step --profile``.
+
+    Args:
+        directory: gets one folder a case, by the case's id; also TensorBoard's log directory.
+        device: ``cuda`` or ``cpu``.
+        schedule: which steps are recorded.
+        threshold: milliseconds of a step from which an operator is listed as a bottleneck.
+        timeout: seconds after which a case is ended.
+
+    Raises:
+        ConfigurationError: the threshold is negative.
+    """
+
+    name: ClassVar[str] = INSTRUMENT
+
+    directory: Path = Path("runs")
+    device: str = "cuda"
+    schedule: Schedule = Schedule()
+    threshold: float = 10.0
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0:
+            raise ConfigurationError(f"the threshold must be >= 0 ms, not {self.threshold:g}")
+
+    def check(self) -> None:
+        """See `Instrument.check`; says in one line if TensorBoard's log will be missing."""
+        if self.device == "cuda" and not visible_gpus():
+            raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
+        check_writable(self.directory)
+        if find_spec("tensorboard") is None:
+            print(f"dpbench: {NO_TENSORBOARD}", file=sys.stderr)
+
+    def command(self, case: Case) -> list[str]:
+        """The whole argument list for one case."""
+        return [
+            *(sys.executable, "-m", "dpbench", "step"),
+            *case.arguments(),
+            *("--device", self.device),
+            *("--profile", str(self.directory / case.id)),
+            *("--profile-schedule", str(self.schedule)),
+            *("--profile-threshold", f"{self.threshold:g}"),
+        ]
+
+    def start(self, case: Case) -> child.Child:
+        """Start a process whose rows are times, memory and copies, by phase and for the step."""
+        folder = self.directory / case.id
+        (folder / SUMMARY).unlink(missing_ok=True)
+
+        def read(process: child.Child) -> list[Measurement]:
+            process.record()
+            return read_summary(folder).rows
+
+        return child.Child(
+            self.command(case),
+            case=case,
+            log=folder / "step.log",
+            timeout=self.timeout,
+            read=read,
+        )

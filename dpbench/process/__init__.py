@@ -1,0 +1,1 @@
+"""Processes that train: one case, profiled or not."""

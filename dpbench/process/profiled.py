@@ -1,0 +1,169 @@
+"""The child process under the PyTorch profiler: traces, operators and memory of some steps.
+
+``dpbench step --profile DIR`` runs this instead of the plain steps of `dpbench.process.step`. Never
+under Nsight Compute: both want the GPU's one profiling interface.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import (
+    ProfilerAction,
+    ProfilerActivity,
+    profile,
+    record_function,
+)
+from torch.profiler import schedule as torch_schedule
+
+from dpbench.case import OUTSIDE, Case
+from dpbench.process.build import build
+from dpbench.process.schedule import Schedule
+from dpbench.process.step import alone_on, describe, import_everything, pick_device
+from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.phases import observed_step
+
+RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+
+MAX_ENTRIES = 400_000
+"""Allocations and frees that a memory snapshot keeps; a step of the 1b model has some 15 000."""
+
+
+class PhaseAnnotations:
+    """Marks each phase in the trace, and notes how much memory it needed at most.
+
+    The device is not stopped at the borders, because a launch belongs to the phase in which the
+    CPU made it; so does an allocation.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.peaks: list[dict[str, int]] = []  # for each step, by phase, bytes
+        self.phase = OUTSIDE
+        self.annotation: Any = None
+
+    def start_step(self) -> None:
+        self.peaks.append({})
+        self._start(OUTSIDE)
+
+    def switch(self, phase: str) -> None:
+        self._end()
+        self._start(phase)
+
+    def end_step(self) -> None:
+        self._end()
+
+    def _start(self, phase: str) -> None:
+        self.phase = phase
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.annotation = record_function(f"dpbench.{phase}")
+        self.annotation.__enter__()
+
+    def _end(self) -> None:
+        self.annotation.__exit__(None, None, None)
+        if self.on_cuda:
+            peaks = self.peaks[-1]
+            peaks[self.phase] = max(peaks.get(self.phase, 0), torch.cuda.max_memory_allocated())
+
+
+def profile_case(
+    case: Case, *, device: str = "auto", schedule: Schedule, directory: Path
+) -> dict[str, Any]:
+    """Profile one case in this process.
+
+    Writes into ``directory``, for each cycle N of the schedule, ``trace_N.json.gz`` (Chrome trace)
+    and ``operators_N.json`` (sums by operator and by input shape), and on CUDA
+    ``memory_snapshot.pickle``, taken in one more step after the others, because recording the
+    stack of each allocation slows a step down.
+
+    Returns:
+        What was done, as plain JSON types; ``phase_peaks`` are bytes by phase for each recorded
+        step, null on the CPU, whose allocator keeps no peaks.
+
+    Raises:
+        ConfigurationError: the case or the device does not exist.
+        OutOfMemory: it does not fit.
+    """
+    target = pick_device(device)
+    import_everything(case, nvtx=False)
+    return alone_on(target, lambda: _profile(case, target, schedule, directory))
+
+
+def _profile(
+    case: Case, device: torch.device, schedule: Schedule, directory: Path
+) -> dict[str, Any]:
+    trainer, batches = build(case, device, schedule.steps + 1)
+    annotations = PhaseAnnotations(device)
+    planned = torch_schedule(**asdict(schedule))
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    cycles: list[str] = []
+
+    def save(profiler: profile) -> None:
+        cycle = str(len(cycles))
+        profiler.export_chrome_trace(str(directory / f"trace_{cycle}.json.gz"))
+        operators = json.dumps(_operators(profiler))
+        (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
+        cycles.append(cycle)
+
+    with profile(
+        activities=activities,
+        schedule=planned,
+        on_trace_ready=save,
+        record_shapes=True,
+        profile_memory=True,
+        with_flops=True,
+    ) as profiler:
+        for number, batch in enumerate(batches[:-1]):
+            recorded = planned(number) in RECORDED
+            with observed_step(annotations if recorded else None):
+                loss = trainer.train_step(batch)
+            if annotations.on_cuda:  # or what still runs would count as the next step's
+                torch.cuda.synchronize()
+            profiler.step()
+    if device.type == "cuda":
+        _snapshot(trainer, batches[-1], directory / "memory_snapshot.pickle")
+    record = describe(case, device, trainer, loss)
+    record["schedule"] = asdict(schedule)
+    record["phase_peaks"] = annotations.peaks if annotations.on_cuda else None
+    return record
+
+
+def _operators(profiler: profile) -> list[dict[str, Any]]:
+    """Sums over the recorded steps of a cycle: once by name, once by name and input shapes."""
+    found = []
+    for by_shape in (False, True):
+        for event in profiler.key_averages(group_by_input_shape=by_shape):
+            kind = "operator" if event.device_type.name == "CPU" else "kernel"
+            found.append(
+                {
+                    "name": event.key,
+                    "kind": "annotation" if event.is_user_annotation else kind,
+                    "input_shapes": str(event.input_shapes) if by_shape else None,
+                    "calls": event.count,
+                    "self_cpu_seconds": event.self_cpu_time_total / 1e6,
+                    "cpu_seconds": event.cpu_time_total / 1e6,
+                    "self_device_seconds": event.self_device_time_total / 1e6,
+                    "device_seconds": event.device_time_total / 1e6,
+                    "self_cpu_memory_bytes": event.self_cpu_memory_usage,
+                    "self_device_memory_bytes": event.self_device_memory_usage,
+                    "flops": event.flops,
+                }
+            )
+    return found
+
+
+def _snapshot(trainer: TrainerBase, batch: Batch, path: Path) -> None:
+    """The allocations of one more step, each with its Python stack, for PyTorch's memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
+    try:
+        trainer.train_step(batch)
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

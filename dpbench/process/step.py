@@ -1,0 +1,233 @@
+"""The child process: build one case, warm up, run the active steps.
+
+The only code that touches CUDA in a measured process. A person can run it by hand:
+``dpbench step --trainer dpsgd --batch-size 8 --seq-len 256 --model-size tiny``.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpbench import gpu
+from dpbench.case import OUTSIDE, Case
+from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.process.build import build
+from dpbench.registry import MODELS, TRAINERS
+from dpbench.training.base import TrainerBase
+from dpbench.training.phases import PhaseListener, observed_step
+
+
+class OutOfMemory(DpbenchError):
+    """The case does not fit the GPU."""
+
+
+class NvtxRanges:
+    """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in a domain of our own.
+
+    Start/end ranges, not push/pop: autograd runs backward on threads of its own, which
+    push/pop ranges do not cover. The device is synchronized at every border, so that work
+    still in flight counts where it was launched.
+    """
+
+    def __init__(self) -> None:
+        import nvtx
+
+        self.domain = nvtx.get_domain(gpu.NVTX_DOMAIN)
+        self.step = -1
+        self.range: Any = None
+
+    def start_step(self) -> None:
+        self.step += 1
+        torch.cuda.synchronize()
+        self._start(OUTSIDE)
+
+    def switch(self, phase: str) -> None:
+        self._end()
+        self._start(phase)
+
+    def end_step(self) -> None:
+        self._end()
+
+    def finish(self) -> None:
+        """Mark the end of the last step, by which a reader knows that nothing is missing."""
+        self._start_range(gpu.NVTX_END)
+        self._end()
+
+    def _start(self, phase: str) -> None:
+        self._start_range(f"{self.step}.{phase}")
+
+    def _start_range(self, name: str) -> None:
+        self.range = self.domain.start_range(self.domain.get_event_attributes(message=name))
+
+    def _end(self) -> None:
+        torch.cuda.synchronize()
+        self.domain.end_range(self.range)
+
+
+class PhaseTimes:
+    """Seconds by phase and step; on CUDA from events, which do not stop the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.marks: list[tuple[int, str, Any]] = []  # step, the phase that starts, when
+        self.step = -1
+
+    def start_step(self) -> None:
+        self.step += 1
+        self.switch(OUTSIDE)
+
+    def switch(self, phase: str) -> None:
+        if self.on_cuda:
+            now: Any = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self.marks.append((self.step, phase, now))
+
+    def end_step(self) -> None:
+        self.switch("")
+
+    def seconds(self) -> list[dict[str, float]]:
+        """For each step, the time in each phase; their sum is the step's time."""
+        steps: list[dict[str, float]] = [defaultdict(float) for _ in range(self.step + 1)]
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        for (step, phase, start), (_, _, end) in zip(self.marks, self.marks[1:], strict=False):
+            if phase:
+                elapsed = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+                steps[step][phase] += elapsed
+        return [dict(step) for step in steps]
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto``, ``cpu`` or ``cuda`` as a device.
+
+    Raises:
+        ConfigurationError: CUDA was asked for and is not there.
+    """
+    if name == "auto":
+        name = "cuda" if gpu.visible_gpus() else "cpu"
+    if name == "cuda" and not (torch.backends.cuda.is_built() and gpu.visible_gpus()):
+        raise ConfigurationError(
+            f"no CUDA GPU: torch {torch.__version__}, {len(gpu.visible_gpus())} visible to the "
+            f"driver; install a CUDA build of torch on a machine with one, or use --device cpu"
+        )
+    return torch.device(name)
+
+
+def run_case(
+    case: Case, *, device: str = "auto", warmup: int = 3, active: int = 5, nvtx: bool = False
+) -> dict[str, Any]:
+    """Run one case in this process.
+
+    Args:
+        case: what to run.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        warmup: steps before anything is observed.
+        active: steps that are observed.
+        nvtx: mark phases for a profiler, and take no times: under a profiler they are not
+            the step's.
+
+    Returns:
+        What was done, as plain JSON types; seconds, bytes. ``peak_memory_bytes`` is what the
+        allocator had handed out at most during the active steps; null on the CPU.
+
+    Raises:
+        ConfigurationError: the case or the device does not exist.
+        OutOfMemory: it does not fit.
+    """
+    target = pick_device(device)
+    import_everything(case, nvtx)
+    return alone_on(target, lambda: _run(case, target, warmup, active, nvtx))
+
+
+def alone_on(device: torch.device, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run while no other dpbench process uses the GPU, and leave its memory free.
+
+    Raises:
+        OutOfMemory: it does not fit.
+    """
+    alone: AbstractContextManager[None] = nullcontext()
+    if device.type == "cuda":
+        card = gpu.visible_gpus()[0]
+        print(f"{gpu.WAITING} {card.uuid}", file=sys.stderr, flush=True)
+        alone = gpu.exclusive(card)
+    start = time.monotonic()
+    with alone:  # before the first CUDA call
+        waited = time.monotonic() - start
+        print(f"{gpu.MEASURING}, after {waited:.1f} s", file=sys.stderr, flush=True)
+        try:
+            return run()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the model, and its memory
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
+            raise
+        finally:
+            if device.type == "cuda":  # before the next process gets the GPU
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def import_everything(case: Case, nvtx: bool) -> None:
+    """Import what a case needs before it holds the GPU, so that others measure meanwhile."""
+    TRAINERS[case.trainer], MODELS[case.model]
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
+    if nvtx:
+        NvtxRanges()
+
+
+def _run(case: Case, device: torch.device, warmup: int, active: int, nvtx: bool) -> dict[str, Any]:
+    trainer, batches = build(case, device, warmup + active)
+    for batch in islice(batches, warmup):
+        trainer.train_step(batch)
+    times = PhaseTimes(device)
+    listener: PhaseListener = NvtxRanges() if nvtx else times
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    loss = torch.tensor(float("nan"))
+    for batch in islice(batches, warmup, None):
+        with observed_step(listener):
+            loss = trainer.train_step(batch)
+    if isinstance(listener, NvtxRanges):
+        listener.finish()
+    record = describe(case, device, trainer, loss)
+    record |= {"warmup": warmup, "active": active}
+    record["phase_seconds"] = None if nvtx else times.seconds()
+    record["peak_memory_bytes"] = None
+    if device.type == "cuda":
+        record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return record
+
+
+def describe(
+    case: Case, device: torch.device, trainer: TrainerBase, loss: Tensor
+) -> dict[str, Any]:
+    """What ran and where, as plain JSON types."""
+    record: dict[str, Any] = {
+        "case": asdict(case),
+        "device": "cpu",
+        "torch": torch.__version__,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "loss": value if math.isfinite(value := float(loss)) else None,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        record["device"] = properties.name
+        record["cuda"] = torch.version.cuda
+        record["l2_cache_bytes"] = properties.L2_cache_size
+    return record

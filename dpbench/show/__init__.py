@@ -1,0 +1,1 @@
+"""What a person sees: tables, Markdown, CSV, the page of charts."""

@@ -1,0 +1,53 @@
+"""Small cases for the tests of the logical instrument, and readings of their counts."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from dpbench.case import Case
+from dpbench.instruments.logical.instrument import Logical, LogicalResult
+from dpbench.registry import MODELS, TRAINERS
+
+DP_TRAINERS = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
+ALL_TRAINERS = ("standard", *DP_TRAINERS)
+
+
+def tiny(
+    trainer: str | type = "standard",
+    *,
+    model: str | type = "simple",
+    batch_size: int = 4,
+    seq_len: int = 16,
+    **options: Any,
+) -> Case:
+    """A case of one layer; a trainer or model that is a class is registered first."""
+    for registry, chosen in ((TRAINERS, trainer), (MODELS, model)):
+        if isinstance(chosen, type):
+            registry.register(chosen.__name__, chosen)
+    names = [chosen if isinstance(chosen, str) else chosen.__name__ for chosen in (trainer, model)]
+    return Case(names[0], batch_size, seq_len, "200x32x1x2", model=names[1], **options)
+
+
+@cache
+def count(case: Case) -> LogicalResult:
+    """Counts do not change (a test says so), so tests may share them."""
+    return Logical().count(case)
+
+
+def parameters(case: Case) -> list[int]:
+    """The sizes of a case's parameters, in elements."""
+    with torch.device("meta"):
+        model = MODELS[case.model](case.size, attention=case.attention)
+    return [parameter.numel() for parameter in model.parameters()]
+
+
+def values(result: LogicalResult) -> dict[tuple[str, str], float]:
+    return {(row.phase, row.metric): row.value for row in result.rows}
+
+
+def moved(result: LogicalResult, where: str) -> tuple[float, float]:
+    found = values(result)
+    return found[where, "logical_read_bytes"], found[where, "logical_write_bytes"]

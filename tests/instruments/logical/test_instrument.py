@@ -1,0 +1,284 @@
+"""The logical instrument: whole cases, phases, steady steps, peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpbench import phase
+from dpbench.case import PHASES
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.logical.counter import ALLOCATION_BYTES, ByteCounter, without_data
+from dpbench.instruments.logical.instrument import DEVICE, Logical, alive
+from dpbench.process.build import build
+from dpbench.results.operators import growth
+from dpbench.results.rows import STEP
+from dpbench.training.base import Batch, mean_cross_entropy
+from dpbench.training.dpsgd import DPSGDTrainer
+from dpbench.training.phases import observed_step
+from dpbench.training.standard import StandardTrainer
+from tests.instruments.logical.cases import (
+    ALL_TRAINERS,
+    DP_TRAINERS,
+    count,
+    moved,
+    parameters,
+    tiny,
+    values,
+)
+
+
+class TestRows:
+    def test_every_phase_and_the_step_have_every_metric(self) -> None:
+        rows = count(tiny("dpsgd")).rows
+        metrics = {"logical_read_bytes", "logical_write_bytes", "flops", "peak_memory_bytes"}
+        assert {(row.phase, row.metric) for row in rows} == {
+            (phase, metric) for phase in (*PHASES, "outside", STEP) for metric in metrics
+        }
+
+    def test_rows_say_that_no_hardware_was_involved(self) -> None:
+        case = tiny()
+        for row in Logical().measure(case):
+            assert (row.case, row.instrument, row.repeat) == (case, "logical", 0)
+            assert (row.device, row.tool) == (DEVICE, f"torch {torch.__version__}")
+            assert row.unit == ("1" if row.metric == "flops" else "B")
+
+    @pytest.mark.parametrize("metric", ["logical_read_bytes", "logical_write_bytes", "flops"])
+    def test_phases_add_up_to_the_step(self, metric: str) -> None:
+        found = values(count(tiny("dpsgd_ghost")))
+        by_phase = [value for (where, name), value in found.items() if name == metric]
+        assert sum(by_phase) == 2 * found[STEP, metric]
+
+    def test_the_steps_peak_is_the_largest_of_its_phases(self) -> None:
+        found = values(count(tiny("dpsgd")))
+        peaks = {where: v for (where, name), v in found.items() if name == "peak_memory_bytes"}
+        assert peaks.pop(STEP) == max(peaks.values())
+
+    def test_the_operators_add_up_to_the_phases(self) -> None:
+        result = count(tiny("dpsgd_fgc"))
+        table = pd.DataFrame(asdict(count) for count in result.operators)
+        sums = table.groupby("phase")[["read_bytes", "write_bytes", "flops"]].sum()
+        for name, row in sums.iterrows():
+            assert (row.read_bytes, row.write_bytes) == moved(result, str(name))
+            assert row.flops == values(result)[str(name), "flops"]
+
+    @pytest.mark.parametrize("trainer", ALL_TRAINERS)
+    def test_every_operator_of_the_built_in_trainers_has_a_reviewed_rule(
+        self, trainer: str
+    ) -> None:
+        for attention in ("sdpa", "dp_mha"):
+            assert count(tiny(trainer, attention=attention)).general_rule_operators == ()
+
+
+class TestPhases:
+    """Closed forms: P parameters, B examples, four bytes an element."""
+
+    def test_sgd_reads_parameters_and_gradients(self) -> None:
+        case = tiny()
+        p = 4 * sum(parameters(case))
+        assert moved(count(case), "optimizer") == (2 * p, p)
+
+    @pytest.mark.parametrize("trainer", DP_TRAINERS)
+    def test_noise_is_made_added_and_scaled_beside_zeros_that_nobody_reads(
+        self, trainer: str
+    ) -> None:
+        case = tiny(trainer)
+        p = 4 * sum(parameters(case))
+        # read: gradient and noise, their sum; written: zeros, noise, sum, mean
+        assert moved(count(case), "noise") == (3 * p, 4 * p)
+
+    def test_clipping_reads_all_per_sample_gradients_twice(self) -> None:
+        case = tiny("dpsgd", batch_size=6)
+        sizes, b = parameters(case), 6
+        n, p = len(sizes), sum(sizes)
+        norms = 2 * n * b + (n + 1) * b  # each parameter's norm; stacked; normed together
+        read, write = moved(count(case), "clip")
+        factors = read - 4 * (2 * b * p + n * b + n * b + n * b)
+        assert 0 <= factors <= 4 * 8 * b, "a few operators on B numbers"
+        assert 0 <= write - 4 * (p + norms - n * b) <= 4 * 8 * b
+
+    @pytest.mark.parametrize("trainer", ["dpsgd_ghost", "dpsgd_fgc"])
+    def test_two_pass_trainers_copy_the_gradient_instead(self, trainer: str) -> None:
+        case = tiny(trainer)
+        p = 4 * sum(parameters(case))
+        assert moved(count(case), "clip") == (p, p)
+
+    def test_dpsgd_backward_writes_per_sample_gradients_three_times(self) -> None:
+        small, large = (count(tiny("dpsgd", batch_size=b)) for b in (4, 8))
+        p = 4 * sum(parameters(tiny("dpsgd")))
+        for operator, reads, writes in (("aten.copy_", 1, 1), ("aten.linalg_vector_norm", 1, 0)):
+            more = [c for c in growth(small.operators, large.operators) if c.operator == operator]
+            assert sum(c.read_bytes for c in more) == pytest.approx(4 * p * reads, abs=4 * p * 0.01)
+            assert sum(c.write_bytes for c in more) == pytest.approx(
+                4 * p * writes, abs=4 * p * 0.01
+            )
+
+    def test_flops_of_linear_layers_are_six_per_parameter_and_token(self) -> None:
+        case = tiny(batch_size=2, seq_len=8)
+        size = case.size
+        weights = size.layers * 12 * size.hidden**2 + size.hidden * size.vocabulary
+        attention = size.layers * 2 * 8 * 8 * size.hidden * (2 * 2 + 5 * 2)  # 2 products, then 5
+        assert values(count(case))[STEP, "flops"] == 6 * weights * 16 + attention
+
+    def test_bf16_moves_half_the_bytes_of_its_parameters(self) -> None:
+        full, half = (count(tiny("dpsgd", precision=p)) for p in ("fp32", "bf16"))
+        assert moved(half, "optimizer") == tuple(v / 2 for v in moved(full, "optimizer"))
+        ratio = sum(moved(half, STEP)) / sum(moved(full, STEP))
+        assert 0.5 <= ratio < 0.52  # token ids stay 64 bits wide
+
+    def test_tf32_moves_what_fp32_moves(self) -> None:
+        fp32, tf32 = (count(tiny("dpsgd", precision=p)) for p in ("fp32", "tf32"))
+        assert tf32.operators == fp32.operators
+
+
+class ClonesGradients(DPSGDTrainer):
+    """As `DPSGDTrainer`, but copies every per-sample gradient once more before it clips."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        input_ids, labels = self.unpack(batch)
+        with phase("forward"):
+            loss = mean_cross_entropy(self.grad_sample_module(input_ids), labels)
+        with phase("backward"):
+            loss.backward()
+        with phase("clip"):
+            for parameter in self.model.parameters():
+                parameter.grad_sample = parameter.grad_sample.clone()
+        with phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def test_one_more_copy_of_the_gradients_shows_as_exactly_that() -> None:
+    case = tiny("dpsgd", batch_size=4)
+    sizes = parameters(case)
+    before = count(case)
+    after = count(tiny(ClonesGradients, batch_size=4))
+    (clone,) = growth(before.operators, after.operators)
+    assert (clone.phase, clone.operator, clone.calls) == ("clip", "aten.clone", len(sizes))
+    assert clone.read_bytes == clone.write_bytes == 4 * sum(sizes) * 4
+    assert clone.total_bytes == 2 * 4 * sum(sizes) * 4
+    assert growth(after.operators, after.operators) == []
+
+
+class Momentum(StandardTrainer):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        def sgd(parameters: Iterator[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+        super().__init__(model, optimizer=sgd, **options)
+
+
+class Adam(StandardTrainer):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, optimizer=torch.optim.Adam, **options)
+
+
+class TestSteadyStep:
+    @pytest.mark.parametrize("trainer", ALL_TRAINERS)
+    def test_the_second_step_of_the_built_in_trainers_repeats_the_first(self, trainer: str) -> None:
+        with without_data() as counter:
+            built, batches = build(tiny(trainer), torch.device("cpu"), 2)
+            steps = []
+            for batch in batches:
+                with observed_step(counter):
+                    built.train_step(batch)
+                alive(counter)
+                steps.append(counter.counts)
+        assert steps[0] == steps[1]
+
+    def test_momentum_is_counted_once_its_buffer_exists(self) -> None:
+        case = tiny(Momentum)
+        p = 4 * sum(parameters(case))
+        assert moved(count(case), "optimizer") == (5 * p, 3 * p)
+
+    def test_adam_is_counted_as_foreach_once_its_moments_exist(self) -> None:
+        case = tiny(Adam)
+        sizes = parameters(case)
+        result = count(case)
+        read, write = moved(result, "optimizer")
+        step_numbers = 4 * len(sizes)
+        assert write == 4 * 7 * sum(sizes) + step_numbers
+        assert 4 * 11 * sum(sizes) < read <= 4 * 11 * sum(sizes) + 4 * step_numbers
+        in_optimizer = {c.operator for c in result.operators if c.phase == "optimizer"}
+        assert "aten._foreach_addcdiv_" in in_optimizer
+
+    def test_a_trainer_that_never_settles_is_counted_with_a_note(self) -> None:
+        result = count(tiny(Hoards))
+        assert any("step 3 still added" in note for note in result.notes)
+
+    def test_two_counts_are_equal(self) -> None:
+        case = tiny("dpsgd_ghost")
+        assert Logical().count(case) == count(case)
+
+
+class Hoards(StandardTrainer):
+    def train_step(self, batch: Batch) -> Tensor:
+        self.__dict__.setdefault("hoard", []).append(torch.ones(1_000_000))
+        return super().train_step(batch)
+
+
+class TestPeakMemory:
+    def test_memory_lives_from_its_operator_until_nothing_refers_to_it(self) -> None:
+        unit = 256 * ALLOCATION_BYTES
+        with without_data() as counter:
+            x = torch.empty(unit, dtype=torch.uint8)
+            view = x[10:]
+            assert counter.memory.now == unit
+            del x
+            assert counter.memory.now == unit, "the view keeps it"
+            y = view.clone()
+            del view
+            assert (counter.memory.now, counter.memory.peak) == (unit, 2 * unit)
+            del y
+        assert counter.memory.now == 0
+
+    def test_sizes_are_rounded_as_cudas_allocator_does(self) -> None:
+        with without_data() as counter:
+            scalar = torch.ones(())
+            assert counter.memory.now == ALLOCATION_BYTES
+            del scalar
+
+    def test_resizing_counts(self) -> None:
+        with without_data() as counter:
+            x = torch.empty(ALLOCATION_BYTES, dtype=torch.uint8)
+            x.resize_(3 * ALLOCATION_BYTES)
+            assert counter.memory.now == 3 * ALLOCATION_BYTES
+
+    def test_a_phases_peak_forgets_earlier_phases(self) -> None:
+        with without_data() as counter, observed_step(counter):
+            with phase("forward"):
+                torch.ones(100 * ALLOCATION_BYTES, dtype=torch.uint8)
+            with phase("backward"):
+                torch.ones(ALLOCATION_BYTES, dtype=torch.uint8)
+        assert counter.peaks["forward"] == 100 * ALLOCATION_BYTES
+        assert counter.peaks["backward"] == ALLOCATION_BYTES
+
+    def test_per_sample_gradients_live_until_the_step_ends(self) -> None:
+        small, large = (
+            values(count(tiny("dpsgd", batch_size=b)))["noise", "peak_memory_bytes"] for b in (4, 8)
+        )
+        p = 4 * sum(parameters(tiny("dpsgd")))
+        assert large - small == pytest.approx(4 * p, rel=0.01)
+
+
+def test_counting_needs_a_step() -> None:
+    with pytest.raises(ConfigurationError, match="at least one step"):
+        Logical(most_steps=0)
+
+
+def test_check_asks_for_nothing() -> None:
+    Logical().check()
+
+
+def test_a_counter_hears_nothing_of_phases_between_steps() -> None:
+    with without_data() as counter:
+        torch.ones(3)
+    assert isinstance(counter, ByteCounter)
+    assert not counter.counts

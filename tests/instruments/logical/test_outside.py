@@ -1,0 +1,177 @@
+"""The logical instrument and code that dpbench does not know: values, models, global state."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpbench import phase
+from dpbench.case import ModelSize
+from dpbench.instruments.base import CaseFailed
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.results.rows import STEP
+from dpbench.training.base import Batch
+from dpbench.training.standard import StandardTrainer
+from tests.instruments.logical.cases import ALL_TRAINERS, count, moved, tiny
+
+
+class AsksForValues(StandardTrainer):
+    def train_step(self, batch: Batch) -> Tensor:
+        loss = super().train_step(batch)
+        with phase("optimizer"):
+            if not torch.isfinite(loss) or loss.item() < 0:
+                raise ValueError("diverged")
+        return loss
+
+
+class CountsTokens(StandardTrainer):
+    def train_step(self, batch: Batch) -> Tensor:
+        tokens, _ = batch
+        with phase("noise"):
+            torch.unique(tokens, return_inverse=True, return_counts=True)
+            torch.unique(tokens, dim=0)
+            torch.unique_consecutive(tokens.flatten())
+            (tokens > 3).nonzero()
+            tokens.masked_select(tokens > 3)
+            tokens[tokens > 3]
+        return super().train_step(batch)
+
+
+class TestValuesThatDoNotExist:
+    def test_a_value_that_python_asks_for_is_one_and_noted(self) -> None:
+        result = count(tiny(AsksForValues))
+        assert result.notes == (
+            "aten._local_scalar_dense: a value that Python asked for was taken to be 1 (2×)",
+        )
+
+    def test_the_ghost_sampler_of_embeddings_gets_a_stated_bound(self) -> None:
+        result = count(tiny("dpsgd_ghost", batch_size=4, seq_len=16))
+        assert result.notes == ("aten.unique_dim: all 64 rows were taken to be distinct (2×)",)
+
+    def test_other_results_of_unknown_shape_are_bounded_too(self) -> None:
+        result = count(tiny(CountsTokens, batch_size=4, seq_len=16))
+        assert [note.partition(":")[0] for note in result.notes] == [
+            "aten._unique2",
+            "aten.index",
+            "aten.masked_select",
+            "aten.nonzero",
+            "aten.unique_consecutive",
+            "aten.unique_dim",
+        ]
+
+    def test_without_a_bound_the_case_fails_and_names_the_operator(self) -> None:
+        with pytest.raises(CaseFailed, match=r"aten\.equal returns depends on data"):
+            count(tiny(Compares))
+
+
+class Compares(StandardTrainer):
+    def train_step(self, batch: Batch) -> Tensor:
+        torch.equal(*batch)
+        return super().train_step(batch)
+
+
+class NamesCuda(StandardTrainer):
+    def train_step(self, batch: Batch) -> Tensor:
+        torch.zeros(3, device="cuda")
+        return super().train_step(batch)
+
+
+class ChangesEverything(StandardTrainer):
+    def train_step(self, batch: Batch) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(1234)
+        torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
+        loss = super().train_step(batch)
+        torch.set_grad_enabled(False)
+        if loss.dtype is torch.float32:
+            raise RuntimeError("on purpose")
+        return loss
+
+
+class ScaledEmbedding(nn.Module):
+    """A model with a layer that Opacus has no sampler for, and with dropout."""
+
+    def __init__(self, size: ModelSize, *, attention: str, max_seq_len: int = 1024) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.hidden)
+        self.scale = Scale(size.hidden)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(size.hidden, size.vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.dropout(F.relu(self.scale(self.embedding(tokens)))))
+        return logits
+
+
+class Scale(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class TestOutsideCode:
+    @pytest.mark.parametrize("trainer", ALL_TRAINERS)
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_outside_models_are_counted(self, trainer: str, precision: str) -> None:
+        result = count(tiny(trainer, model=ScaledEmbedding, precision=precision))
+        assert sum(moved(result, STEP)) > 0
+        assert result.general_rule_operators == ()
+
+    def test_a_step_that_names_a_device_fails_with_advice(self) -> None:
+        with pytest.raises(CaseFailed, match="take the device from the batch"):
+            count(tiny(NamesCuda))
+
+    def test_a_step_that_raises_is_a_failed_case(self) -> None:
+        with pytest.raises(CaseFailed, match="RuntimeError: on purpose"):
+            count(tiny(ChangesEverything))
+
+
+class TestNothingLeaks:
+    def state(self) -> tuple[Any, ...]:
+        return (
+            torch.get_default_dtype(),
+            torch.get_rng_state().tolist(),
+            torch.is_grad_enabled(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+        )
+
+    @pytest.mark.parametrize("trainer", [*ALL_TRAINERS, ChangesEverything])
+    def test_global_state_is_as_before(self, trainer: str | type) -> None:
+        before = self.state()
+        try:
+            Logical().measure(tiny(trainer))
+        except CaseFailed:
+            assert trainer is ChangesEverything
+        assert self.state() == before
+
+    def test_surroundings_do_not_matter(self) -> None:
+        case = tiny("dpsgd")
+        expected = Logical().count(case)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.inference_mode(), torch.device("meta"):
+                assert Logical().count(case) == expected
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def test_no_tensor_outlives_the_count(self) -> None:
+        Logical().count(tiny("dpsgd"))
+        gc.collect()
+        fake = [o for o in gc.get_objects() if type(o).__name__ == "FakeTensor"]
+        assert not fake
+
+    def test_tensors_have_data_again_afterwards(self) -> None:
+        Logical().count(tiny())
+        assert float(torch.ones(3).sum()) == 3.0

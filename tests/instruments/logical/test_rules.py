@@ -1,0 +1,403 @@
+"""The bytes of single operators and of the operations that DP training is made of.
+
+Sizes are in elements of four bytes unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear_norm_sample
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpbench.instruments.logical import rules
+from dpbench.instruments.logical.counter import ByteCounter, without_data
+from dpbench.training.phases import observed_step
+
+E = 4
+INT64 = 8
+
+dimension = st.integers(min_value=2, max_value=40)
+linear_dimensions = given(b=dimension, t=dimension, i=dimension, o=dimension)
+few = settings(max_examples=15, deadline=None)
+
+
+class Moved(NamedTuple):
+    """Bytes read and written, over all operators or over one."""
+
+    read: int
+    write: int
+
+
+def moved(counter: ByteCounter, operator: str | None = None) -> Moved:
+    counts = [
+        c for (_, name), c in counter.counts.items() if operator in (None, name.split(".")[1])
+    ]
+    return Moved(sum(c.read_bytes for c in counts), sum(c.write_bytes for c in counts))
+
+
+def cost(work: Callable[..., Any], *shapes: tuple[int, ...] | Tensor) -> Moved:
+    """What ``work`` moves on float tensors of these shapes, made before the count begins."""
+    with without_data() as counter:
+        tensors = [torch.empty(s) if isinstance(s, tuple) else s for s in shapes]
+        with observed_step(counter), torch.no_grad():
+            work(*tensors)
+    return moved(counter)
+
+
+def indices(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+class TestLinearLayer:
+    @few
+    @linear_dimensions
+    def test_forward_reads_input_weight_and_bias_and_writes_the_output(
+        self, b: int, t: int, i: int, o: int
+    ) -> None:
+        expected = Moved(E * (b * t * i + o * i + o), E * b * t * o)
+        assert cost(F.linear, (b, t, i), (o, i), (o,)) == expected
+
+    @few
+    @linear_dimensions
+    def test_backward_is_two_products_and_a_sum(self, b: int, t: int, i: int, o: int) -> None:
+        x, y, w = b * t * i, b * t * o, o * i
+        with without_data() as counter:
+            layer = nn.Linear(i, o)
+            output = layer(torch.empty(b, t, i, requires_grad=True))
+            gradient = torch.empty_like(output)
+            with observed_step(counter):
+                output.backward(gradient)
+        input_and_weight_gradient = Moved(E * ((y + w) + (y + x)), E * (x + w))
+        bias_gradient = Moved(E * y, E * o)
+        assert moved(counter, "mm") == input_and_weight_gradient
+        assert moved(counter, "sum") == bias_gradient
+        assert moved(counter) == (
+            input_and_weight_gradient.read + bias_gradient.read,
+            input_and_weight_gradient.write + bias_gradient.write,
+        )
+
+    @few
+    @linear_dimensions
+    def test_per_sample_gradients_write_a_weight_and_a_bias_for_each_example(
+        self, b: int, t: int, i: int, o: int
+    ) -> None:
+        layer = nn.Linear(i, o)
+
+        def work(x: Tensor, y: Tensor) -> None:
+            compute_linear_grad_sample(layer, [x], y)
+
+        x, y = b * t * i, b * t * o
+        weight, bias = Moved(E * (x + y), E * b * o * i), Moved(E * y, E * b * o)
+        assert cost(work, (b, t, i), (b, t, o)) == (
+            weight.read + bias.read,
+            weight.write + bias.write,
+        )
+
+    @few
+    @linear_dimensions
+    def test_ghost_norms_read_each_operand_once_and_make_gram_matrices(
+        self, b: int, t: int, i: int, o: int
+    ) -> None:
+        layer = nn.Linear(i, o)
+
+        def work(x: Tensor, y: Tensor) -> None:
+            compute_linear_norm_sample(layer, [x], y)
+
+        x, y, gram = b * t * i, b * t * o, b * t * t
+        weight = Moved(y + x + 2 * gram + 2 * b, 2 * gram + 3 * b)  # Gram matrices; clamp, root
+        bias = Moved(y + gram + 2 * b, gram + 3 * b)  # y's Gram matrix again, and its sum
+        assert cost(work, (b, t, i), (b, t, o)) == (
+            E * (weight.read + bias.read),
+            E * (weight.write + bias.write),
+        )
+
+    @few
+    @given(b=dimension, i=dimension, o=dimension)
+    def test_norms_and_clipping_each_read_all_per_sample_gradients(
+        self, b: int, i: int, o: int
+    ) -> None:
+        def norm(g: Tensor) -> Tensor:
+            return g.reshape(len(g), -1).norm(2, dim=-1)
+
+        def clip(factor: Tensor, g: Tensor) -> Tensor:
+            return torch.einsum("i,i...", factor, g)
+
+        assert cost(norm, (b, o, i)) == (E * b * o * i, E * b)
+        assert cost(clip, (b,), (b, o, i)) == (E * (b + b * o * i), E * o * i)
+
+    @few
+    @given(n=dimension, m=dimension)
+    def test_noise_is_written_then_added_then_scaled(self, n: int, m: int) -> None:
+        def work(summed: Tensor) -> None:
+            gradient = summed + torch.normal(0.0, 1.0, summed.shape)
+            gradient /= 8
+
+        assert cost(work, (n, m)) == (E * 3 * n * m, E * 3 * n * m)
+
+
+@pytest.mark.parametrize(
+    ("work", "shapes", "read", "write"),
+    [
+        pytest.param(lambda x: x.add(1), [(6, 5)], 30, 30, id="out of place"),
+        pytest.param(lambda x: x.add_(1), [(6, 5)], 30, 30, id="in place reads the target"),
+        pytest.param(lambda x, y: x.add_(y), [(6, 5), (5,)], 35, 30, id="broadcasting"),
+        pytest.param(lambda x: x * x, [(6, 5)], 30, 30, id="the same input twice is read once"),
+        pytest.param(lambda x: x @ x.T, [(6, 5)], 30, 36, id="also if one is transposed"),
+        pytest.param(lambda x: x[:2] + x[2:4], [(4, 5)], 20, 10, id="two parts are two inputs"),
+        pytest.param(lambda x, y: torch.add(x, x, out=y), [(9,), (9,)], 9, 9, id="out= is written"),
+        pytest.param(lambda x, y: x.copy_(y), [(9,), (9,)], 9, 9, id="copy_ overwrites"),
+        pytest.param(lambda x, y: x.copy_(y), [(4, 9), (9,)], 9, 36, id="copy_ broadcasts"),
+        pytest.param(lambda x: x.zero_(), [(9,)], 0, 9, id="zero_ overwrites"),
+        pytest.param(lambda x: x.fill_(2), [(9,)], 0, 9, id="fill_ overwrites"),
+        pytest.param(lambda x: x.normal_(), [(9,)], 0, 9, id="normal_ overwrites"),
+        pytest.param(lambda x: x.uniform_(), [(9,)], 0, 9, id="uniform_ overwrites"),
+        pytest.param(lambda: torch.randn(9), [], 0, 9, id="randn writes"),
+        pytest.param(lambda: torch.ones(9), [], 0, 9, id="ones writes"),
+        pytest.param(lambda: torch.empty(9), [], 0, 0, id="empty is free"),
+        pytest.param(torch.zeros_like, [(9,)], 0, 9, id="zeros_like does not read"),
+        pytest.param(torch.empty_like, [(9,)], 0, 0, id="empty_like is free"),
+        pytest.param(lambda x: x.new_zeros(3), [(9,)], 0, 3, id="new_zeros does not read"),
+        pytest.param(torch.clone, [(9,)], 9, 9, id="clone"),
+        pytest.param(lambda x: x.T.contiguous(), [(6, 5)], 30, 30, id="contiguous copies"),
+        pytest.param(lambda x: x.contiguous(), [(6, 5)], 0, 0, id="unless there is no need"),
+        pytest.param(lambda x: x.expand(7, 5) + 0, [(1, 5)], 5, 35, id="an expanded dimension"),
+        pytest.param(lambda x: x.expand(7, 5).sum(), [(1, 5)], 5, 1, id="summing an expansion"),
+        pytest.param(lambda x: x.unfold(0, 3, 1) + 0, [(9,)], 9, 21, id="overlapping windows"),
+        pytest.param(lambda x: x.sum(0), [(6, 5)], 30, 5, id="reduction"),
+        pytest.param(lambda x, y: torch.cat([x, y]), [(4, 3), (5, 3)], 27, 27, id="cat"),
+        pytest.param(lambda x, y: torch.stack([x, y]), [(4,), (4,)], 8, 8, id="stack"),
+        pytest.param(lambda x, y: torch.where(x > 0, x, y), [(8,), (8,)], 26, 10, id="where"),
+        pytest.param(lambda x: torch.empty(0, 3) + x, [(3,)], 3, 0, id="nothing"),
+    ],
+)
+def test_operator(
+    work: Callable[..., Any], shapes: list[tuple[int, ...]], read: int, write: int
+) -> None:
+    assert cost(work, *shapes) == (E * read, E * write)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.view(-1),
+        lambda x: x.t(),
+        lambda x: x.permute(1, 0),
+        lambda x: x[1:, ::2],
+        lambda x: x.expand(3, 6, 4),
+        lambda x: x.unsqueeze(0).squeeze(0),
+        lambda x: x.split(2),
+        lambda x: x.unbind(),
+        lambda x: x.as_strided((2, 2), (1, 1)),
+        lambda x: x.detach(),
+        lambda x: torch.ops.aten.alias(x),
+        lambda x: torch.ops.aten._unsafe_view(x, [24]),
+        lambda x: x.reshape(3, 8),
+        lambda x: x.to(torch.float32),
+    ],
+)
+def test_views_are_free(view: Callable[[Tensor], Any]) -> None:
+    assert cost(view, (6, 4)) == (0, 0)
+
+
+def test_converting_reads_and_writes_at_each_width() -> None:
+    assert cost(lambda x: x.to(torch.bfloat16), (10,)) == (40, 20)
+
+
+def test_transposing_and_reshaping_do_not_make_another_region() -> None:
+    x = torch.empty(2, 3, 4)
+    same = [x, x.view(6, 4), x.transpose(0, 2), x.view(24), x.unsqueeze(1).expand(2, 5, 3, 4)]
+    assert len({rules.region_of(tensor) for tensor in same}) == 1
+
+
+def test_parts_of_a_storage_are_regions_of_their_own() -> None:
+    x = torch.empty(4, 6)
+    parts = [x, x[:2], x[2:], x[:, :3], x[:, 3:], x[:, ::2]]
+    assert len({rules.region_of(tensor) for tensor in parts}) == len(parts)
+
+
+class TestLists:
+    def test_foreach_counts_every_tensor(self) -> None:
+        def work(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
+            torch._foreach_add_([a, b], [c, d], alpha=-0.1)
+
+        assert cost(work, (3,), (5,), (3,), (5,)) == (E * 16, E * 8)
+
+    def test_foreach_out_of_place_writes_new_tensors(self) -> None:
+        assert cost(lambda a, b: torch._foreach_mul([a, b], 2.0), (3,), (5,)) == (E * 8, E * 8)
+
+    def test_foreach_overwriters_do_not_read_the_target(self) -> None:
+        assert cost(lambda a, b: torch._foreach_zero_([a, b]), (3,), (5,)) == (0, E * 8)
+        assert cost(lambda a, b: torch._foreach_copy_([a], [b]), (3,), (3,)) == (E * 3, E * 3)
+
+    def test_foreach_norm_reads_each_and_writes_scalars(self) -> None:
+        assert cost(lambda a, b: torch._foreach_norm([a, b]), (3,), (5,)) == (E * 8, E * 2)
+
+
+class TestGathersAndScatters:
+    def test_embedding_reads_indices_and_gathered_rows(self) -> None:
+        moved = cost(F.embedding, indices(2, 3), (100, 8))
+        assert moved == (INT64 * 6 + E * 6 * 8, E * 6 * 8)
+
+    def test_embedding_never_reads_more_than_the_table(self) -> None:
+        moved = cost(F.embedding, indices(50), (10, 8))
+        assert moved == (INT64 * 50 + E * 80, E * 50 * 8)
+
+    def test_embedding_backward_writes_the_whole_gradient(self) -> None:
+        def work(gradient: Tensor, index: Tensor) -> None:
+            torch.ops.aten.embedding_dense_backward(gradient, index, 100, -1, False)
+
+        assert cost(work, (2, 3, 8), indices(2, 3)) == (INT64 * 6 + E * 48, E * 800)
+
+    @pytest.mark.parametrize(
+        ("work", "index"),
+        [
+            (lambda x, i: x.index_select(0, i), indices(3)),
+            (lambda x, i: x[i], indices(3)),
+            (lambda x, i: x.gather(0, i), indices(3, 8)),
+        ],
+    )
+    def test_gathering_reads_what_comes_out(
+        self, work: Callable[..., Tensor], index: Tensor
+    ) -> None:
+        assert cost(work, (100, 8), index) == (INT64 * index.numel() + E * 24, E * 24)
+
+    def test_scatter_add_reads_and_writes_what_it_touches(self) -> None:
+        moved = cost(lambda x, i, y: x.scatter_add_(0, i, y), (100, 8), indices(3, 8), (3, 8))
+        assert moved == (INT64 * 24 + E * (24 + 24), E * 24)
+
+    def test_scatter_does_not_read_the_target(self) -> None:
+        moved = cost(lambda x, i, y: x.scatter_(0, i, y), (100, 8), indices(3, 8), (3, 8))
+        assert moved == (INT64 * 24 + E * 24, E * 24)
+
+    def test_index_add_touches_rows(self) -> None:
+        moved = cost(lambda x, i, y: x.index_add_(0, i, y), (100, 8), indices(3), (3, 8))
+        assert moved == (INT64 * 3 + E * (24 + 24), E * 24)
+
+    def test_index_add_out_of_place_makes_a_whole_tensor(self) -> None:
+        moved = cost(lambda x, i, y: x.index_add(0, i, y), (100, 8), indices(3), (3, 8))
+        assert moved == (INT64 * 3 + E * (800 + 24), E * 800)
+
+    @pytest.mark.parametrize(("accumulate", "target_read"), [(True, 24), (False, 0)])
+    def test_index_put_reads_the_target_only_to_accumulate(
+        self, accumulate: bool, target_read: int
+    ) -> None:
+        def work(x: Tensor, i: Tensor, y: Tensor) -> None:
+            x.index_put_((i,), y, accumulate=accumulate)
+
+        moved = cost(work, (100, 8), indices(3), (3, 8))
+        assert moved == (INT64 * 3 + E * (24 + target_read), E * 24)
+
+    def test_index_fill_writes_the_named_rows(self) -> None:
+        assert cost(lambda x, i: x.index_fill_(0, i, 0.0), (100, 8), indices(3)) == (24, E * 24)
+
+
+class TestLossAndNorm:
+    def test_cross_entropy_reads_one_logarithm_for_each_target(self) -> None:
+        n, v = 6, 50
+        softmax = Moved(E * n * v, E * n * v)
+        loss = Moved(E * n + INT64 * n, E * 2)  # the mean, and the weight that it divides by
+        moved = cost(F.cross_entropy, (n, v), indices(n))
+        assert moved == (softmax.read + loss.read, softmax.write + loss.write)
+
+    def test_loss_backward_writes_a_whole_gradient_without_reading_logits(self) -> None:
+        n, v = 6, 50
+
+        def work(gradient: Tensor, logits: Tensor, target: Tensor, weight: Tensor) -> None:
+            torch.ops.aten.nll_loss_backward(gradient, logits, target, None, 1, -100, weight)
+
+        assert cost(work, (), (n, v), indices(n), ()) == (INT64 * n + E * 2, E * n * v)
+
+    def test_layer_norm_and_its_backward(self) -> None:
+        n, h = 6, 8
+        with without_data() as counter:
+            layer, x = nn.LayerNorm(h), torch.empty(n, h, requires_grad=True)
+            with observed_step(counter):
+                y = layer(x)
+            assert moved(counter) == (E * (n * h + 2 * h), E * (n * h + 2 * n))
+            gradient = torch.empty_like(y)
+            with observed_step(counter):
+                y.backward(gradient)
+            assert moved(counter) == (E * (2 * n * h + 2 * n + h), E * (n * h + 2 * h))
+
+
+def test_attention_reads_its_three_inputs_and_keeps_logsumexp() -> None:
+    shape = (2, 3, 7, 4)  # batch, heads, length, width
+    n, rows = 2 * 3 * 7 * 4, 2 * 3 * 7
+    with without_data() as counter:
+        q, k, v = (torch.empty(shape, requires_grad=True) for _ in range(3))
+        with observed_step(counter):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert moved(counter) == (E * 3 * n, E * (n + rows))
+        gradient = torch.empty_like(y)
+        with observed_step(counter):
+            y.backward(gradient)
+        operator = "_scaled_dot_product_flash_attention_for_cpu_backward"
+        assert moved(counter, operator) == (E * (5 * n + rows), E * 3 * n)
+
+
+class TestOptimizers:
+    """Bytes of a later step, by parameter element: state exists, every tensor counts."""
+
+    N = 40
+
+    def step(self, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Moved:
+        with without_data() as counter:
+            parameter = torch.empty(self.N, requires_grad=True)
+            parameter.grad = torch.empty(self.N)
+            built = optimizer([parameter], lr=0.1, **options)
+            built.step()
+            with observed_step(counter):
+                built.step()
+        return moved(counter)
+
+    @pytest.mark.parametrize("kind", ["foreach", "fused", ""])
+    def test_sgd_reads_parameter_and_gradient(self, kind: str) -> None:
+        options = {kind: True} if kind else {"foreach": False}
+        assert self.step(torch.optim.SGD, **options) == (E * 2 * self.N, E * self.N)
+
+    @pytest.mark.parametrize("foreach", [True, False])
+    def test_momentum_adds_its_buffer(self, foreach: bool) -> None:
+        moved = self.step(torch.optim.SGD, momentum=0.9, foreach=foreach)
+        assert moved == (E * 5 * self.N, E * 3 * self.N)  # scaled; gradient added; applied
+
+    def test_fused_momentum_passes_over_memory_once(self) -> None:
+        moved = self.step(torch.optim.SGD, momentum=0.9, fused=True)
+        assert moved == (E * 3 * self.N, E * 2 * self.N)
+
+    @pytest.mark.parametrize("foreach", [True, False])
+    def test_adam_passes_over_memory_seven_times(self, foreach: bool) -> None:
+        moved = self.step(torch.optim.Adam, foreach=foreach)
+        step_number = 4 * E  # incremented, and asked for by Python once or twice
+        assert moved.write == E * 7 * self.N + E
+        assert E * 11 * self.N < moved.read <= E * 11 * self.N + step_number
+
+    def test_fused_adam_passes_over_memory_once_and_leaves_the_gradient(self) -> None:
+        moved = self.step(torch.optim.Adam, fused=True)
+        assert moved == (E * (4 * self.N + 2), E * (3 * self.N + 1))
+
+
+class TestReview:
+    def operators(self, work: Callable[[], Any]) -> set[str]:
+        with without_data() as counter, observed_step(counter):
+            work()
+        return counter.by_general_rule
+
+    def test_an_operator_without_a_reviewed_rule_is_counted_and_named(self) -> None:
+        assert self.operators(lambda: torch.special.bessel_j0(torch.ones(3))) == {
+            "aten.special_bessel_j0"
+        }
+        assert cost(torch.special.bessel_j0, (3,)) == (E * 3, E * 3)
+
+    def test_reviewed_operators_are_not_named(self) -> None:
+        assert self.operators(lambda: torch.ones(3).add_(1).view(3, 1).clone()) == set()
+
+    def test_composite_operators_are_counted_by_their_parts(self) -> None:
+        with torch.inference_mode():
+            assert cost(F.linear, (2, 3, 4), (5, 4), (5,)) == (E * (24 + 20 + 5), E * 30)

@@ -1,0 +1,178 @@
+"""Reading real kernel-replay reports, and accounting for every kernel in them."""
+
+from __future__ import annotations
+
+import lzma
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dpbench.case import OUTSIDE, Case
+from dpbench.instruments.ncu import kernel_report as ncu_kernel_report
+from dpbench.instruments.ncu.kernel_report import KernelReport, phase_of, read_kernels
+from dpbench.instruments.ncu.range_report import (
+    KERNELS,
+    MetricMissing,
+    NothingProfiled,
+    ReportUnreadable,
+    WrongReplay,
+    case_of,
+    kernel_report_path,
+    launches_by_phase,
+    read,
+)
+from tests.recorded import RANGES, unpacked
+
+STANDARD, DPSGD = (f"kernels/report_{t}_bs4_seq64.ncu-rep" for t in ("standard", "dpsgd"))
+CLIP = "kernels/clip/report_dpsgd_bs4_seq64.ncu-rep"
+
+
+@pytest.fixture(scope="module")
+def dpsgd_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(DPSGD, tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="module")
+def dpsgd(dpsgd_path: Path) -> KernelReport:
+    return read_kernels(dpsgd_path)
+
+
+def edited(name: str, old: bytes, new: bytes, directory: Path) -> Path:
+    """A recorded report in which one string is another of the same length."""
+    assert len(old) == len(new)
+    path = directory / "edited.ncu-rep"
+    whole = lzma.decompress((RANGES / f"{name}.xz").read_bytes())
+    assert old in whole
+    path.write_bytes(whole.replace(old, new))
+    return path
+
+
+def test_each_phase_launched_as_many_kernels_as_its_range_holds(dpsgd: KernelReport) -> None:
+    ranges = launches_by_phase(RANGES / "report_dpsgd_bs4_seq64.ncu-rep")
+    assert Counter(launch.phase for launch in dpsgd.launches) == ranges
+    assert ranges["clip"] == 80
+
+
+def test_a_launch_says_what_where_and_how_much(dpsgd: KernelReport) -> None:
+    assert dpsgd.device == "NVIDIA H200"
+    last = dpsgd.launches[-1]
+    assert (last.repeat, last.phase, last.ordinal) == (0, "optimizer", 0)
+    assert last.name.startswith("void at::native::<unnamed>::multi_tensor_apply_kernel<")
+    assert "BinaryOpListAlphaFunctor<float" in last.name
+    assert last.grid[1:] == (1, 1)
+    assert last.l2_bytes > last.read_bytes >= 0
+    assert 1e-6 < last.seconds < 1e-3
+
+
+def test_ordinals_count_the_launches_of_each_phase(dpsgd: KernelReport) -> None:
+    for phase, count in Counter(launch.phase for launch in dpsgd.launches).items():
+        ordinals = [launch.ordinal for launch in dpsgd.launches if launch.phase == phase]
+        assert ordinals == list(range(count))
+
+
+def test_numbers_are_those_that_nsight_compute_saved(dpsgd: KernelReport, dpsgd_path: Path) -> None:
+    import ncu_report
+
+    [profiled] = ncu_report.load_report(str(dpsgd_path))
+    for position in (0, 100, 467):
+        action, launch = profiled.action_by_idx(position), dpsgd.launches[position]
+        assert action["dram__bytes_read.sum"].value() == launch.read_bytes
+        assert action["dram__bytes_write.sum"].value() == launch.write_bytes
+        assert action["lts__t_bytes.sum"].value() == launch.l2_bytes
+        assert action["gpu__time_duration.sum"].unit() == "ns"
+        assert action["gpu__time_duration.sum"].value() == pytest.approx(1e9 * launch.seconds)
+
+
+def test_parts_read_by_several_processes_are_the_whole(
+    dpsgd: KernelReport, dpsgd_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ncu_kernel_report, "PART", 240)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert read_kernels(dpsgd_path) == dpsgd
+
+
+def test_a_filter_by_phase_leaves_the_other_kernels_out(
+    dpsgd: KernelReport, tmp_path: Path
+) -> None:
+    clip = read_kernels(unpacked(CLIP, tmp_path))
+    names = [launch.name for launch in dpsgd.launches if launch.phase == "clip"]
+    assert [launch.name for launch in clip.launches] == names
+
+
+def test_another_program_is_outside_every_phase(tmp_path: Path) -> None:
+    """Recorded without NVTX: operators, losses and optimizers in float32 and bfloat16."""
+    path = tmp_path / "another_program.ncu-rep"
+    path.write_bytes(lzma.decompress((RANGES.parent / f"{path.name}.xz").read_bytes()))
+    launches = read_kernels(path).launches
+    assert Counter((each.repeat, each.phase) for each in launches) == {(0, OUTSIDE): 414}
+    assert [each.ordinal for each in launches] == list(range(414))
+
+
+def test_kernels_outside_every_phase_are_counted_and_not_dropped(
+    dpsgd: KernelReport, tmp_path: Path
+) -> None:
+    foreign = read_kernels(edited(DPSGD, b"dpbench", b"another", tmp_path))
+    assert {launch.phase for launch in foreign.launches} == {OUTSIDE}
+    assert sum(launch.read_bytes for launch in foreign.launches) == sum(
+        launch.read_bytes for launch in dpsgd.launches
+    )
+
+
+def test_a_range_of_an_unknown_name_is_outside(tmp_path: Path) -> None:
+    found = read_kernels(edited(DPSGD, b"0.clip", b"0.cake", tmp_path))
+    assert Counter(launch.phase for launch in found.launches)[OUTSIDE] == 80
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("3.clip", (3, "clip")),
+        ("0.outside", (0, OUTSIDE)),
+        ("end", (0, OUTSIDE)),
+        ("x.clip", (0, OUTSIDE)),
+        ("1.", (0, OUTSIDE)),
+        (None, (0, OUTSIDE)),
+    ],
+)
+def test_the_phase_is_read_off_the_range(name: str | None, place: tuple[int, str]) -> None:
+    assert phase_of(name) == place
+
+
+def test_a_missing_counter_is_an_error_and_never_a_zero(tmp_path: Path) -> None:
+    path = edited(STANDARD, b"lts__t_bytes.sum", b"lts__t_cakes.sum", tmp_path)
+    with pytest.raises(MetricMissing, match=r"lts__t_bytes\.sum"):
+        read_kernels(path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.7, 0.9999])
+def test_a_truncated_report_is_an_error(share: float, tmp_path: Path) -> None:
+    """NVIDIA's library reads it as a report with fewer kernels; ncu's log tells of all."""
+    path = unpacked(CLIP, tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(
+        (ReportUnreadable, NothingProfiled), match=r"report_dpsgd.*\.ncu-rep: .*report"
+    ):
+        read_kernels(path)
+
+
+def test_the_report_of_a_run_in_which_nothing_was_profiled_says_so() -> None:
+    empty = RANGES.parent / "ncu_output" / "nothing.ncu-rep"
+    with pytest.raises(NothingProfiled, match="holds no kernel"):
+        read_kernels(empty)
+    with pytest.raises(NothingProfiled, match="holds no range"):
+        read(empty, Case("standard", 4, 64, "tiny"))
+
+
+def test_reports_of_ranges_and_of_kernels_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+    with pytest.raises(WrongReplay, match="ranges, not kernels; dpbench show"):
+        read_kernels(RANGES / "report_standard_bs4_seq64.ncu-rep")
+    kernels = unpacked(STANDARD, tmp_path)
+    with pytest.raises(WrongReplay, match="kernels, not ranges; dpbench kernels"):
+        read(kernels, Case("standard", 4, 64, "tiny"))
+
+
+def test_the_case_is_read_off_the_path_of_its_kernel_report() -> None:
+    case = Case("dpsgd_ghost", 16, 1024, "tiny", "tf32", "dp_mha")
+    assert case_of(kernel_report_path(case, KERNELS)) == case

@@ -1,0 +1,65 @@
+"""Metric names: ours, nvprof's, and counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpbench import ConfigurationError
+from dpbench.instruments.ncu.metrics import BYTE_METRICS, NVPROF_NAMES, counters, resolve
+
+
+@pytest.mark.parametrize(
+    ("nvprof", "counter"),
+    [
+        ("dram_read_throughput", "dram__bytes_read.sum"),
+        ("dram_write_throughput", "dram__bytes_write.sum"),
+        ("l2_read_throughput", "lts__t_sectors_op_read.sum"),
+        ("l2_write_throughput", "lts__t_sectors_op_write.sum"),
+        ("gld_throughput", "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum"),
+        ("gst_throughput", "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum"),
+    ],
+)
+def test_nvprof_names_are_understood(nvprof: str, counter: str) -> None:
+    assert NVPROF_NAMES[nvprof] in BYTE_METRICS
+    assert counter in counters(resolve([nvprof]))
+
+
+def test_dram_bytes_are_always_measured() -> None:
+    assert [m.name for m in resolve([])] == ["dram_read_bytes", "dram_write_bytes"]
+
+
+def test_a_counter_keeps_its_own_name() -> None:
+    metric = resolve(["sm__cycles_active.sum"])[-1]
+    assert (metric.name, metric.counters) == ("sm__cycles_active.sum", ("sm__cycles_active.sum",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lts__t_sector_hit_rate.pct",
+        "dram__bytes_read.sum.per_second",
+        "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+        "device__attribute_l2_cache_size",
+    ],
+)
+def test_what_does_not_add_up_over_ranges_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{name} does not add up over the ranges"):
+        resolve([name])
+
+
+def test_each_counter_is_asked_for_once() -> None:
+    asked = counters(resolve(["l2_read_bytes", "l2_read_throughput", "dram_read_bytes"]))
+    assert len(asked) == len(set(asked))
+
+
+def test_an_unknown_metric_is_answered_with_those_that_exist() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(["dram_bytez"])
+    assert "'dram_bytez'" in str(caught.value)
+    for name in (*BYTE_METRICS, *NVPROF_NAMES):
+        assert name in str(caught.value)
+
+
+def test_l2_bytes_are_sectors_of_32_bytes() -> None:
+    counted = {"lts__t_sectors_op_atom.sum": 2.0, "lts__t_sectors_op_red.sum": 3.0}
+    assert BYTE_METRICS["l2_atomic_bytes"].value(counted) == 32 * 5

@@ -1,0 +1,126 @@
+"""Reading real reports, and refusing what is not one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dpbench import Case, CaseReport, InstrumentError
+from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric, resolve
+from dpbench.instruments.ncu.range_report import (
+    ForeignReport,
+    MetricMissing,
+    ReportUnreadable,
+    case_of,
+    load_actions,
+    read,
+)
+from dpbench.results.rows import STEP
+
+DATA = Path(__file__).parents[2] / "data" / "tiny-fp32"
+STANDARD, DPSGD = (DATA / f"report_{t}_bs4_seq64.ncu-rep" for t in ("standard", "dpsgd"))
+
+
+def report(path: Path) -> CaseReport:
+    return CaseReport.of(case_of(path), read(path, case_of(path)))
+
+
+def test_the_case_is_read_off_the_path() -> None:
+    assert case_of(DPSGD) == Case("dpsgd", 4, 64, "tiny", "fp32")
+
+
+def test_every_case_finds_itself_in_its_report_path() -> None:
+    for case in (
+        Case("dpsgd_ghost", 16, 1024),
+        Case("standard", 1, 7, "32000x1024x12x16", "bf16"),
+        Case("standard", 1, 7, "tiny", "tf32", "dp_mha"),
+    ):
+        assert case_of(case.report_path) == case
+
+
+@pytest.mark.parametrize("name", ["x.ncu-rep", "report_dpsgd.ncu-rep", "report_dpsgd_bs4.ncu-rep"])
+def test_a_path_of_another_form_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ForeignReport, match="report_TRAINER_bsB_seqT"):
+        case_of(tmp_path / name)
+
+
+def test_a_report_holds_every_byte_metric_by_phase_and_for_the_step() -> None:
+    rows = read(DPSGD, case_of(DPSGD))
+    phases = {"forward", "backward", "clip", "noise", "optimizer", "outside"}
+    found = {(row.phase, row.metric) for row in rows}
+    assert found == {(phase, name) for phase in {*phases, STEP} for name in BYTE_METRICS}
+    assert {row.repeat for row in rows} == {0}
+    assert {row.device for row in rows} == {"NVIDIA H200"}
+    assert {row.unit for row in rows} == {"B"}
+
+
+def test_the_standard_step_neither_clips_nor_adds_noise() -> None:
+    assert set(report(STANDARD).phases.index) == {"forward", "backward", "optimizer", "outside"}
+
+
+@pytest.mark.parametrize("metric", list(BYTE_METRICS))
+def test_phases_add_up_to_the_step(metric: str) -> None:
+    measured = report(DPSGD)
+    assert measured.phases[metric].sum() == pytest.approx(measured.value(metric), rel=1e-12)
+
+
+def test_dpsgd_moves_more_than_standard_training() -> None:
+    assert report(DPSGD).ratio_to(report(STANDARD), "l2_total_bytes") > 1.5
+
+
+def test_values_are_those_that_nsight_compute_saved() -> None:
+    """Sector counts times 32 over the forward range, read here through the library itself."""
+    import ncu_report
+
+    context = ncu_report.load_report(str(STANDARD))
+    total = 0
+    for profiled in context:
+        for action in profiled:
+            state = action.nvtx_state()
+            domains = [state.domain_by_id(i) for i in state.domains()]
+            if any("0.forward" in domain.start_end_ranges() for domain in domains):
+                total += action["lts__t_sectors_op_read.sum"].value()
+    assert report(STANDARD).value("l2_read_bytes", "forward") == 32 * total > 0
+
+
+def test_a_missing_counter_is_an_error_and_never_a_zero() -> None:
+    with pytest.raises(MetricMissing, match="sm__cycles_active"):
+        read(DPSGD, case_of(DPSGD), resolve(["sm__cycles_active.sum"]))
+
+
+def test_a_counter_without_a_value_is_an_error_and_never_saved() -> None:
+    empty = NcuMetric("rate_of_nothing", ("dram__bytes_read.sum",), scale=math.nan)
+    with pytest.raises(MetricMissing, match=r"rate_of_nothing of 0\.outside is nan"):
+        read(DPSGD, case_of(DPSGD), [empty])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ReportUnreadable, match=r"nothing\.ncu-rep: no such file"):
+        read(tmp_path / "nothing.ncu-rep", Case("dpsgd", 1, 1))
+
+
+def test_a_report_that_cannot_be_opened_is_named() -> None:
+    unreadable = Path("/proc/self/mem")  # a file, whose first bytes nobody may read
+    with pytest.raises(ReportUnreadable, match="/proc/self/mem: Input/output error"):
+        load_actions(unreadable)
+    with pytest.raises(ReportUnreadable, match="a folder"):
+        load_actions(unreadable.parent)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.9999])
+def test_a_truncated_report_is_an_error(share: float, tmp_path: Path) -> None:
+    """NVIDIA's library reads it as a report with fewer ranges, and says nothing."""
+    whole = DPSGD.read_bytes()
+    path = tmp_path / "cut.ncu-rep"
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(InstrumentError, match=r"cut\.ncu-rep"):
+        read(path, Case("dpsgd", 1, 1))
+
+
+def test_something_that_is_no_report_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "text.ncu-rep"
+    path.write_text("hello\n" * 1000)
+    with pytest.raises(ReportUnreadable):
+        read(path, Case("dpsgd", 1, 1))

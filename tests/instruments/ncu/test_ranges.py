@@ -1,0 +1,182 @@
+"""The ncu instrument: its exact command, and what it makes of ncu's complaints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench import Case, ConfigurationError, InstrumentError
+from dpbench.instruments import choose
+from dpbench.instruments.base import CaseFailed
+from dpbench.instruments.child import Steps
+from dpbench.instruments.ncu import ranges as ncu
+from dpbench.instruments.ncu.range_report import NothingProfiled
+from dpbench.instruments.ncu.ranges import Ncu, NcuNotFound, diagnose, find_ncu, ncu_version
+from dpbench.runner import measure
+from tests.programs import program
+
+OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"
+CASE = Case("dpsgd", 8, 256)
+
+
+def test_the_whole_argument_list() -> None:
+    instrument = Ncu(Path("reports"), "/opt/ncu", steps=Steps(warmup=1, active=2))
+    assert instrument.command(CASE) == [
+        "/opt/ncu",
+        *("--config-file", "off"),
+        *("--replay-mode", "app-range"),
+        *("--cache-control", "none"),
+        *("--clock-control", "none"),
+        *("--import-sass", "no"),
+        "--nvtx",
+        *("--nvtx-include", "regex:dpbench@.*"),
+        "--metrics",
+        "dram__bytes_read.sum,dram__bytes_write.sum,"
+        "lts__t_sectors_op_read.sum,lts__t_sectors_op_write.sum,"
+        "lts__t_sectors_op_atom.sum,lts__t_sectors_op_red.sum,lts__t_bytes.sum,"
+        "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum,"
+        "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
+        "--force-overwrite",
+        *("--export", "reports/1b-fp32/report_dpsgd_bs8_seq256.ncu-rep"),
+        sys.executable,
+        *("-m", "dpbench", "step"),
+        *("--trainer", "dpsgd"),
+        *("--batch-size", "8"),
+        *("--seq-len", "256"),
+        *("--model-size", "1b"),
+        *("--device", "cuda"),
+        *("--warmup", "1"),
+        *("--active", "2"),
+        "--nvtx",
+    ]
+
+
+def test_no_option_is_given_twice() -> None:
+    """Nsight Compute refuses to run if one is."""
+    command = Ncu(Path("reports"), "ncu").command(CASE)
+    options = [text for text in command[: command.index(sys.executable)] if text[:2] == "--"]
+    assert len(options) == len(set(options))
+
+
+def test_metrics_of_the_command_line_reach_ncu() -> None:
+    chosen = choose(
+        ["ncu"],
+        directory=Path("x"),
+        ncu_path=sys.executable,
+        metrics=["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
+    )
+    assert isinstance(chosen[0], Ncu)
+    asked = chosen[0].command(CASE)
+    assert asked[asked.index("--metrics") + 1].split(",") == [
+        "dram__bytes_read.sum",
+        "dram__bytes_write.sum",
+        "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
+        "sm__cycles_active.sum",
+        "lts__t_sectors_op_write.sum",
+    ]
+
+
+def test_a_list_of_no_metrics_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="names no metric; try dram_read_bytes"):
+        choose(["ncu"], directory=Path("x"), ncu_path=sys.executable, metrics=[" ,"])
+
+
+@pytest.mark.parametrize(
+    ("recorded", "error", "remedy"),
+    [
+        ("counters_forbidden", ncu.CountersForbidden, "NVreg_RestrictProfilingToAdminUsers=0"),
+        ("counters_busy", ncu.CountersBusy, "dcgmi profile --pause"),
+        ("library_not_loaded", ncu.ProfilerNotLoaded, "driver"),
+        ("metric_unknown", ncu.CounterUnknown, "ncu --query-metrics"),
+        ("no_ranges", NothingProfiled, "train_step"),
+    ],
+)
+def test_each_complaint_of_ncu_has_its_own_error_and_remedy(
+    recorded: str, error: type[InstrumentError], remedy: str
+) -> None:
+    found = diagnose(CASE, OUTPUT / f"{recorded}.txt")
+    assert type(found) is error
+    assert remedy in str(found)
+    assert CASE.id in str(found)
+    assert found.log == OUTPUT / f"{recorded}.txt"
+
+
+def test_a_failure_of_the_application_itself_is_not_ncus() -> None:
+    assert diagnose(CASE, OUTPUT / "application_failed.txt") is None
+
+
+def test_only_what_ncu_says_counts(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("a trainer prints: Failed to find metric\n")
+    assert diagnose(CASE, log) is None
+
+
+def stand_in(tmp_path: Path, text: str) -> Ncu:
+    """An instrument whose ``ncu`` is a script: for what happens when ncu itself goes wrong."""
+    return Ncu(tmp_path, str(program(tmp_path / "ncu", text)), timeout=20)
+
+
+def test_an_exit_code_of_0_without_a_report_is_an_error(tmp_path: Path) -> None:
+    broken = stand_in(tmp_path, """print('{"dpbench": "0", "torch": "2", "device": "x"}')""")
+    with pytest.raises(NothingProfiled, match="left no report"):
+        broken.measure(CASE)
+
+
+def test_a_report_of_an_earlier_run_is_never_read_again(tmp_path: Path) -> None:
+    old = tmp_path / CASE.report_path
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    with pytest.raises(CaseFailed):
+        stand_in(tmp_path, "exit(5)").measure(CASE)
+    assert not old.exists()
+
+
+def test_a_crash_of_the_case_counts_more_than_that_nothing_was_profiled(tmp_path: Path) -> None:
+    text = (
+        """print('{"dpbench": "0", "error": {"kind": "E", "message": "it fell over"}}')\n"""
+        "print('==WARNING== No ranges were profiled.'); exit(1)"
+    )
+    with pytest.raises(CaseFailed, match="it fell over"):
+        stand_in(tmp_path, text).measure(CASE)
+
+
+def test_forbidden_counters_count_more_than_the_exit_code(tmp_path: Path) -> None:
+    recorded = OUTPUT / "counters_forbidden.txt"
+    with pytest.raises(ncu.CountersForbidden):
+        stand_in(tmp_path, f"print(open({str(recorded)!r}).read()); exit(1)").measure(CASE)
+
+
+def test_without_ncu_the_message_says_where_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(NcuNotFound, match=r"no program 'nowhere/ncu'.*--ncu-path"):
+        find_ncu("nowhere/ncu")
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(NcuNotFound, match="CUDA toolkit"):
+        find_ncu()
+
+
+def test_ncu_is_found_on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = program(tmp_path / "ncu", "print('Version 2025.3.1.0 (build 1)')")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_ncu() == str(expected)
+    assert ncu_version(str(expected)) == "2025.3.1"
+
+
+def test_a_program_that_cannot_be_started_fails_its_case_and_has_no_version(tmp_path: Path) -> None:
+    ncu_of_another_machine = program(tmp_path / "ncu", "")
+    ncu_of_another_machine.write_bytes(b"\x7fELF of another machine")
+    assert ncu_version(str(ncu_of_another_machine)) == "unknown"
+    outcome = measure(CASE, [Ncu(tmp_path, str(ncu_of_another_machine))])
+    assert outcome.message.startswith(f"{CASE.id}: ")
+    assert "Exec format error" in outcome.message
+
+
+def test_without_a_gpu_the_check_says_so_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="no CUDA GPU"):
+        Ncu(tmp_path, "ncu").check()

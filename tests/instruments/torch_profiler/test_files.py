@@ -1,0 +1,143 @@
+"""A profile's files, from what was recorded on an NVIDIA H200."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench import Case
+from dpbench.case import OUTSIDE
+from dpbench.instruments.ncu.kernel_report import read_kernels
+from dpbench.instruments.torch_profiler.files import (
+    REPORT,
+    SUMMARY,
+    DeviceActivityMissing,
+    copy_metric,
+    grouped,
+    operators_of,
+    profile_rows,
+    read_summary,
+    write_summary,
+)
+from dpbench.instruments.torch_profiler.trace import Launch, TraceUnreadable, read
+from dpbench.results.kernel_names import short_name
+from dpbench.results.report import CaseReport
+from tests.recorded import unpacked
+
+DATA = Path(__file__).parents[2] / "data" / "profile"
+CASE = Case("dpsgd", 4, 64, "tiny")
+STANDARD = CASE.baseline
+
+
+def record() -> dict[str, Any]:
+    """What the measured process said of the recorded standard step, on an NVIDIA H200."""
+    return json.loads((DATA / "standard" / "record.json").read_text())
+
+
+def test_rows_of_a_gpu_have_time_memory_and_copies_by_phase() -> None:
+    traces = [read(DATA / "standard" / "trace_0.json.gz")]
+    report = CaseReport.of(STANDARD, profile_rows(STANDARD, record(), traces))
+    assert report.value("device_time_seconds") == pytest.approx(466.6e-6, rel=1e-3)
+    assert report.value("device_time_seconds", OUTSIDE) == 0
+    assert report.value("phase_peak_memory_bytes", "forward") == 73_651_200
+    assert report.value("phase_peak_memory_bytes") == 74_675_200
+    assert report.value("memset_bytes") == report.value("memset_bytes", "forward") == 1024
+    assert report.value("memcpy_device_to_device_bytes") == 0
+    assert {row.device for row in profile_rows(STANDARD, record(), traces)} == {"NVIDIA H200"}
+
+
+def test_copies_of_each_kind_have_a_metric_of_their_own() -> None:
+    assert copy_metric("Memcpy DtoH (Device -> Pageable)") == "memcpy_device_to_host_bytes"
+    assert copy_metric("Memcpy HtoD (Pinned -> Device)") == "memcpy_host_to_device_bytes"
+    assert copy_metric("Memcpy PtoP (Device -> Device)") == "memcpy_other_bytes"
+    ghost = {**record(), "phase_peaks": [{"forward": 1}]}
+    rows = profile_rows(CASE, ghost, [read(DATA / "dpsgd_ghost" / "trace_0.json.gz")])
+    report = CaseReport.of(CASE, rows)
+    assert report.value("memcpy_device_to_host_bytes", "backward") == 8
+    assert report.value("memcpy_host_to_device_bytes", "backward") == 64
+    assert report.value("memcpy_device_to_device_bytes", "clip") == 1_174_528
+
+
+def test_a_trace_without_the_device_is_an_error_on_cuda() -> None:
+    empty = read(DATA / "standard" / "trace_0.json.gz")
+    empty.launches.clear()
+    with pytest.raises(DeviceActivityMissing, match="no GPU activity; another profiler"):
+        list(profile_rows(STANDARD, record(), [empty]))
+
+
+def test_launches_fold_by_operator_over_steps() -> None:
+    trace = read(DATA / "dpsgd" / "trace_0.json.gz")
+    once, twice = grouped([trace]), grouped([trace, trace])
+    assert sum(line["count"] for line in once) == len(trace.launches)
+    assert [line["count"] for line in twice] == [2 * line["count"] for line in once]
+
+
+def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
+    write_summary(STANDARD, record(), tmp_path, threshold=0.05)
+    text = (tmp_path / REPORT).read_text(encoding="utf-8")
+    sections = [
+        "standard, tiny fp32, batch 4, sequence 64, NVIDIA H200: PyTorch profiler, per step",
+        "CPU time ÷ GPU time: 13.",
+        "Copies and memsets, per step",
+        "Bottlenecks: operators with 0.05 ms of a step or more on the GPU",
+        "Operators by GPU time, per step",
+        "Operators and CUDA calls by CPU time, per step",
+        "Operators by GPU memory, per step",
+    ]
+    positions = [text.find(section) for section in sections]
+    assert -1 not in positions
+    assert positions == sorted(positions)
+    by_gpu_time = text[positions[4] : positions[5]].splitlines()[4:]
+    assert by_gpu_time[1].startswith("aten::mm ")
+    assert "cudaLaunchKernel" not in "".join(by_gpu_time)
+    assert "cudaLaunchKernel" in text[positions[5] : positions[6]]
+
+
+def test_a_summary_gives_back_what_was_written(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
+    write_summary(STANDARD, record(), tmp_path, threshold=10)
+    trace = read(tmp_path / "trace_0.json.gz")
+    saved = read_summary(tmp_path)
+    assert saved.rows == list(profile_rows(STANDARD, record(), [trace]))
+    assert (saved.launches, saved.steps) == (grouped([trace]), 1)
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"rows": []}', '{"rows": [{}]}'])
+def test_what_is_no_summary_is_named(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / SUMMARY).write_text(content)
+    with pytest.raises(TraceUnreadable, match=r"summary.json: not the summary of a profile"):
+        read_summary(tmp_path)
+
+
+def test_a_summary_of_a_newer_version_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text('{"schema": 99, "rows": [], "launches": []}')
+    with pytest.raises(TraceUnreadable, match="written by a newer dpbench"):
+        read_summary(tmp_path)
+
+
+@pytest.mark.parametrize("trainer", ["standard", "dpsgd"])
+def test_kernels_under_ncu_find_their_operators_by_place(trainer: str, tmp_path: Path) -> None:
+    """Two processes under two tools launched the same kernels in the same order."""
+    counted = read_kernels(unpacked(f"kernels/report_{trainer}_bs4_seq64.ncu-rep", tmp_path))
+    launched = [x for x in read(DATA / trainer / "trace_0.json.gz").launches if x.kind == "kernel"]
+    theirs, ours = (
+        sorted(((x.phase, short_name(x.name)) for x in found), key=lambda named: named[0])
+        for found in (counted.launches, launched)
+    )
+    assert theirs == ours
+    operators = operators_of(DATA / trainer, counted.launches)
+    assert set(operators) == {(x.repeat, x.phase, x.ordinal) for x in counted.launches}
+
+
+def test_a_phase_with_another_number_of_kernels_has_no_operators() -> None:
+    def kernel(phase: str) -> Launch:
+        return Launch(0, phase, "kernel", "k", 0.0, 0, None, None)
+
+    found = operators_of(DATA / "standard", [kernel("optimizer"), kernel("forward")])
+    assert found == {(0, "optimizer", 0): "aten::_foreach_add_"}

@@ -1,0 +1,66 @@
+"""The torch_profiler instrument: its command, its rows, and what can be missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench import Case, ConfigurationError
+from dpbench.instruments import choose
+from dpbench.instruments.torch_profiler import instrument as torch_profiler
+from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.process.schedule import Schedule
+
+CASE = Case("dpsgd", 4, 64, "tiny")
+
+
+def test_the_whole_argument_list() -> None:
+    instrument = TorchProfiler(Path("runs"), "cuda", Schedule(active=3), threshold=2.5)
+    assert instrument.command(CASE) == [
+        *(sys.executable, "-m", "dpbench", "step"),
+        *("--trainer", "dpsgd"),
+        *("--batch-size", "4"),
+        *("--seq-len", "64"),
+        *("--model-size", "tiny"),
+        *("--device", "cuda"),
+        *("--profile", "runs/dpsgd-bs4-seq64-tiny-fp32"),
+        *("--profile-schedule", "skip_first=1,wait=0,warmup=1,active=3,repeat=1"),
+        *("--profile-threshold", "2.5"),
+    ]
+
+
+def test_options_reach_the_instrument() -> None:
+    assert choose(
+        ["torch_profiler"],
+        directory=Path("reports"),
+        device="cpu",
+        timeout=7.0,
+        profile_directory=Path("x"),
+        profile_schedule="wait=2",
+        profile_threshold=1.0,
+    ) == [TorchProfiler(Path("x"), "cpu", Schedule(wait=2), 1.0, 7.0)]
+
+
+def test_a_negative_threshold_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="threshold must be >= 0 ms, not -1"):
+        TorchProfiler(threshold=-1.0)
+
+
+def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="no CUDA GPU"):
+        TorchProfiler(tmp_path).check()
+
+
+def test_without_tensorboard_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TorchProfiler(tmp_path, "cpu").check()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(torch_profiler, "find_spec", lambda _: None)
+    TorchProfiler(tmp_path, "cpu").check()
+    assert capsys.readouterr().err == (
+        "dpbench: no TensorBoard log: pip install 'dpbench[tensorboard]'\n"
+    )

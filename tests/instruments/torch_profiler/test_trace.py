@@ -1,0 +1,154 @@
+"""Reading traces: those of the tiny model on an NVIDIA H200, and what can be wrong with one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.case import MODEL_SIZES, OUTSIDE
+from dpbench.instruments.torch_profiler import trace
+from dpbench.instruments.torch_profiler.trace import Trace, TraceUnreadable, read
+
+DATA = Path(__file__).parents[2] / "data" / "profile"
+BATCH, FLOAT = 4, 4
+KERNELS = {
+    "standard": {"forward": 51, "backward": 82, "optimizer": 1},
+    "dpsgd": {"forward": 51, "backward": 188, "clip": 80, "noise": 148, "optimizer": 1},
+    "dpsgd_ghost": {"forward": 58, "backward": 474, "noise": 148, "optimizer": 2},
+}
+"""What Nsight Compute counted in the same phases of the same case, in another process."""
+
+
+def recorded(trainer: str) -> Trace:
+    return read(DATA / trainer / "trace_0.json.gz")
+
+
+def parameters() -> int:
+    """Of the tiny model, with a position table for 1 024 positions."""
+    size = MODEL_SIZES["tiny"]
+    block = 12 * size.hidden**2 + 13 * size.hidden
+    return 2 * size.vocabulary * size.hidden + 1024 * size.hidden + 2 * block + 2 * size.hidden
+
+
+@pytest.mark.parametrize("trainer", KERNELS)
+def test_kernels_belong_to_the_phase_that_launched_them(trainer: str) -> None:
+    launches = recorded(trainer).launches
+    kernels = Counter(launch.phase for launch in launches if launch.kind == "kernel")
+    assert kernels == KERNELS[trainer]
+
+
+def test_dpsgd_copies_every_per_sample_gradient_in_the_backward_pass() -> None:
+    copies = [launch for launch in recorded("dpsgd").launches if launch.kind == "memcpy"]
+    assert {launch.phase for launch in copies} == {"backward"}
+    assert {launch.operator for launch in copies} == {"aten::copy_"}
+    assert sum(launch.bytes for launch in copies) == BATCH * FLOAT * parameters()
+
+
+def test_ghost_clipping_copies_the_gradient_once() -> None:
+    clip = [launch for launch in recorded("dpsgd_ghost").launches if launch.phase == "clip"]
+    assert {launch.kind for launch in clip} == {"memcpy"}
+    assert sum(launch.bytes for launch in clip) == FLOAT * parameters()
+
+
+def test_a_kernel_knows_the_operator_that_launched_it() -> None:
+    """The weighted sum of per-sample gradients is an einsum, which runs as a matrix product."""
+    launches = recorded("dpsgd").launches
+    assert all(launch.operator for launch in launches)
+    sums = [launch for launch in launches if launch.phase == "clip" and "bmm" in launch.operator]
+    assert {(launch.operator, launch.called_by) for launch in sums} == {
+        ("aten::bmm", "aten::einsum")
+    }
+
+
+def test_operators_are_found_by_the_place_of_a_kernel_in_its_phase() -> None:
+    operators = recorded("standard").operators()
+    assert operators[0, "forward", 0] == "aten::arange"
+    assert operators[0, "optimizer", 0] == "aten::_foreach_add_"
+    assert Counter(phase for _, phase, _ in operators) == KERNELS["standard"]
+
+
+def test_memory_grows_to_the_peaks_that_the_allocator_saw() -> None:
+    record = json.loads((DATA / "standard" / "record.json").read_text())
+    (growth,) = recorded("standard").memory_growth
+    (peaks,) = record["phase_peaks"]
+    at_the_start = {peaks[phase] - growth[phase] for phase in peaks}
+    assert len(at_the_start) == 1
+    assert at_the_start.pop() > FLOAT * parameters()
+
+
+def test_phases_take_the_time_of_the_training_thread() -> None:
+    (seconds,) = recorded("standard").cpu_seconds
+    assert set(seconds) == {"forward", "backward", "optimizer", OUTSIDE}
+    assert seconds["backward"] == pytest.approx(3.854e-3, rel=1e-3)
+
+
+def rewritten(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Trace:
+    """A recorded trace without some of its events, and not compressed."""
+    with gzip.open(DATA / "dpsgd" / "trace_0.json.gz", "rb") as stream:
+        document = json.load(stream)
+    document["traceEvents"] = [event for event in document["traceEvents"] if keep(event)]
+    path.write_text(json.dumps(document))
+    return read(path)
+
+
+def test_what_was_launched_outside_every_phase_is_not_dropped(tmp_path: Path) -> None:
+    found = rewritten(tmp_path / "t.json", lambda e: e["name"] != "dpbench.clip")
+    phases = Counter(launch.phase for launch in found.launches if launch.kind == "kernel")
+    assert phases[OUTSIDE] == KERNELS["dpsgd"]["clip"]
+    assert phases.total() == sum(KERNELS["dpsgd"].values())
+
+
+def test_the_trace_of_another_program_is_outside_every_phase(tmp_path: Path) -> None:
+    found = rewritten(tmp_path / "t.json", lambda e: e.get("cat") != "user_annotation")
+    assert {(launch.repeat, launch.phase) for launch in found.launches} == {(0, OUTSIDE)}
+    assert len(found.launches) == len(recorded("dpsgd").launches)
+
+
+def test_a_kernel_whose_launch_was_not_recorded_is_not_dropped(tmp_path: Path) -> None:
+    found = rewritten(tmp_path / "t.json", lambda e: e.get("cat") != "cuda_runtime")
+    assert len(found.launches) == len(recorded("dpsgd").launches)
+    assert None in {launch.operator for launch in found.launches}
+
+
+def test_a_kernel_of_which_the_trace_says_no_more_is_not_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    kernel = {"ph": "X", "cat": "kernel", "name": "void sum()", "ts": 1.0, "dur": 2.0}
+    call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.5, "dur": 1.0}
+    path.write_text(json.dumps({"traceEvents": [kernel, {**call, "tid": 1}]}))
+    [launch] = read(path).launches
+    assert (launch.name, launch.phase, launch.operator) == ("void sum()", OUTSIDE, None)
+
+
+DAMAGED = [
+    b'{"traceEvents": 5}',
+    b'{"traceEvents": [1, 2]}',
+    b'{"traceEvents": [{"cat": "kernel"}]}',
+]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\x1f\x8b\x08", *DAMAGED])
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_what_is_no_trace_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceUnreadable, match=f"{name}: not a readable trace"):
+        read(path)
+
+
+def test_a_trace_that_was_cut_off_is_an_error(tmp_path: Path) -> None:
+    whole = (DATA / "standard" / "trace_0.json.gz").read_bytes()
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TraceUnreadable, match=r"profile the case again"):
+        read(path)
+
+
+def test_a_missing_trace_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TraceUnreadable, match="No such file"):
+        trace.read(tmp_path / "trace_0.json.gz")

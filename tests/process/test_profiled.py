@@ -1,0 +1,105 @@
+"""The process under the PyTorch profiler, on the CPU: the same as on a GPU, without CUDA."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from dpbench import Case
+from dpbench.case import OUTSIDE
+from dpbench.cli import main
+from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY, prepare
+from dpbench.instruments.torch_profiler.trace import read
+from dpbench.process.schedule import Schedule
+
+CASE = Case("dpsgd", 2, 8, "100x16x1x2")
+SCHEDULE = Schedule(skip_first=0, wait=1, warmup=1, active=2, repeat=2)
+
+
+@pytest.fixture(scope="module")
+def printed_and_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a person sees, and the folder with everything that profiling leaves."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = ["run", "--instrument", "torch_profiler", "--device", "cpu", "--trainer", "dpsgd"]
+    command += ["--batch-size", "2", "--seq-len", "8", "--model-size", CASE.model_size]
+    command += ["--profile-dir", str(folder), "--profile-schedule", str(SCHEDULE)]
+    with redirect_stdout(StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+        patch.setenv("COLUMNS", "80")  # sooner than the fixture that does so for every test
+        assert main([*command, "--profile-threshold", "0"]) == 0
+    return printed.getvalue(), folder / CASE.id
+
+
+@pytest.fixture
+def folder(printed_and_folder: tuple[str, Path]) -> Path:
+    return printed_and_folder[1]
+
+
+def test_the_command_prints_time_and_memory_by_phase(printed_and_folder: tuple[str, Path]) -> None:
+    printed, _ = printed_and_folder
+    assert "dpsgd, 100x16x1x2 fp32, batch 2, sequence 8, cpu: PyTorch profiler" in printed
+    phases = re.findall(r"^(forward|backward|clip|noise|optimizer|step) +\d", printed, re.MULTILINE)
+    assert phases == ["forward", "backward", "clip", "noise", "optimizer", "step"]
+
+
+def test_each_cycle_leaves_a_trace_of_its_active_steps(folder: Path) -> None:
+    traces = sorted(folder.glob("trace_*.json.gz"))
+    assert [len(read(path).cpu_seconds) for path in traces] == [SCHEDULE.active] * SCHEDULE.repeat
+
+
+def test_phases_are_annotated_without_the_trainer_knowing(folder: Path) -> None:
+    for seconds in read(folder / "trace_0.json.gz").cpu_seconds:
+        assert set(seconds) == {"forward", "backward", "clip", "noise", "optimizer", OUTSIDE}
+        assert min(seconds.values()) > 0
+
+
+def test_operators_are_summed_by_name_and_by_shape(folder: Path) -> None:
+    lines = json.loads((folder / "operators_1.json").read_text())
+    linear = [line for line in lines if line["name"] == "aten::addmm"]
+    (whole,) = (line for line in linear if line["input_shapes"] is None)
+    by_shape = [line for line in linear if line["input_shapes"]]
+    assert whole["calls"] == sum(line["calls"] for line in by_shape) == 6 * SCHEDULE.active
+    assert len(by_shape) > 1
+    assert whole["flops"] > 0
+    assert {line["kind"] for line in lines} == {"operator", "annotation"}
+
+
+def test_the_summary_has_a_row_for_each_step_and_phase(folder: Path) -> None:
+    rows = json.loads((folder / SUMMARY).read_text())["rows"]
+    assert {row["repeat"] for row in rows} == {0, 1, 2, 3}
+    assert {row["metric"] for row in rows} == {"cpu_time_seconds", "memory_growth_bytes"}
+    step = {r["phase"]: r["value"] for r in rows if r["repeat"] == 3 and r["unit"] == "s"}
+    total = step.pop("step")
+    assert total == pytest.approx(sum(step.values()))
+
+
+def test_the_report_says_what_ran_and_lists_operators(folder: Path) -> None:
+    record = json.loads((folder / SUMMARY).read_text())
+    text = (folder / REPORT).read_text()
+    assert text.startswith(f"torch {record['torch']}, cpu; schedule: skip_first 0, wait 1")
+    for title in ("by CPU time", "by CPU memory", "and input shapes by CPU time", "Bottlenecks"):
+        assert title in text
+    assert "GPU" not in text
+
+
+def test_tensorboard_shows_scalars_by_step_and_the_case(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(folder)).Reload()
+    points = log.Scalars("cpu_time_seconds/backward")
+    assert [point.step for point in points] == [0, 1, 2, 3]
+    hyper_parameters = str(log.summary_metadata)
+    assert "trainer" in hyper_parameters
+    assert "dpsgd" in hyper_parameters
+
+
+def test_a_second_profile_replaces_the_first_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("trace_0.json.gz", "trace_12.json.gz", SUMMARY, "notes.txt", "trace_of_mine"):
+        (tmp_path / name).touch()
+    prepare(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "trace_of_mine"}

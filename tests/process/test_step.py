@@ -1,0 +1,61 @@
+"""The measured process itself, on the CPU."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from dpbench import Case, ConfigurationError
+from dpbench.process.build import build
+from dpbench.process.step import PhaseTimes, pick_device, run_case
+from dpbench.training.phases import observed_step, phase
+
+CASE = Case("dpsgd_ghost", 4, 16, "tiny")
+CPU = torch.device("cpu")
+
+
+def test_warm_up_steps_are_not_observed() -> None:
+    record = run_case(CASE, device="cpu", warmup=2, active=3)
+    assert len(record["phase_seconds"]) == 3
+
+
+def test_the_same_case_trains_the_same_way_twice() -> None:
+    """A profiler that needs several passes runs the process again and must find the same work."""
+    losses = {run_case(CASE, device="cpu", warmup=1, active=1)["loss"] for _ in range(2)}
+    assert len(losses) == 1
+
+
+def test_batches_differ_from_step_to_step() -> None:
+    _, batches = build(CASE, CPU, num_batches=2)
+    assert not torch.equal(batches[0][0], batches[1][0])
+
+
+def test_bf16_makes_every_parameter_bfloat16() -> None:
+    trainer, _ = build(Case("dpsgd", 2, 8, "tiny", "bf16"), CPU, num_batches=1)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+
+
+def test_sequences_longer_than_the_position_table_fit() -> None:
+    trainer, batches = build(Case("standard", 1, 1500, "tiny"), CPU, num_batches=1)
+    assert torch.isfinite(trainer.train_step(batches[0]))
+
+
+def test_phase_times_belong_to_the_innermost_phase() -> None:
+    times = PhaseTimes(CPU)
+    with observed_step(times), phase("optimizer"):
+        time.sleep(0.02)
+        with phase("clip"):
+            time.sleep(0.05)
+    (seconds,) = times.seconds()
+    assert seconds["clip"] >= 0.05
+    assert seconds["optimizer"] >= 0.02
+    assert seconds["clip"] > seconds["optimizer"]
+
+
+def test_cuda_without_a_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert pick_device("auto") == CPU
+    with pytest.raises(ConfigurationError, match=r"no CUDA GPU.*--device cpu"):
+        pick_device("cuda")

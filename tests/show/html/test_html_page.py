@@ -1,0 +1,252 @@
+"""The HTML page as text: what is in it, and that nothing from outside can act."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.errors import ConfigurationError
+from dpbench.show.html import check_libraries
+from dpbench.show.html.data import IN_CACHE
+from dpbench.show.html.drawing import Material
+from dpbench.show.html.page import draw, render
+from dpbench.show.html.palette import OURS, PHASE_COLOURS, styles
+from dpbench.show.html.parts import Chart, exact, plain
+from dpbench.show.html.source import labelled
+
+ROOT = Path(__file__).parents[3]
+GRID1 = json.loads((ROOT / "docs/results/h200-grid1.json").read_text())
+COUNTED = json.loads((ROOT / "tests/data/logical-1b-bs8-seq256.json").read_text())
+
+HOSTILE = "</script><script>alert(1)</script><!--"
+
+
+class Elements(HTMLParser):
+    """Start tags of a page, its text outside scripts, and its scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag == "script":
+            self.scripts.append(data)
+        self.text.append(data)
+
+
+def cell(**parts: Any) -> dict[str, Any]:
+    """The document of Grid 1 with one cell of it."""
+    keep = {"batch_size": 8, "seq_len": 256}
+    document = {**copy.deepcopy(GRID1), **parts}
+    for name in ("rows", "cases"):
+        document[name] = [r for r in document[name] if all(r[k] == v for k, v in keep.items())]
+    return document
+
+
+def charts_of(*documents: dict[str, Any]) -> dict[str, Chart]:
+    found = labelled((f"run{place}", document) for place, document in enumerate(documents))
+    return {chart.id: chart for chart in draw(found, Material.of(found))}
+
+
+def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
+    charts = charts_of(GRID1, COUNTED)
+    assert {name: len(chart.panels) for name, chart in charts.items()} == {
+        "phases": 4,
+        "map": 3,
+        "seq_len": 2,
+        "batch_size": 2,
+        "memory": 2,
+        "roofline": 2,
+        "logical": 1,
+    }
+    assert all(chart.table and chart.table.rows for chart in charts.values())
+
+
+def test_panels_of_a_chart_have_one_scale() -> None:
+    small = cell()
+    for row in small["rows"]:
+        row["value"] /= 10
+    for row in small["rows"] + small["cases"]:
+        row["precision"] = "bf16"
+    charts = charts_of(GRID1, small, COUNTED)
+    for name in ("phases", "seq_len", "batch_size", "memory", "roofline", "logical"):
+        ranges: dict[str, set[tuple[float, float]]] = {}
+        for panel in charts[name].panels:
+            for axis in ("xaxis", "yaxis"):
+                drawn = panel.figure["layout"][axis]
+                if "range" in drawn:
+                    ranges.setdefault(drawn["title"]["text"], set()).add(tuple(drawn["range"]))
+        assert ranges, name
+        assert all(len(found) == 1 for found in ranges.values()), (name, ranges)
+
+
+def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers() -> None:
+    [roof, _] = charts_of(cell(), COUNTED)["roofline"].panels
+    marks = [trace for trace in roof.figure["data"] if trace["mode"] == "markers"]
+    sizes = [trace["marker"]["size"] for trace in marks]
+    assert len(set(sizes)) == 4
+    assert sizes == sorted(sizes, reverse=True)
+    assert {text.partition("<br>")[0] for trace in marks for text in trace["hovertext"]} == {
+        *("forward", "backward", "clip")
+    }
+    assert all(f"<br>{name}: " in marks[0]["hovertext"][0] for name in OURS)
+
+
+def test_two_runs_of_one_cell_are_drawn_apart() -> None:
+    charts = charts_of(cell(), cell(), COUNTED)
+    once = charts_of(cell(), COUNTED)["roofline"]
+    assert len(charts["roofline"].panels) == 2 * len(once.panels)
+    assert len(charts["roofline"].table.rows) == 2 * len(once.table.rows)
+
+
+def test_chart_that_needs_counts_says_so() -> None:
+    charts = charts_of(GRID1)
+    assert "--with-logical" in charts["logical"].missing
+    assert "--with-logical" in charts["roofline"].missing
+
+
+def test_one_cell_says_why_there_are_no_lines() -> None:
+    charts = charts_of(cell())
+    assert "more than one sequence length" in charts["seq_len"].missing
+    assert "more than one batch size" in charts["batch_size"].missing
+    assert len(charts["phases"].panels) == 1
+
+
+def test_without_a_baseline_bytes_are_drawn_and_ratios_are_not() -> None:
+    document = cell()
+    document["rows"] = [r for r in document["rows"] if r["trainer"] == "dpsgd"]
+    charts = charts_of(document)
+    assert "'standard' trainer was not measured" in charts["map"].missing
+    assert charts["phases"].table is not None
+    assert [line[-1].text for line in charts["phases"].table.rows] == ["-"]
+
+
+def test_gpu_that_does_not_tell_its_memory_has_no_line_for_it() -> None:
+    document = cell()
+    lines = [len(charts_of(document)["memory"].panels[0].figure["layout"]["shapes"])]
+    document["environment"]["gpu"]["memory_bytes"] = None
+    lines.append(len(charts_of(document)["memory"].panels[0].figure["layout"].get("shapes", ())))
+    assert lines == [1, 0]
+
+
+def test_zero_bytes_are_drawn_without_a_ratio() -> None:
+    document = cell()
+    for row in document["rows"]:
+        row["value"] = 0.0
+    assert "No ratio" in charts_of(document)["map"].missing
+    assert "NaN" not in "".join(Elements(render(labelled([("zero", document)]))).scripts[:1])
+
+
+def test_bytes_that_stay_in_the_cache_come_with_a_warning() -> None:
+    small = cell()
+    for row in small["rows"]:
+        row["value"] /= 1e6
+    for name in ("phases", "map"):
+        assert IN_CACHE in charts_of(small)[name].notes
+        assert IN_CACHE not in charts_of(cell())[name].notes
+
+
+def test_counted_runs_say_so_in_every_chart() -> None:
+    charts = charts_of(COUNTED)
+    assert charts["phases"].title.startswith("Logical bytes")
+    assert "not measured" in charts["phases"].premise
+    assert charts["phases"].panels[0].figure["layout"]["xaxis"]["title"]["text"] == (
+        "logical GB per step (counted)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [("CaseOutOfMemory", "failed"), ("DoesNotFit", "skipped")],
+)
+def test_case_without_a_result_stands_where_its_bar_would(error: str, what: str) -> None:
+    document = cell()
+    document["rows"] = [r for r in document["rows"] if r["trainer"] != "dpsgd"]
+    for case in document["cases"]:
+        if case["trainer"] == "dpsgd":
+            case |= {"error": error, "message": "Tried to allocate 61 GiB"}
+    [panel] = charts_of(document)["phases"].panels
+    texts = dict(zip(panel.figure["data"][-1]["y"], panel.figure["data"][-1]["text"], strict=True))
+    assert texts["dpsgd"] == f" {what}: {error}"
+    page = Elements(render(labelled([("run", document)])))
+    assert "Tried to allocate 61 GiB" in page.text
+    assert f"1 case {what}." in "".join(page.text)
+
+
+def test_nothing_measured_is_a_page_all_the_same() -> None:
+    document = {"schema": 1, "rows": [], "cases": []}
+    assert "No number was measured or counted" in render(labelled([("empty", document)]))
+
+
+def test_text_from_outside_is_text() -> None:
+    document = cell()
+    document["environment"]["gpu"]["name"] = HOSTILE
+    for row in document["rows"]:
+        row["tool"] = HOSTILE
+        if row["trainer"] == "dpsgd":
+            row["trainer"] = HOSTILE
+    for case in document["cases"]:
+        if case["trainer"] == "dpsgd":
+            case |= {"trainer": HOSTILE, "error": HOSTILE, "message": HOSTILE}
+    page = Elements(render(labelled([(HOSTILE, document)])))
+    assert [tag for tag, _ in page.tags].count("script") == 3
+    assert "img" not in [tag for tag, _ in page.tags]
+    assert page.text.count(HOSTILE) > 10
+    figures = json.loads(page.scripts[0])
+    assert "alert(1)" in json.dumps(figures)
+
+
+def test_plotly_reads_no_markup_in_names() -> None:
+    assert plain("<b>&amp;</b>") == "&lt;b&gt;&amp;amp;&lt;/b&gt;"
+    assert len(plain("x" * 100)) < 30
+
+
+def test_page_fetches_nothing_and_runs_only_its_own_scripts() -> None:
+    page = Elements(render(labelled([("run", cell())])))
+    policy = next(
+        attributes["content"] or ""
+        for tag, attributes in page.tags
+        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy.startswith("default-src 'none'")
+    allowed = set(re.findall(r"'sha256-([^']+)'", policy))
+    hashes = {
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in page.scripts
+    }
+    assert len(allowed) == 2
+    assert allowed <= hashes
+    sources = [a.get("src") or a.get("href") for _, a in page.tags]
+    assert all(source.startswith(("#", "data:")) for source in sources if source)
+
+
+def test_colours_are_fixed_and_different() -> None:
+    assert len(set(PHASE_COLOURS.values())) == len(PHASE_COLOURS)
+    alone, together = styles(["dpsgd"]), styles([*OURS, "mine", "yours"])
+    assert alone["dpsgd"] == together["dpsgd"]
+    assert len({(s.colour, s.symbol) for s in together.values()}) == 6
+
+
+def test_numbers_are_exact() -> None:
+    assert exact(102569206784.0) == "102,569,206,784"
+    assert exact(4.448000050615519e-05) == "4.448000050615519e-05"
+
+
+def test_missing_library_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "plotly", None)
+    with pytest.raises(ConfigurationError, match=r"needs plotly: pip install 'dpbench\[report\]'"):
+        check_libraries()

@@ -1,0 +1,135 @@
+"""The account of a step: kernels and copies against ranges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpbench import Case, ConfigurationError
+from dpbench.results.frame import to_frame
+from dpbench.results.rows import STEP, Measurement
+from dpbench.show.account import PARTS, account, account_table, unaccounted
+
+CASE = Case("dpsgd", 8, 256)
+BYTES = st.integers(0, 10**12).map(float)
+PARTS_OF_A_PHASE = st.fixed_dictionaries(
+    {(instrument, metric): BYTES for instrument, metrics in PARTS.values() for metric in metrics}
+)
+
+
+def frame(phases: dict[str, dict[tuple[str, str], float]], case: Case = CASE) -> pd.DataFrame:
+    """The long table of a step with these numbers by phase; its rows for the step are sums."""
+    rows = []
+    for key in {key for values in phases.values() for key in values}:
+        by_phase = {phase: values[key] for phase, values in phases.items() if key in values}
+        for phase, value in {**by_phase, STEP: sum(by_phase.values())}.items():
+            instrument, metric = key
+            rows.append(
+                Measurement(case, instrument, phase, metric, value, "B", 0, "NVIDIA H200", "x")
+            )
+    return to_frame(rows)
+
+
+def phase(**bytes_of: float) -> dict[tuple[str, str], float]:
+    """All numbers of a phase, those that are not named zero."""
+    keys = [(i, m) for i, metrics in PARTS.values() for m in metrics]
+    return {(i, m): bytes_of.get(m, 0.0) for i, m in keys}
+
+
+def test_a_copy_on_the_device_is_read_and_written() -> None:
+    found = account(frame({"clip": phase(memcpy_device_to_device_bytes=7e9, dram_read_bytes=1.0)}))
+    assert found.copies_read["clip"] == found.copies_written["clip"] == 7e9
+
+
+def test_copies_from_and_to_the_host_and_memsets_count_once() -> None:
+    values = phase(
+        memcpy_host_to_device_bytes=1.0,
+        memcpy_device_to_host_bytes=2.0,
+        memset_bytes=4.0,
+        dram_read_bytes=10.0,
+    )
+    found = account(frame({"forward": values}))
+    assert found.copies_read["forward"] == 2.0
+    assert found.copies_written["forward"] == 5.0
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["forward", "backward", "clip"]), PARTS_OF_A_PHASE, min_size=1)
+)
+def test_remainders_of_phases_add_up_to_that_of_the_step(
+    phases: dict[str, dict[tuple[str, str], float]],
+) -> None:
+    found = account(frame(phases))
+    by_phase = found.drop(index=STEP)
+    assert by_phase.remainder.sum() == pytest.approx(found.remainder[STEP], abs=1e-3)
+    for name, line in by_phase.iterrows():
+        assert line.remainder == pytest.approx(
+            line.range_read
+            + line.range_written
+            - line.kernels_read
+            - line.kernels_written
+            - line.copies_read
+            - line.copies_written,
+            abs=1e-3,
+        ), name
+
+
+def test_a_phase_without_kernels_is_one_with_none() -> None:
+    """``clip`` of ghost clipping has copies alone."""
+    kernels = phase(kernel_dram_read_bytes=5e9, dram_read_bytes=5e9)
+    copies = {
+        key: value
+        for key, value in phase(
+            memcpy_device_to_device_bytes=1e9, dram_read_bytes=1e9, dram_write_bytes=1e9
+        ).items()
+        if key[0] != "ncu_kernels"
+    }
+    found = account(frame({"backward": kernels, "clip": copies}))
+    assert found.kernels_read["clip"] == 0
+    assert found.remainder[STEP] == 0
+    assert list(found.index) == ["backward", "clip", STEP]
+
+
+@pytest.mark.parametrize("instrument", ["ncu", "ncu_kernels", "torch_profiler"])
+def test_a_missing_instrument_is_an_error(instrument: str) -> None:
+    whole = frame({"forward": phase(dram_read_bytes=1.0)})
+    with pytest.raises(ConfigurationError, match=f"needs .* of the instrument '{instrument}'"):
+        account(whole[whole.instrument != instrument])
+
+
+@pytest.mark.parametrize("metric", ["kernel_dram_write_bytes", "memset_bytes", "dram_read_bytes"])
+def test_a_metric_that_one_phase_lacks_is_an_error_and_no_zero(metric: str) -> None:
+    whole = frame({"forward": phase(dram_read_bytes=1.0), "clip": phase(dram_read_bytes=1.0)})
+    lacking = whole[(whole.metric != metric) | (whole.phase != "clip")]
+    with pytest.raises(ConfigurationError, match=f"needs {metric} of each phase; clip has none"):
+        account(lacking)
+
+
+@pytest.mark.parametrize("other", [CASE.baseline, replace(CASE, model_size="small")])
+def test_rows_of_two_cases_are_refused(other: Case) -> None:
+    both = [frame({"forward": phase(dram_read_bytes=1.0)}, c) for c in (CASE, other)]
+    with pytest.raises(ConfigurationError, match="of one case"):
+        account(pd.concat(both))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "step", "bad", "words"),
+    [
+        (99.5e9, 100e9, False, "0.50%"),
+        (98e9, 100e9, True, "WARNING: more than 1% of the step"),
+        (102e9, 100e9, True, "WARNING: more than 1% of the step"),
+        (98e6, 100e6, False, "WARNING: at this size copies stay in the L2 cache"),
+    ],
+)
+def test_more_than_a_hundredth_left_over_is_said(
+    kernels: float, step: float, bad: bool, words: str
+) -> None:
+    values = phase(kernel_dram_read_bytes=kernels, dram_read_bytes=step)
+    found = account(frame({"forward": values}))
+    assert unaccounted(found) is bad
+    assert words in account_table("dpsgd", found).as_text()

@@ -1,0 +1,126 @@
+"""How each trainer did: success rate, peak memory, and the reason of each failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpbench.case import Case
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import STEP, Measurement
+from dpbench.show.by_trainer import trainer_summary, trainer_table
+
+
+def outcome(
+    trainer: str,
+    peak: float | None = None,
+    *,
+    batch_size: int = 8,
+    instrument: str = "timing",
+    **fields: Any,
+) -> Outcome:
+    """The outcome of a case, with the peak memory that was found, if any."""
+    case = Case(trainer, batch_size, seq_len=256)
+    row = Measurement(case, instrument, STEP, "peak_memory_bytes", peak or 0, "B", 0, "H200", "t 1")
+    by = ("logical",) if instrument == "logical" else ("timing", "ncu")
+    return Outcome(case, (row,) if peak is not None else (), 1.5, instruments=by, **fields)
+
+
+def failed(trainer: str, peak: float | None = None, **fields: Any) -> Outcome:
+    """The outcome of a case that did not fit."""
+    error = {"error": "CaseOutOfMemory", "message": "CUDA out of memory", "log": "case.log"}
+    return outcome(trainer, peak, **{**error, **fields})
+
+
+def test_summary_counts_what_succeeded_and_finds_the_largest_peak() -> None:
+    found = trainer_summary(
+        [
+            outcome("standard", 9e9),
+            outcome("dpsgd", 6e9),
+            outcome("standard", 4e9, batch_size=16),
+            failed("dpsgd", batch_size=16),
+            failed("dpsgd_ghost"),
+        ]
+    )
+    keys = ("trainer", "ok", "failed", "success_rate", "peak_memory_bytes")
+    assert [tuple(line[key] for key in keys) for line in found] == [
+        ("standard", 2, 0, 1.0, 9e9),
+        ("dpsgd", 1, 1, 0.5, 6e9),
+        ("dpsgd_ghost", 0, 1, 0.0, None),
+    ]
+
+
+def test_summary_names_each_failure_of_a_trainer_with_its_reason() -> None:
+    standard, dpsgd = trainer_summary([outcome("standard"), failed("dpsgd", batch_size=16)])
+    assert standard["failures"] == []
+    assert dpsgd["failures"] == [
+        {
+            "case": "dpsgd-bs16-seq256-1b-fp32",
+            "error": "CaseOutOfMemory",
+            "message": "CUDA out of memory",
+            "log": "case.log",
+        }
+    ]
+
+
+def test_trainers_come_in_their_own_order_and_unknown_ones_last() -> None:
+    done = [outcome("mine=outside:Trainer"), outcome("dpsgd"), outcome("standard")]
+    assert [line["trainer"] for line in trainer_summary(done)] == ["standard", "dpsgd", "mine"]
+
+
+def test_peak_of_a_case_that_failed_later_counts() -> None:
+    [line] = trainer_summary([failed("dpsgd", 8e9)])
+    assert (line["failed"], line["peak_memory_bytes"]) == (1, 8e9)
+
+
+def test_predicted_peak_never_passes_for_a_measured_one() -> None:
+    [line] = trainer_summary([outcome("dpsgd", 8e9, instrument="logical")])
+    assert (line["peak_memory_bytes"], line["logical_peak_memory_bytes"]) == (None, 8e9)
+
+
+def test_cases_that_were_measured_and_counted_have_a_line_each() -> None:
+    found = trainer_summary(
+        [outcome("dpsgd", 8e9), outcome("dpsgd", 7e9, instrument="logical"), outcome("standard")]
+    )
+    keys = ("trainer", "instruments", "ok", "peak_memory_bytes", "logical_peak_memory_bytes")
+    assert [tuple(line[key] for key in keys) for line in found] == [
+        ("standard", ["timing", "ncu"], 1, None, None),
+        ("dpsgd", ["timing", "ncu"], 1, 8e9, None),
+        ("dpsgd", ["logical"], 1, None, 7e9),
+    ]
+
+
+def test_case_that_cannot_fit_was_not_tried_and_has_its_reason() -> None:
+    outcomes = [outcome("dpsgd"), failed("dpsgd", batch_size=99, error="DoesNotFit")]
+    [line] = trainer_summary(outcomes)
+    assert (line["ok"], line["failed"], line["skipped"], line["success_rate"]) == (1, 0, 1, 1.0)
+    assert [failure["error"] for failure in line["failures"]] == ["DoesNotFit"]
+    assert trainer_table([line]).cells == [["dpsgd", "timing, ncu", "1/1, 1 skipped", "100%", "-"]]
+    [line] = trainer_summary(outcomes[1:])
+    assert line["success_rate"] is None
+    assert trainer_table([line]).cells == [["dpsgd", "timing, ncu", "0/0, 1 skipped", "-", "-"]]
+
+
+def test_nothing_run_has_no_summary() -> None:
+    assert trainer_summary([]) == []
+
+
+def test_table_says_how_many_cases_of_each_trainer_succeeded_and_why_not() -> None:
+    outcomes = [outcome("standard", 7e9), outcome("dpsgd", 7e9), failed("dpsgd", batch_size=16)]
+    table = trainer_table(trainer_summary(outcomes), ["A note."])
+    assert table.headers == ["trainer", "instruments", "cases\nok", "success", "peak\nmemory GB"]
+    assert table.cells == [
+        ["standard", "timing, ncu", "1/1", "100%", "7.00"],
+        ["dpsgd", "timing, ncu", "1/2", "50%", "7.00"],
+    ]
+    assert table.notes == ("CaseOutOfMemory: CUDA out of memory", "A note.")
+
+
+def test_peak_that_was_not_measured_is_a_dash() -> None:
+    table = trainer_table(trainer_summary([failed("dpsgd")]))
+    assert table.cells == [["dpsgd", "timing, ncu", "0/1", "0%", "-"]]
+
+
+def test_predicted_peak_has_a_column_of_its_own() -> None:
+    table = trainer_table(trainer_summary([outcome("dpsgd", 8e9, instrument="logical")]))
+    assert table.headers[-2:] == ["peak\nmemory GB", "logical\npeak GB"]
+    assert table.cells == [["dpsgd", "logical", "1/1", "100%", "-", "8.00"]]

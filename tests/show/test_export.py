@@ -1,0 +1,190 @@
+"""A run for other programs: exact numbers, and nothing that spoils a session."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpbench.case import Case
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import COLUMNS, STEP, Measurement
+from dpbench.show.export import (
+    STEP_SUMMARY,
+    append_step_summary,
+    github_benchmark_entries,
+    write_csv,
+    write_github_benchmark,
+    write_renderings,
+)
+from dpbench.show.layout import Table
+from dpbench.show.view import View
+
+UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}
+
+
+def rows(trainer: str, phase: str = STEP, **metrics: list[float]) -> list[Measurement]:
+    """Measurements of one case, a number for each active step."""
+    case = Case(trainer, batch_size=8, seq_len=256)
+    return [
+        Measurement(
+            case,
+            "timing" if "second" in metric else "ncu",
+            phase,
+            metric,
+            value,
+            UNITS[metric.rpartition("_")[2]],
+            repeat,
+            "NVIDIA H200",
+            "ncu 2025.3.1" if repeat == 0 else "ncu 2026.1.0",
+        )
+        for metric, values in metrics.items()
+        for repeat, value in enumerate(values)
+    ]
+
+
+MEASURED = [
+    *rows("standard", dram_read_bytes=[100.0], dram_write_bytes=[100.0]),
+    *rows("dpsgd", dram_read_bytes=[300.0, 302.0], dram_write_bytes=[100.0, 100.0]),
+    *rows("dpsgd", "clip", dram_read_bytes=[30.0], dram_write_bytes=[10.0]),
+    *rows("dpsgd", step_time_seconds=[0.1, 0.3, 0.2], samples_per_second=[80.0, 26.0, 40.0]),
+]
+
+
+# --- CSV -------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.floats(0, 1e15) | st.integers(0, 2**60), min_size=1, max_size=4))
+def test_csv_keeps_every_digit(
+    tmp_path_factory: pytest.TempPathFactory, values: list[float]
+) -> None:
+    path = tmp_path_factory.mktemp("csv") / "run.csv"
+    measured = rows("dpsgd", dram_read_bytes=values)
+    write_csv(path, measured)
+    with path.open(newline="", encoding="utf-8") as stream:
+        read = list(csv.DictReader(stream))
+    assert list(read[0]) == COLUMNS
+    assert [{**row, "value": float(row["value"])} for row in read] == [
+        {**{name: str(v) for name, v in m.as_row().items()}, "value": float(m.value)}
+        for m in measured
+    ]
+
+
+def test_csv_quotes_what_would_break_a_line(tmp_path: Path) -> None:
+    [row] = rows("dpsgd", dram_read_bytes=[1.0])
+    write_csv(tmp_path / "run.csv", [Measurement(**{**vars(row), "tool": 'a,"b"\nc'})])
+    with (tmp_path / "run.csv").open(newline="", encoding="utf-8") as stream:
+        assert [line["tool"] for line in csv.DictReader(stream)] == ['a,"b"\nc']
+
+
+# --- github-action-benchmark -----------------------------------------------------------------
+
+
+def entries(measured: list[Measurement], **view: str) -> dict[str, dict[str, Any]]:
+    found = list(github_benchmark_entries(measured, View.of(**view)))
+    assert len({entry["name"] for entry in found}) == len(found)
+    return {entry["name"].partition("/")[2]: entry for entry in found}
+
+
+def test_entries_are_cases_and_the_columns_of_the_tables() -> None:
+    case = "dpsgd-bs8-seq256-1b-fp32"
+    assert {name: entry["value"] for name, entry in entries(MEASURED).items()} == {
+        "standard-bs8-seq256-1b-fp32/dram_read_bytes": 100.0,
+        "standard-bs8-seq256-1b-fp32/dram_write_bytes": 100.0,
+        "standard-bs8-seq256-1b-fp32/dram_bytes": 200.0,
+        f"{case}/dram_read_bytes": 301.0,
+        f"{case}/dram_write_bytes": 100.0,
+        f"{case}/dram_bytes": 401.0,
+        f"{case}/dram_ratio": 401 / 200,
+        f"{case}/step_time_seconds": 0.2,
+    }
+
+
+def test_entry_has_the_fields_that_the_action_reads() -> None:
+    found = entries(MEASURED)
+    assert found["dpsgd-bs8-seq256-1b-fp32/dram_bytes"] == {
+        "name": "NVIDIA H200/dpsgd-bs8-seq256-1b-fp32/dram_bytes",
+        "unit": "B",
+        "value": 401.0,
+        "range": f"± {1 / 401:.2%}",
+        "extra": "instrument: ncu\ntool: ncu 2025.3.1, ncu 2026.1.0\nsteps: 2",
+    }
+    ratio = found["dpsgd-bs8-seq256-1b-fp32/dram_ratio"]
+    assert (ratio["unit"], "range" in ratio) == ("x standard", False)
+
+
+def test_entries_follow_chosen_columns_but_for_rates_of_which_more_is_better() -> None:
+    chosen = "dram_ratio,samples_per_second,dram_throughput,spread,step_time_seconds"
+    assert [name.rpartition("/")[2] for name in entries(MEASURED, columns=chosen)] == [
+        "dram_ratio",
+        "step_time_seconds",
+    ]
+
+
+def test_file_is_a_list_even_of_nothing(tmp_path: Path) -> None:
+    write_github_benchmark(tmp_path / "none.json", [])
+    write_github_benchmark(tmp_path / "some.json", MEASURED)
+    assert json.loads((tmp_path / "none.json").read_text()) == []
+    assert json.loads((tmp_path / "some.json").read_text()) == list(entries(MEASURED).values())
+
+
+def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
+    outcome = Outcome(MEASURED[0].case, tuple(MEASURED), 1.0)
+    write_renderings([outcome], View.of("dram_ratio"), markdown=tmp_path / "run.md")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.md"]
+    text = (tmp_path / "run.md").read_text(encoding="utf-8")
+    assert "DRAM ÷ std" in text
+    assert "DRAM read" not in text
+
+
+# --- GitHub's step summary -------------------------------------------------------------------
+
+TABLE = Table("Title", ["trainer", "GB"], [["dpsgd", "1.0"]])
+
+
+def test_step_summary_is_appended_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.md"
+    path.write_text("# Before", encoding="utf-8")
+    monkeypatch.setenv(STEP_SUMMARY, str(path))
+    assert append_step_summary([TABLE]) is None
+    assert append_step_summary([TABLE]) is None
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# Before\n### Title")
+    assert text.count("### Title") == 2
+
+
+def test_step_summary_of_nothing_or_nowhere_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STEP_SUMMARY, str(tmp_path / "summary.md"))
+    assert append_step_summary([]) is None
+    monkeypatch.setenv(STEP_SUMMARY, "")
+    assert append_step_summary([TABLE]) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["absent/summary.md", "."])
+def test_step_summary_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv(STEP_SUMMARY, str(tmp_path / where))
+    warning = append_step_summary([TABLE])
+    assert warning is not None
+    assert warning.startswith(f"{STEP_SUMMARY}: {tmp_path}")
+    assert "\n" not in warning
+
+
+def test_step_summary_longer_than_github_takes_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "summary.md"
+    path.write_bytes(b"x" * (1024 * 1024 - 10))
+    monkeypatch.setenv(STEP_SUMMARY, str(path))
+    assert "1 MiB" in (append_step_summary([TABLE]) or "")
+    assert path.stat().st_size == 1024 * 1024 - 10

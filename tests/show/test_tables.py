@@ -1,0 +1,250 @@
+"""The tables that people read, in a terminal and in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dpbench.results.frame import to_frame
+from dpbench.show.layout import Table
+from dpbench.show.tables import tables
+from tests.results.figures import (
+    FIGURES,
+    GB,
+    by_phase,
+    column,
+    dram,
+    every_figure,
+    notes,
+    rows,
+    tables_of,
+)
+
+# --- the step --------------------------------------------------------------------------------
+
+
+def test_step_table_has_gigabytes_ratios_and_milliseconds() -> None:
+    step = tables_of(every_figure())[0]
+    assert step.title == "1b fp32, batch 16, sequence 1024, H200: GB per step"
+    headers = [header.replace("\n", " ") for header in step.headers]
+    assert headers[:7] == [
+        *("trainer", "DRAM read", "DRAM write", "DRAM total", "DRAM ÷ std"),
+        *("L2 total", "L2 ÷ std"),
+    ]
+    assert headers[7].startswith("peak mem")
+    assert headers[8:] == ["step ms"]
+    assert step.cells[:2] == [
+        ["standard", "512.3", "377.4", "889.7", "1.00", "5120.7", "1.00", "71.9", "2801.7"],
+        ["dpsgd", "1311.2", "956.4", "2267.6", "2.55", "10240.1", "2.00", "138.2", "5594.2"],
+    ]
+
+
+def test_trainers_come_in_order_with_the_baseline_first() -> None:
+    step = tables_of(reversed(every_figure()))[0]
+    assert [line[0] for line in step.cells] == list(FIGURES)
+
+
+def test_step_table_fits_a_terminal() -> None:
+    measurements = every_figure(device="NVIDIA H200")
+    step = tables_of(measurements)[0]
+    assert len(step.cells) == 4
+    assert max(map(len, step.as_text().splitlines())) <= 80
+
+
+def test_trainer_outside_expectations_is_said_within_a_terminal() -> None:
+    measurements = [
+        row
+        for name, factor in (("standard", 1), ("dpsgd", 11), ("dpsgd_ghost", 12), ("dpsgd_fgc", 13))
+        for row in rows(name, {**dram(factor * 100 * GB), "l2_total_bytes": factor * 200 * GB})
+    ]
+    assert max(map(len, tables_of(measurements)[0].as_text().splitlines())) <= 80
+
+
+def test_metric_that_was_not_measured_is_a_dash_and_never_a_zero() -> None:
+    step = tables_of(
+        rows("standard", {"dram_read_bytes": 5 * GB}),
+        rows("dpsgd", {"step_time_seconds": 0.5}),
+    )[0]
+    assert step.cells == [
+        ["standard", "5.00", *"-" * 7],
+        ["dpsgd", *"-" * 7, "500.0"],
+    ]
+
+
+def test_zero_that_was_measured_is_a_zero() -> None:
+    step = tables_of(rows("standard", {"dram_read_bytes": 0.0}))[0]
+    assert float(column(step, "DRAM read")["standard"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "title"),
+    [
+        ({"batch_size": 8}, "1b fp32, batch 8, sequence 1024, H200"),
+        ({"seq_len": 256}, "1b fp32, batch 16, sequence 256, H200"),
+        ({"precision": "bf16"}, "1b bf16, batch 16, sequence 1024, H200"),
+        ({"model_size": "small"}, "small fp32, batch 16, sequence 1024, H200"),
+        ({"attention": "dp_mha"}, "1b fp32, dp_mha, batch 16, sequence 1024, H200"),
+        ({"device": "A100"}, "1b fp32, batch 16, sequence 1024, A100"),
+        ({"device": ""}, "1b fp32, batch 16, sequence 1024, unknown device"),
+    ],
+    ids=["batch", "sequence", "precision", "size", "attention", "device", "unknown-device"],
+)
+def test_what_shares_no_baseline_shares_no_table(other: dict[str, Any], title: str) -> None:
+    found = tables_of(every_figure(), every_figure(**other))
+    step = [
+        table.title.removesuffix(": GB per step") for table in found if "GB per step" in table.title
+    ]
+    assert sorted(step) == sorted(["1b fp32, batch 16, sequence 1024, H200", title])
+
+
+def test_nothing_measured_makes_no_table() -> None:
+    assert tables(to_frame([])) == []
+
+
+# --- notes -----------------------------------------------------------------------------------
+
+
+def test_expected_ranges_stand_beside_the_ratios() -> None:
+    said = notes(
+        rows("standard", {**dram(100 * GB), "l2_total_bytes": 100 * GB}),
+        rows("dpsgd", {**dram(300 * GB), "l2_total_bytes": 200 * GB}),
+        rows("dpsgd_fgc", {**dram(600 * GB), "l2_total_bytes": 120 * GB}),
+    )
+    assert said == (
+        "DRAM expected 2 to 5 x standard; outside: dpsgd_fgc 6.00.\n"
+        "L2 expected 1.5 to 3 x standard; outside: dpsgd_fgc 1.20."
+    )
+
+
+@pytest.mark.parametrize("ratio", [2.0, 3.3, 5.0])
+def test_ratio_within_the_expected_range_is_not_called_outside(ratio: float) -> None:
+    said = notes(rows("standard", dram(100 * GB)), rows("dpsgd", dram(ratio * 100 * GB)))
+    assert said == "DRAM expected 2 to 5 x standard; outside: none."
+
+
+def test_standard_training_alone_has_no_expectation() -> None:
+    assert notes(rows("standard", dram(100 * GB))) == ""
+
+
+def test_missing_baseline_is_said() -> None:
+    said = notes(rows("dpsgd", dram(300 * GB)))
+    assert said == "No ratio: the 'standard' trainer was not measured for this cell."
+
+
+def test_baseline_of_another_cell_is_missing_all_the_same() -> None:
+    found = tables_of(rows("standard", dram(GB * 300)), rows("dpsgd", dram(GB * 300), batch_size=8))
+    without = [table for table in found if "No ratio" in "".join(table.notes)]
+    assert [table.title.split(",")[1] for table in without] == [" batch 8"] * len(without)
+    assert without != []
+
+
+def test_tiny_size_comes_with_a_warning() -> None:
+    said = notes(rows("standard", dram(0.05 * GB)), rows("dpsgd", dram(0.2 * GB)))
+    assert "WARNING: at this size the data stays in the L2 cache" in said
+
+
+def test_real_size_comes_without_a_warning() -> None:
+    assert "WARNING" not in notes(every_figure())
+    assert "WARNING" not in notes(rows("standard", {"step_time_seconds": 0.1}))
+
+
+# --- phases ----------------------------------------------------------------------------------
+
+
+def test_phase_table_has_bytes_and_the_ratio_to_the_same_phase() -> None:
+    phase = tables_of(
+        by_phase("standard", forward=100, backward=200, optimizer=20),
+        by_phase("dpsgd", forward=110, backward=500, clip=150, noise=40, optimizer=20),
+    )[1]
+    assert phase.title.endswith("DRAM GB by phase (÷ standard)")
+    assert phase.headers == ["trainer", "forward", "backward", "clip", "noise", "optimizer"]
+    assert phase.cells == [
+        ["standard", "100.0 (1.00)", "200.0 (1.00)", "-", "-", "20.0 (1.00)"],
+        ["dpsgd", "110.0 (1.10)", "500.0 (2.50)", "150.0", "40.0", "20.0 (1.00)"],
+    ]
+
+
+def test_phase_that_moves_next_to_nothing_has_no_column() -> None:
+    phase = tables_of(by_phase("standard", forward=100, backward=100, outside=0.01))[1]
+    assert phase.headers == ["trainer", "forward", "backward"]
+
+
+def test_what_happens_outside_every_phase_is_shown_when_it_counts() -> None:
+    phase = tables_of(by_phase("standard", outside=10, forward=100))[1]
+    assert phase.headers == ["trainer", "forward", "outside"]
+
+
+def test_no_phase_table_without_counted_phases() -> None:
+    titles = [table.title for table in tables_of(rows("standard", {"step_time_seconds": 1.0}))]
+    assert not any("by phase" in title for title in titles)
+
+
+def test_phase_table_fits_a_terminal() -> None:
+    bare = {"forward": 111.1, "backward": 333.3, "optimizer": 88.8}
+    private = {"forward": 111.1, "backward": 1522.2, "clip": 311.1, "noise": 211.1} | {
+        "optimizer": 88.8
+    }
+    phase = tables_of(
+        by_phase("standard", **bare), *(by_phase(name, **private) for name in [*FIGURES][1:])
+    )[1]
+    assert len(phase.cells) == 4
+    assert max(map(len, phase.as_text().splitlines())) <= 80
+
+
+def test_no_phase_table_when_only_the_step_was_counted() -> None:
+    titles = [table.title for table in tables_of(rows("standard", dram(100 * GB)))]
+    assert not any("by phase" in title for title in titles)
+
+
+# --- throughput and other counters -----------------------------------------------------------
+
+
+def throughput(found: list[Table]) -> list[Table]:
+    return [table for table in found if "GB/s" in table.title]
+
+
+def test_throughput_is_by_case_and_says_where_it_comes_from() -> None:
+    [table] = throughput(
+        tables_of(
+            rows("standard", {**dram(400 * GB), "step_time_seconds": 0.5}),
+            rows("dpsgd", {**dram(800 * GB), "step_time_seconds": 0.5}),
+        )
+    )
+    assert "unprofiled" in "".join([table.title, *table.notes])
+    assert [header[:4] for header in table.headers[1:]] == ["DRAM"] * 3
+    assert [line[0].split()[0] for line in table.cells] == ["standard", "dpsgd"]
+    assert [line[1:] for line in table.cells] == [
+        ["200.0", "600.0", "800.0"],
+        ["400.0", "1200.0", "1600.0"],
+    ]
+
+
+def test_no_throughput_without_times() -> None:
+    assert throughput(tables_of(rows("standard", dram(400 * GB)))) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"precision": "bf16"}, {"model_size": "medium"}, {"device": "A100"}],
+    ids=lambda value: next(iter(value)),
+)
+def test_throughputs_of_different_configurations_can_be_told_apart(other: dict[str, Any]) -> None:
+    figures = {**dram(400 * GB), "step_time_seconds": 0.5}
+    found = tables_of(rows("standard", figures), rows("standard", figures, **other))
+    cells = [(table.title, line[0]) for table in throughput(found) for line in table.cells]
+    assert len(set(cells)) == 2
+
+
+def test_throughput_table_fits_a_terminal() -> None:
+    metrics = ("l2_read_bytes", "l2_write_bytes", "global_load_bytes", "global_store_bytes")
+    extra = dict.fromkeys(metrics, 5120.7 * GB)
+    [table] = throughput(tables_of(every_figure(), *(rows(name, extra) for name in FIGURES)))
+    assert len(table.headers) == 8
+    assert max(map(len, table.as_text().splitlines())) <= 80
+
+
+def test_counter_asked_for_by_its_own_name_is_shown_as_the_tool_gives_it() -> None:
+    table = tables_of(rows("dpsgd", {"lts__t_sectors.sum": 1234567.0}))[-1]
+    assert table.title == "Other counters, per step"
+    assert table.cells == [["dpsgd bs16 seq1024", "lts__t_sectors.sum", "1.23457e+06 sector"]]

@@ -1,0 +1,80 @@
+"""What a person asks to see: columns, order, groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dpbench.case import AXES
+from dpbench.errors import ConfigurationError
+from dpbench.show.view import COLUMNS, COUNTED, MEASURED, View, column
+
+
+def test_nothing_said_is_the_default() -> None:
+    assert View.of() == View() == View((), None, ("cell",))
+
+
+def test_names_are_separated_by_commas_and_each_counts_once() -> None:
+    view = View.of("dram_bytes, dram_ratio,dram_bytes", "step_time_seconds", "trainer,seq_len")
+    assert [shown.name for shown in view.columns] == ["dram_bytes", "dram_ratio"]
+    assert (view.sort, view.group_by) == ("step_time_seconds", ("trainer", "seq_len"))
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics", "kind"),
+    [
+        ("dram_read_bytes", ("dram_read_bytes",), "value"),
+        ("dram_ratio", ("dram_bytes",), "ratio"),
+        ("dram_read_ratio", ("dram_read_bytes",), "ratio"),
+        ("l2_bytes", ("l2_total_bytes",), "value"),
+        ("l2_ratio", ("l2_total_bytes",), "ratio"),
+        ("peak_memory_bytes", ("peak_memory_bytes",), "value"),
+        ("step_time_ratio", ("step_time_seconds",), "ratio"),
+        ("dram_spread", ("dram_bytes",), "spread"),
+        ("dram_over_logical", ("dram_bytes",), "over_logical"),
+        ("logical_ratio", ("logical_bytes",), "ratio"),
+        ("dram_throughput", ("dram_throughput",), "value"),
+        ("spread", ("dram_bytes", "l2_total_bytes", "step_time_seconds"), "spread"),
+        ("lts__t_sectors.sum", ("lts__t_sectors.sum",), "value"),
+    ],
+)
+def test_column_says_which_number_it_shows(name: str, metrics: tuple[str, ...], kind: str) -> None:
+    assert (column(name).metrics, column(name).kind) == (metrics, kind)
+
+
+def test_headers_of_different_columns_differ() -> None:
+    different = [shown for name, shown in COLUMNS.items() if name != "l2_bytes"]  # l2_total_bytes
+    assert len({shown.header for shown in different}) == len(different)
+
+
+def test_what_is_shown_by_default_exists() -> None:
+    assert {*MEASURED, *COUNTED} <= set(COLUMNS)
+
+
+def test_of_rates_more_is_better_and_of_everything_else_less() -> None:
+    larger = {name for name, shown in COLUMNS.items() if not shown.smaller_is_better}
+    assert "dram_bytes" not in larger
+    assert {"samples_per_second", "dram_throughput", "global_load_throughput"} <= larger
+    assert all("throughput" in name or "samples" in name for name in larger)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_axes_sort_and_group(axis: str) -> None:
+    assert View.of(None, axis, axis) == View((), axis, (axis,))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: View.of("dram"), "unknown column 'dram'; choose from dram_read_bytes, "),
+        (lambda: View.of("dram_bytes,nope"), "unknown column 'nope'"),
+        (lambda: View.of(sort="fastest"), "unknown column 'fastest'"),
+        (lambda: View.of(group_by="gpu"), "unknown group 'gpu'; choose from cell, device, phase, "),
+    ],
+)
+def test_unknown_names_are_refused_in_one_line(wrong: Callable[[], View], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        wrong()
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
