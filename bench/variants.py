@@ -46,7 +46,7 @@ class DropoutModel(SimpleBigModel):
         for block in self.blocks:
             attend = DropoutSelfAttention(size.hidden, size.heads)
             block.attention = nn.Sequential(attend, nn.Dropout(DROPOUT))
-            block.down = nn.Sequential(block.down, nn.Dropout(DROPOUT))
+            block.down = nn.Sequential(block.get_submodule("down"), nn.Dropout(DROPOUT))
         self.blocks.insert(0, nn.Dropout(DROPOUT))
 
 
@@ -60,4 +60,4 @@ class RMSNormModel(SimpleBigModel):
         for block in self.blocks:
             block.attention_norm = nn.RMSNorm(size.hidden)
             block.feed_forward_norm = nn.RMSNorm(size.hidden)
-        self.final_norm = nn.RMSNorm(size.hidden)
+        self.add_module("final_norm", nn.RMSNorm(size.hidden))
