@@ -241,8 +241,8 @@ def test_what_changes_to_opacus_save_is_counted_as_the_findings_say() -> None:
         for name, _, target in (word.partition("=") for word in words)
         if target.startswith("bench.")
     }
-    table = (ROOT / "docs/findings.md").read_text(encoding="utf-8").partition("| GB counted | step ms |")[2]
-    table = table.partition("\n\n")[0]
+    findings = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+    table = findings.partition("| GB counted | step ms |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (\w+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|", table, re.M)
     assert len(rows) == 7
     for trainer, printed in rows:
