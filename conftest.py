@@ -29,7 +29,6 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         return
     for registry in (TRAINERS, MODELS):
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-        monkeypatch.setattr(registry, "_labels", set(registry._labels))
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
     for variable in (*READ_BY_PYTEST, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)

@@ -27,8 +27,9 @@ from dpbench.case import AXES, Case
 from dpbench.commands.options import add_cases, chosen_grid, saved_run
 from dpbench.errors import ConfigurationError, check_writable_file
 from dpbench.options import add_storage, one_of
+from dpbench.registry import resolve
 from dpbench.results.cards import CARDS, Roofs, find_card
-from dpbench.results.rows import Measurement, saved_case
+from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,7 +95,9 @@ def _saved(options: argparse.Namespace) -> pd.DataFrame:
         raise ConfigurationError(f"{names}: the same case is in two of them; name one")
     for axis in AXES:
         if (values := getattr(options, axis)) is not None:
-            frame = frame[frame[axis].isin([_spelled(axis, value) for value in values])]
+            known = set(frame[axis])  # a saved run may name what this process does not know
+            wanted = [value if value in known else _spelled(axis, value) for value in values]
+            frame = frame[frame[axis].isin(wanted)]
     if frame.empty:
         raise ConfigurationError(f"{names}: no rows of the cases that were asked for")
     return frame
@@ -107,13 +110,13 @@ def _spelled(axis: str, value: object) -> object:
         ConfigurationError: it does not exist.
     """
     case: dict[str, object] = {"trainer": "standard", "batch_size": 1, "seq_len": 1, axis: value}
-    return getattr(Case(**case), axis)  # type: ignore[arg-type]
+    return getattr(resolve(Case(**case)), axis)  # type: ignore[arg-type]
 
 
 def _cases_of(frame: pd.DataFrame) -> list[Case]:
     """The cases of rows, each once."""
     fields = frame[list(AXES)].drop_duplicates()
-    return [saved_case(dict(zip(AXES, row, strict=True))) for row in fields.to_numpy(object)]
+    return [Case(*row) for row in fields.to_numpy(object)]
 
 
 def _count(cases: Iterable[Case]) -> tuple[list[Measurement], set[Case]]:

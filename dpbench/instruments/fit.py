@@ -15,7 +15,7 @@ from dpbench.errors import DpbenchError
 from dpbench.gpu import Gpu
 from dpbench.instruments import child
 from dpbench.instruments.base import CaseFailed, InstrumentError
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import MODELS, TRAINERS, arguments
 from dpbench.results.rows import STEP
 
 COUNTING_SECONDS = 60.0
@@ -82,7 +82,7 @@ def _rows_of_own_process(case: Case) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "dpbench", "run", "--instrument", "logical"]
         try:
             subprocess.run(
-                [*command, *case.arguments(), "--json", str(found)],
+                [*command, *arguments(case), "--json", str(found)],
                 env={**os.environ, **child.environment(case), "GITHUB_STEP_SUMMARY": ""},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

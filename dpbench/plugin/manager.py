@@ -26,6 +26,7 @@ from dpbench.plugin.asked import Asked
 from dpbench.plugin.files import Files
 from dpbench.plugin.terminal import open_terminal
 from dpbench.plugin.updating import reference_to_update, update
+from dpbench.registry import chosen_grid, resolve
 from dpbench.show.view import View
 
 if TYPE_CHECKING:
@@ -51,13 +52,9 @@ RUNS_NO_TEST = (
 
 
 def asked_grid(options: argparse.Namespace) -> Grid:
-    """The grid that a session's options describe.
-
-    Raises:
-        ConfigurationError: there is no such grid or case.
-    """
-    grid = Grid.named(options.dpbench_grid)
-    return grid.narrow(**{axis: getattr(options, f"dpbench_{axis}") for axis in AXES})
+    """The grid that a session's options describe."""
+    axes = {axis: getattr(options, f"dpbench_{axis}") for axis in AXES}
+    return chosen_grid(options.dpbench_grid, **axes)
 
 
 class Manager:
@@ -377,7 +374,7 @@ class Manager:
 
 def _case(case: Case | str, fields: dict[str, Any]) -> Case:
     """A case, given as one or as its fields."""
-    return case if isinstance(case, Case) else Case(case, **fields)
+    return resolve(case if isinstance(case, Case) else Case(case, **fields))
 
 
 def _failure(outcome: Outcome) -> str:

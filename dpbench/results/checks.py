@@ -15,7 +15,7 @@ from dpbench.case import AXES, OUTSIDE, PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.metrics import MAY_FALL, UNITS
 from dpbench.results.outcome import PARTS, STATUSES, Outcome
-from dpbench.results.rows import COLUMNS, STEP, saved_case
+from dpbench.results.rows import COLUMNS, STEP
 
 _KINDS = {
     "batch_size": ("integer",),
@@ -53,7 +53,7 @@ def checked_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     frame = frame.astype({"value": float})
     _check_numbers(frame)
     for case in frame[list(AXES)].drop_duplicates().to_dict("records"):
-        saved_case({str(axis): value for axis, value in case.items()})
+        Case.from_row(case)
     return frame
 
 
@@ -99,7 +99,7 @@ def check_document(document: Mapping[str, Any]) -> None:
         _check(update["cases"], _each(_texts), "update's 'cases'")
     for case in document.get("cases", ()):
         _check_part(case, _CASE, "case")
-        saved_case({axis: case[axis] for axis in AXES})
+        Case.from_row(case)
     for part, kind in PARTS.items():
         for entry in document.get(part, ()):
             _check_part(entry, _PARTS[part], part)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, with_ratios
-from dpbench.results.rows import saved_case
 from dpbench.results.threshold import Threshold, ratio_name
 
 KEYS = [*AXES, "instrument", "metric", "phase"]
@@ -152,7 +151,7 @@ def ungated(
         had = set(then.itertuples(index=False, name=None))
         missing = [axes for axes in now.itertuples(index=False, name=None) if axes not in had]
         if had and missing:  # without any, the threshold is an error
-            cases = [saved_case(dict(zip(AXES, axes, strict=True))).id for axes in missing]
+            cases = [Case(*axes).id for axes in missing]
             found[str(threshold)] = list(dict.fromkeys(cases))
     return found
 

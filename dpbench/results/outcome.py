@@ -19,7 +19,7 @@ from dpbench.results.code_state import code_state
 from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
+from dpbench.results.rows import SCHEMA, Measurement, as_rows
 from dpbench.results.speed_of_light import KernelSpeed
 from dpbench.show.by_trainer import trainer_summary, trainer_table
 from dpbench.show.kernels import case_kernel_tables
@@ -98,7 +98,7 @@ class Outcome:
             rest[part] = tuple(kind.from_row(row) for row in rest[part])
         rest["notes"] = tuple(rest["notes"])
         rows = tuple(Measurement.from_row(row) for row in data["rows"])
-        return cls(case=saved_case(data["case"]), rows=rows, **rest)
+        return cls(case=Case.from_row(data["case"]), rows=rows, **rest)
 
 
 def environment(

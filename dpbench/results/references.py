@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench.case import AXES
+from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.compare import compare
 from dpbench.results.frame import CONFIGURATION, to_frame
 from dpbench.results.outcome import COMPLETE
-from dpbench.results.rows import saved_case
 from dpbench.results.run import Run
 
 KEY = [*AXES, "device", "instrument"]
@@ -139,8 +138,7 @@ def alone(after: pd.DataFrame, changes: pd.DataFrame, *, across: bool = False) -
             missing.setdefault(key[: len(AXES)], []).extend(map(str, key[len(AXES) :]))
     with_some = {key[: len(AXES)] for key in compared}
     return [
-        saved_case(dict(zip(AXES, axes, strict=True))).id
-        + (f" ({', '.join(names)})" if axes in with_some else "")
+        Case(*axes).id + (f" ({', '.join(names)})" if axes in with_some else "")
         for axes, names in missing.items()
     ]
 

@@ -15,7 +15,7 @@ from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.checks import check_document, checked_frame
 from dpbench.results.outcome import COMPLETE, PARTS, Outcome, belongs
-from dpbench.results.rows import OWN_COLUMNS, SCHEMA, Measurement, saved_case
+from dpbench.results.rows import OWN_COLUMNS, SCHEMA, Measurement
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class Run:
         for row in self.document["rows"]:
             axes = tuple(row[axis] for axis in AXES)
             if axes not in cases:
-                cases[axes] = saved_case(dict(zip(AXES, axes, strict=True)))
+                cases[axes] = Case(*axes)
             measurement = Measurement(cases[axes], **{name: row[name] for name in OWN_COLUMNS})
             rows.setdefault((measurement.case, measurement.instrument), []).append(measurement)
         found = []
         for data in _cases(self.document):
-            case = saved_case({axis: data[axis] for axis in AXES})
+            case = Case.from_row(data)
             # Documents of older versions do not say by which instruments: then by all.
             names = data.get("instruments") or [name for of, name in rows if of == case]
             mine = [row for name in names for row in rows.pop((case, name), ())]

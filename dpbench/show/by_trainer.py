@@ -20,11 +20,10 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     ``peak_memory_bytes`` is the largest that was measured, ``logical_peak_memory_bytes`` the
     largest that was predicted without hardware; None where there is none.
     """
-    known = {name: place for place, name in enumerate(TRAINERS)}
     lines: dict[tuple[str, tuple[str, ...]], list[Outcome]] = {}
     for outcome in outcomes:
         lines.setdefault((outcome.case.trainer, outcome.instruments), []).append(outcome)
-    order = sorted(lines, key=lambda line: known.get(line[0], len(known)))
+    order = sorted(lines, key=lambda line: TRAINERS.rank(line[0]))
     return [_line(*line, lines[line]) for line in order]
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.case import BASELINE_TRAINER, Case
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import KEYS
 from dpbench.results.frame import CONFIGURATION
-from dpbench.results.rows import STEP, saved_case
+from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes
 
 SHOWN = (
@@ -43,7 +43,7 @@ def comparison_tables(changes: pd.DataFrame, verdict: pd.DataFrame, title: str =
     ]
     for key, group in rows.groupby(together):
         cell = dict(zip(together, key, strict=True))
-        case = _case({**cell, "trainer": BASELINE_TRAINER})
+        case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
         what = f"{case.configuration}, batch {case.batch_size}, sequence {case.seq_len}"
         against = f", against {cell['reference']}" if "reference" in cell else ""
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{against}"
@@ -59,9 +59,9 @@ def comparison_tables(changes: pd.DataFrame, verdict: pd.DataFrame, title: str =
 
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
     """Trainers as they are registered, the baseline first; metrics as in `SHOWN`; then others."""
-    known = [*TRAINERS] if names.name == "trainer" else [*SHOWN]
-    rank = {name: position for position, name in enumerate(known)}
-    return names.map(lambda name: rank.get(name, len(rank)))
+    if names.name == "trainer":
+        return names.map(TRAINERS.rank)
+    return names.map(lambda name: [*SHOWN, name].index(name))
 
 
 HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
@@ -85,7 +85,7 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     """What a test's report says about the changes that made it fail, case by case."""
     found: dict[str, list[list[str]]] = {}
     for row in regressions:
-        title = f"{_case(row).id}, against {row['reference']}"
+        title = f"{Case.from_row(row).id}, against {row['reference']}"
         found.setdefault(title, []).append(change_cells({**row, "regressed": False}))
     return "\n\n".join(Table(title, HEADERS, cells).as_text() for title, cells in found.items())
 
@@ -99,7 +99,3 @@ def amount(value: float, unit: str) -> str:
     if unit == "s":
         return f"{value * 1e3:.1f} ms"
     return f"{value:.4g}" if unit == "1" else f"{value:.4g} {unit}"
-
-
-def _case(row: Mapping[str, Any]) -> Case:
-    return saved_case({axis: row[axis] for axis in AXES})

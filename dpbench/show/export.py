@@ -12,10 +12,10 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome, write_markdown, write_text
-from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows, saved_case
+from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.groups import in_order
 from dpbench.show.layout import Table, as_markdown
 from dpbench.show.tables import complete
@@ -101,7 +101,7 @@ def _tools(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _entry(row: Mapping[Any, Any], column: Column) -> dict[str, Any]:
-    case = saved_case({axis: row[axis] for axis in AXES})
+    case = Case.from_row(row)
     unit = {"value": row["unit"], "ratio": "x standard"}.get(column.kind, "x logical")
     made_by = f"instrument: {row['instrument']}\ntool: {row['tool']}\nsteps: {row['repeats']:.0f}"
     entry = {

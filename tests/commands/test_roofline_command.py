@@ -80,7 +80,7 @@ def test_a_case_that_cannot_be_counted_leaves_the_others(
     Path("run.json").write_text(json.dumps({"schema": 1, "rows": [*unknown, *rows]}))
     assert main(["roofline", "run.json"]) == 1
     shown = capsys.readouterr()
-    assert "known from saved results only" in shown.err
+    assert "unknown trainer 'nowhere_to_be_found'" in shown.err
     assert "dpsgd" in shown.out
     assert "nowhere_to_be_found" not in shown.out
 

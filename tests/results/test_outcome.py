@@ -184,7 +184,7 @@ def test_document_has_every_operator_that_was_counted_as_a_row() -> None:
     ],
 )
 def test_every_row_of_the_document_has_the_fields_that_scripts_read(key: str) -> None:
-    data = saved(ok("DPGhostClippingTrainer"))
+    data = saved(ok("dpsgd_ghost"))
     assert all(row[key] is not None for row in data["rows"])
     assert {row["trainer"] for row in data["rows"]} == {"dpsgd_ghost"}
 

@@ -73,9 +73,7 @@ def trainers(sources: Sequence[Source], summary: pd.DataFrame, basis: Basis) -> 
         Column(f"largest {basis.name} ÷ standard", "max", times),
         Column(f"largest peak memory, GB ({basis.verb})", "peak", GB),
     ]
-    rank = {name: place for place, name in enumerate(TRAINERS)}
-    place = counts.trainer.map(lambda name: rank.get(name, len(rank)))
-    counts = counts.iloc[place.argsort(kind="stable")]
+    counts = counts.iloc[counts.trainer.map(TRAINERS.rank).argsort(kind="stable")]
     return DataTable.of("Trainers", counts, columns)
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from dpbench.case import AXES, Case
 from dpbench.results.frame import CONFIGURATION, summarise, with_ratios
 from dpbench.results.outcome import NOT_TRIED
-from dpbench.results.rows import COLUMNS, saved_case
+from dpbench.results.rows import COLUMNS
 from dpbench.show.groups import in_order
 
 COUNTED = "logical"
@@ -102,7 +102,7 @@ def cases_without_logical(sources: Iterable[Source]) -> list[Case]:
     counted = pd.MultiIndex.from_frame(rows.loc[rows.instrument == COUNTED, list(AXES)])
     cases = rows.loc[rows.instrument != COUNTED, list(AXES)].drop_duplicates()
     without = cases[~pd.MultiIndex.from_frame(cases).isin(counted)]
-    return [saved_case({str(k): v for k, v in case.items()}) for case in without.to_dict("records")]
+    return [Case.from_row(case) for case in without.to_dict("records")]
 
 
 def failures_of(sources: Sequence[Source], summary: pd.DataFrame) -> pd.DataFrame:
