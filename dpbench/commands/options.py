@@ -35,7 +35,8 @@ def chosen_view(options: argparse.Namespace) -> View:
     Raises:
         ConfigurationError: a column, an axis or a group does not exist.
     """
-    return View.of(options.columns, options.sort, options.group_by, vars(options).get("top", TOP))
+    top = vars(options).get("top", TOP)
+    return View.of(options.columns, options.sort, options.group_by, top, options.expect)
 
 
 def add_case(parser: argparse.ArgumentParser) -> None:

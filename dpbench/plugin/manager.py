@@ -74,6 +74,7 @@ class Manager:
             self.options.dpbench_sort,
             self.options.dpbench_group_by,
             self.options.ncu_kernels_top,
+            self.options.dpbench_expect,
         )
         self.files = Files(config, self.view)
         self.instruments: list[Instrument] = []

@@ -13,7 +13,7 @@ from pandas.api.types import infer_dtype
 
 from dpbench.case import AXES, OUTSIDE, PHASES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.metrics import MAY_FALL, UNITS
+from dpbench.metrics import METRICS
 from dpbench.results.outcome import PARTS, STATUSES, Outcome
 from dpbench.results.rows import COLUMNS, STEP
 
@@ -61,9 +61,11 @@ def _check_numbers(frame: pd.DataFrame) -> None:
     """The numbers of a long table can be what they say."""
     _refuse(frame, frame.repeat < 0, "repeat")
     _refuse(frame, ~frame.phase.isin(_PHASES), "phase")
-    known = frame.metric.isin(UNITS)
-    _refuse(frame, known & (frame.metric.map(UNITS) != frame.unit), "unit")
-    _refuse(frame, known & ~frame.metric.isin(MAY_FALL) & (frame.value < 0), "value")
+    units = {metric.name: metric.unit for metric in METRICS.values()}
+    may_fall = [metric.name for metric in METRICS.values() if metric.may_fall]
+    known = frame.metric.isin(units)
+    _refuse(frame, known & (frame.metric.map(units) != frame.unit), "unit")
+    _refuse(frame, known & ~frame.metric.isin(may_fall) & (frame.value < 0), "value")
     again = frame[frame.duplicated(_ONE_NUMBER, keep=False)]
     other = ~again.duplicated([*_ONE_NUMBER, "value", "unit"], keep=False)
     _refuse(again, other, "value", "is not only")

@@ -9,8 +9,9 @@ import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.errors import ConfigurationError
+from dpbench.metrics import ratio_name
 from dpbench.results.frame import summarise, with_ratios
-from dpbench.results.threshold import Threshold, ratio_name
+from dpbench.results.threshold import Threshold
 
 KEYS = [*AXES, "instrument", "metric", "phase"]
 CHANGES = [*KEYS, "device", "unit", "before", "after", "change", "relative"]

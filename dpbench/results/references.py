@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -132,7 +133,7 @@ def alone(after: pd.DataFrame, changes: pd.DataFrame, *, across: bool = False) -
     """
     columns = list(AXES) if across else [*AXES, "instrument"]
     compared = set(changes[columns].itertuples(index=False, name=None))
-    missing: dict[tuple[object, ...], list[str]] = {}
+    missing: dict[tuple[Any, ...], list[str]] = {}
     for key in after[columns].drop_duplicates().itertuples(index=False, name=None):
         if key not in compared:
             missing.setdefault(key[: len(AXES)], []).extend(map(str, key[len(AXES) :]))

@@ -19,8 +19,7 @@ from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.groups import in_order
 from dpbench.show.layout import Table, as_markdown
 from dpbench.show.tables import complete
-from dpbench.show.view import COLUMNS as VIEW_COLUMNS
-from dpbench.show.view import COUNTED, MEASURED, Column, View
+from dpbench.show.view import Column, View, shown_by_default
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 STEP_SUMMARY_BYTES = 1024 * 1024
@@ -81,8 +80,9 @@ def github_benchmark_entries(
     frame = to_frame(measurements)
     if frame.empty:
         return
-    columns = view.columns or [VIEW_COLUMNS[name] for name in dict.fromkeys((*MEASURED, *COUNTED))]
-    columns = [c for c in columns if c.kind != "spread" and c.smaller_is_better]
+    usual = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
+    shown = dict.fromkeys(view.columns or usual)
+    columns = [c for c in shown if c.kind != "spread" and c.smaller_is_better]
     summary = in_order(complete(frame))
     step = summary[summary.phase == STEP].merge(_tools(frame), how="left")
     for _, case in step.groupby([*AXES, "device"], sort=False):

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.metrics import METRICS, Metric
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import ABSENT, Table, as_text, gigabytes
@@ -19,15 +20,6 @@ SHAPES_WIDTH = 60
 
 REPORT_WIDTH = 120
 """A report is a file, not a terminal."""
-
-COPY_METRICS = {
-    "memcpy_device_to_device_bytes": "device\nto device",
-    "memcpy_host_to_device_bytes": "host\nto device",
-    "memcpy_device_to_host_bytes": "device\nto host",
-    "memcpy_other_bytes": "other",
-    "memset_bytes": "memset",
-}
-"""The metrics of copies and memsets, and their headers."""
 
 
 def profile_tables(frame: pd.DataFrame) -> list[Table]:
@@ -53,29 +45,26 @@ def _phases(title: str, summary: pd.DataFrame) -> Table:
     """Time, memory and copies by phase, one line a phase."""
     found = summary.pivot(index="phase", columns="metric", values="value")
     found = found.reindex([p for p in (*PHASES, OUTSIDE, STEP) if p in found.index])
-    columns = {
-        "cpu_time_seconds": ("CPU\nms", 1e3),
-        "device_time_seconds": ("GPU\nms", 1e3),
-        "phase_peak_memory_bytes": ("peak\nmemory GB", None),
-        "memory_growth_bytes": ("memory\ngrowth GB", None),
-        **{metric: (f"{header} GB", None) for metric, header in COPY_METRICS.items()},
-    }
-    shown = [metric for metric in columns if metric in found and found[metric].any()]
+    shown = [m for m in METRICS.had_by("torch_profiler") if m.name in found and found[m.name].any()]
     cells = [
-        [str(phase), *(_number(line.get(m), columns[m][1]) for m in shown)]
+        [str(phase), *(_number(line.get(m.name), m.unit) for m in shown)]
         for phase, line in found.iterrows()
     ]
     note = ""
     if "device_time_seconds" in found:
         ratio = found.cpu_time_seconds[STEP] / found.device_time_seconds[STEP]
         note = f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."
-    return Table(title, ["phase", *(columns[m][0] for m in shown)], cells, (note,) if note else ())
+    return Table(title, ["phase", *(_header(m) for m in shown)], cells, (note,) if note else ())
 
 
-def _number(value: Any, scale: float | None) -> str:
+def _header(metric: Metric) -> str:
+    return metric.header + (" GB" if metric.unit == "B" else "")
+
+
+def _number(value: Any, unit: str) -> str:
     if value is None or pd.isna(value):
         return ABSENT
-    return gigabytes(float(value)) if scale is None else f"{float(value) * scale:.2f}"
+    return gigabytes(float(value)) if unit == "B" else f"{float(value) * 1e3:.2f}"
 
 
 def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Table]:

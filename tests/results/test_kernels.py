@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench.case import PHASES, Case
+from dpbench.metrics import METRICS
 from dpbench.results.kernels import (
-    KERNEL_METRICS,
     KernelCount,
     KernelLaunch,
     fold,
@@ -76,7 +76,7 @@ def test_phases_add_up_to_the_step_in_rows(found: list[KernelLaunch]) -> None:
         if row.phase != STEP:
             sums[row.repeat, row.metric] += row.value
     assert {(r.repeat, r.metric): r.value for r in rows if r.phase == STEP} == sums
-    assert {row.metric for row in rows} <= set(KERNEL_METRICS)
+    assert {row.metric for row in rows} <= {metric.name for metric in METRICS.had_by("ncu_kernels")}
 
 
 def test_kernels_of_some_phases_are_not_called_the_step() -> None:

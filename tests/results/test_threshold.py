@@ -49,7 +49,7 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dram:5%", "unknown metric 'dram'; choose from dram_bytes, dram_read_bytes"),
+        ("dram:5%", "unknown metric 'dram'; choose from dram_read_bytes, dram_write_bytes"),
         ("drum_ratio:5%", "unknown metric 'drum_ratio'; choose from"),
         ("dram_bytes@klip:5%", "unknown phase 'klip'; choose from step, forward"),
         ("dram_bytes", "write METRIC[@PHASE]:5%"),
@@ -86,7 +86,7 @@ numbers = st.floats(0, 1e15, allow_subnormal=False)
 
 
 @given(
-    metric=st.sampled_from(METRICS),
+    metric=st.sampled_from([*METRICS]),
     ratio=st.booleans(),
     phase=st.sampled_from([STEP, *PHASES]),
     percent=numbers | st.none(),

@@ -14,7 +14,7 @@ from dpbench.case import ATTENTIONS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import NVTX_DOMAIN, NVTX_END
 from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric, counters
+from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
 from dpbench.results.rows import STEP, Measurement
 
 REPORT_MAGIC = b"NVR\0"
@@ -90,8 +90,7 @@ def read(
     ranges = list(_ranges(path))
     first = ranges[0][2]
     if metrics is None:
-        present = set(first)
-        metrics = [m for m in BYTE_METRICS.values() if present.issuperset(m.counters)]
+        metrics = in_report(first)
     metrics = list(metrics)
     # A phase may be entered more than once in a step: its ranges add up.
     sums: dict[tuple[int, str, NcuMetric], float] = defaultdict(float)

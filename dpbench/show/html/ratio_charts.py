@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dpbench.case import BASELINE_TRAINER
-from dpbench.results.frame import EXPECTED_RATIOS
+from dpbench.metrics import EXPECTED_BY, METRICS
 from dpbench.show.html import data
 from dpbench.show.html.data import Basis
 from dpbench.show.html.drawing import Material, axis, panel, trainer_keys
@@ -65,10 +65,10 @@ def _no_ratio(summary: pd.DataFrame, basis: Basis) -> str:
 
 
 def _expected(basis: Basis) -> list[str]:
-    if basis.metric not in EXPECTED_RATIOS:
+    if basis.metric not in METRICS.expected():
         return []
-    low, high = EXPECTED_RATIOS[basis.metric]
-    return [f"DP training was expected to move {low:g} to {high:g} times the standard's bytes."]
+    low, high = METRICS.expected()[basis.metric]
+    return [f"{EXPECTED_BY.capitalize()}: {low:g} to {high:g} times the standard's bytes."]
 
 
 def _heat(title: str, rows: pd.DataFrame, limits: tuple[float, float]) -> Panel:
@@ -149,7 +149,7 @@ def ratio_along(material: Material, along: str) -> Chart:
         [*CASE, Column(f"{basis.name} ÷ standard", "ratio", times)],
     )
     keys = [*trainer_keys(material.look, found.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
-    if basis.metric in EXPECTED_RATIOS:
+    if basis.metric in METRICS.expected():
         keys.append(Key("▒", "expected range", NEUTRAL))
     notes = data.cautions(summary, basis)
     return Chart(along, title, basis.premise, panels, keys, table, notes, width=340)
@@ -208,8 +208,8 @@ def _lines(
             "line": {"color": NEUTRAL, "dash": "dot", "width": 1.5},
         }
     ]
-    if basis.metric in EXPECTED_RATIOS:
-        low, high = EXPECTED_RATIOS[basis.metric]
+    if basis.metric in METRICS.expected():
+        low, high = METRICS.expected()[basis.metric]
         shapes.append(
             {
                 "type": "rect",
