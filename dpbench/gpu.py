@@ -32,7 +32,7 @@ class Gpu:
 def chip_of(major: int, minor: int) -> str:
     """The chip behind a compute capability, as far as ncu names its counters in another way.
 
-    12.0 is the whole GB20x family, whose chips have the same names.
+    12.0 is the GB20x family, whose names are the same; 11.0 (10.1 before CUDA 13) is Jetson Thor.
     """
     return {(12, 0): "GB202", (10, 1): "GB10B", (11, 0): "GB10B"}.get((major, minor), "")
 
