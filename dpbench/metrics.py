@@ -186,131 +186,59 @@ def _sectors(*operations: str) -> tuple[str, ...]:
 
 _NCU, _LOGICAL, _TIMING = ("ncu",), ("logical",), ("timing",)
 _KERNELS, _PROFILER = ("ncu_kernels",), ("torch_profiler",)
+_VALUE: tuple[Kind, ...] = ("value",)
+_AND_RATIO: tuple[Kind, ...] = ("value", "ratio")
 
-METRICS = Metrics(
-    (
-        Metric(
-            "dram_read_bytes",
-            "DRAM\nread",
-            _NCU,
-            ("dram__bytes_read.sum",),
-            chips=_dram("read"),
-            nvprof="dram_read_throughput",
-            logical="logical_read_bytes",
-            shown=("value",),
-        ),
-        Metric(
-            "dram_write_bytes",
-            "DRAM\nwrite",
-            _NCU,
-            ("dram__bytes_write.sum",),
-            chips=_dram("write"),
-            nvprof="dram_write_throughput",
-            logical="logical_write_bytes",
-            shown=("value",),
-        ),
-        Metric(
-            "dram_bytes",
-            "DRAM\ntotal",
-            _NCU,
-            sum_of=("dram_read_bytes", "dram_write_bytes"),
-            logical="logical_bytes",
-            shown=("value", "ratio"),
-            expected=(2.0, 5.0),
-            spread=True,
-        ),
-        # Atomics and reductions are left out of reads and writes; nvprof counted them in both.
-        Metric(
-            "l2_read_bytes",
-            "L2\nread",
-            _NCU,
-            _sectors("read"),
-            SECTOR_BYTES,
-            nvprof="l2_read_throughput",
-        ),
-        Metric(
-            "l2_write_bytes",
-            "L2\nwrite",
-            _NCU,
-            _sectors("write"),
-            SECTOR_BYTES,
-            nvprof="l2_write_throughput",
-        ),
-        Metric(
-            "l2_atomic_bytes",
-            "L2\natomic",
-            _NCU,
-            _sectors("atom", "red"),
-            SECTOR_BYTES,
-            throughput=False,
-        ),
-        # All traffic through the L2's slices, fills and partition crossings included.
-        Metric(
-            "l2_total_bytes",
-            "L2\ntotal",
-            _NCU,
-            ("lts__t_bytes.sum",),
-            shown=("value", "ratio"),
-            expected=(1.5, 3.0),
-            throughput=False,
-            spread=True,
-        ),
-        # Misses loads by TMA and LDGSTS on Hopper.
-        Metric(
-            "global_load_bytes",
-            "global\nload",
-            _NCU,
-            ("l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",),
-            nvprof="gld_throughput",
-        ),
-        Metric(
-            "global_store_bytes",
-            "global\nstore",
-            _NCU,
-            ("l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",),
-            nvprof="gst_throughput",
-        ),
-        Metric("logical_read_bytes", "logical\nread", _LOGICAL, shown=("value",)),
-        Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=("value",)),
-        Metric(
-            "logical_bytes",
-            "logical\ntotal",
-            _LOGICAL,
-            sum_of=("logical_read_bytes", "logical_write_bytes"),
-            shown=("value", "ratio"),
-        ),
-        Metric(
-            "peak_memory_bytes",
-            "peak\nmem.",
-            (*_TIMING, *_LOGICAL),
-            logical="peak_memory_bytes",
-            shown=("value",),
-            adds_up=False,
-        ),
-        Metric("flops", "GFLOP", _LOGICAL),
-        Metric(
-            "step_time_seconds", "step\nms", _TIMING, shown=("value",), middle=True, spread=True
-        ),
-        Metric("samples_per_second", "samples\nper s", _TIMING, higher_is_better=True, middle=True),
-        # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
-        Metric("kernel_launches", by=_KERNELS, source="launches"),
-        Metric("kernel_dram_read_bytes", by=_KERNELS, source="read_bytes"),
-        Metric("kernel_dram_write_bytes", by=_KERNELS, source="write_bytes"),
-        Metric("kernel_l2_total_bytes", by=_KERNELS, source="l2_bytes"),
-        Metric("kernel_time_seconds", by=_KERNELS, source="seconds"),
-        Metric("cpu_time_seconds", "CPU\nms", _PROFILER),
-        Metric("device_time_seconds", "GPU\nms", _PROFILER),
-        Metric("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, adds_up=False),
-        Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, may_fall=True, adds_up=False),
-        Metric(
-            "memcpy_device_to_device_bytes", "device\nto device", _PROFILER, source="Memcpy DtoD"
-        ),
-        Metric("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
-        Metric("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
-        Metric("memcpy_other_bytes", "other", _PROFILER),  # between two GPUs, say
-        Metric("memset_bytes", "memset", _PROFILER, source="Memset"),
-    )
-)
+# fmt: off
+METRICS = Metrics((
+    Metric("dram_read_bytes", "DRAM\nread", _NCU, ("dram__bytes_read.sum",), chips=_dram("read"),
+           nvprof="dram_read_throughput", logical="logical_read_bytes", shown=_VALUE),
+    Metric("dram_write_bytes", "DRAM\nwrite", _NCU, ("dram__bytes_write.sum",),
+           chips=_dram("write"), nvprof="dram_write_throughput", logical="logical_write_bytes",
+           shown=_VALUE),
+    Metric("dram_bytes", "DRAM\ntotal", _NCU, sum_of=("dram_read_bytes", "dram_write_bytes"),
+           logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
+    # Atomics and reductions are left out of reads and writes; nvprof counted them in both.
+    Metric("l2_read_bytes", "L2\nread", _NCU, _sectors("read"), SECTOR_BYTES,
+           nvprof="l2_read_throughput"),
+    Metric("l2_write_bytes", "L2\nwrite", _NCU, _sectors("write"), SECTOR_BYTES,
+           nvprof="l2_write_throughput"),
+    Metric("l2_atomic_bytes", "L2\natomic", _NCU, _sectors("atom", "red"), SECTOR_BYTES,
+           throughput=False),
+    # All traffic through the L2's slices, fills and partition crossings included.
+    Metric("l2_total_bytes", "L2\ntotal", _NCU, ("lts__t_bytes.sum",), shown=_AND_RATIO,
+           expected=(1.5, 3.0), throughput=False, spread=True),
+    # Misses loads by TMA and LDGSTS on Hopper.
+    Metric("global_load_bytes", "global\nload", _NCU,
+           ("l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",), nvprof="gld_throughput"),
+    Metric("global_store_bytes", "global\nstore", _NCU,
+           ("l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",), nvprof="gst_throughput"),
+    Metric("logical_read_bytes", "logical\nread", _LOGICAL, shown=_VALUE),
+    Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=_VALUE),
+    Metric("logical_bytes", "logical\ntotal", _LOGICAL, shown=_AND_RATIO,
+           sum_of=("logical_read_bytes", "logical_write_bytes")),
+    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMING, *_LOGICAL), logical="peak_memory_bytes",
+           shown=_VALUE, adds_up=False),
+    Metric("flops", "GFLOP", _LOGICAL),
+    Metric("step_time_seconds", "step\nms", _TIMING, shown=_VALUE, middle=True, spread=True),
+    Metric("samples_per_second", "samples\nper s", _TIMING, higher_is_better=True, middle=True),
+    # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
+    Metric("kernel_launches", by=_KERNELS, source="launches"),
+    Metric("kernel_dram_read_bytes", by=_KERNELS, source="read_bytes"),
+    Metric("kernel_dram_write_bytes", by=_KERNELS, source="write_bytes"),
+    Metric("kernel_l2_total_bytes", by=_KERNELS, source="l2_bytes"),
+    Metric("kernel_time_seconds", by=_KERNELS, source="seconds"),
+    Metric("cpu_time_seconds", "CPU\nms", _PROFILER),
+    Metric("device_time_seconds", "GPU\nms", _PROFILER),
+    Metric("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, adds_up=False),
+    Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, may_fall=True, adds_up=False),
+    Metric("memcpy_device_to_device_bytes", "device\nto device", _PROFILER, source="Memcpy DtoD"),
+    Metric("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
+    Metric("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
+    Metric("memcpy_other_bytes", "other", _PROFILER),  # between two GPUs, say
+    Metric("memset_bytes", "memset", _PROFILER, source="Memset"),
+))
+# fmt: on
 """What can be in a run besides counters by their own names, which have ``__`` in them."""
 
 EXPECTED_BY = "expected by the user of this suite"

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES
 from dpbench.errors import ConfigurationError, check_is_file, check_writable_file
 from dpbench.options import add_top
 from dpbench.show.view import check_top
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep", help="files")
     add_top(parser.add_argument)
-    parser.add_argument("--phase", choices=(*PHASES, OUTSIDE), help="kernels of this phase only")
+    parser.add_argument("--phase", choices=ALL_PHASES, help="kernels of this phase only")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each launch here")
 
 

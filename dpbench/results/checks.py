@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import infer_dtype
 
-from dpbench.case import AXES, OUTSIDE, PHASES, Case
+from dpbench.case import ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import PARTS, STATUSES, Outcome
@@ -28,7 +28,7 @@ _KINDS = {
 _ONE_NUMBER = [*AXES, "instrument", "device", "phase", "metric", "repeat"]
 """The columns that say what a row's number is about."""
 
-_PHASES = (STEP, *PHASES, OUTSIDE)
+_PHASES = (STEP, *ALL_PHASES)
 
 Check = Callable[[Any], bool]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from dpbench.case import OUTSIDE, PHASES, Case
+from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.kernels import KernelCount
@@ -108,7 +108,7 @@ class CaseReport:
         """Metrics by phase: one row per phase, one column per metric of the profiler or counter."""
         rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(BY_PHASE)]
         wide = rows.pivot(index="phase", columns="metric", values="value")
-        return wide.reindex([name for name in (*PHASES, OUTSIDE) if name in wide.index])
+        return wide.reindex([name for name in ALL_PHASES if name in wide.index])
 
     @cached_property
     def operators(self) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs
 from dpbench.results.frame import summarise
@@ -161,7 +161,7 @@ def _lines(rows: pd.DataFrame) -> Iterator[list[str]]:
     matters = set(rows[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()].phase)
     for trainer, group in rows.groupby("trainer", sort=False):
         by_phase = {str(row["phase"]): row for row in group.to_dict("records")}
-        for phase in (STEP, *PHASES, OUTSIDE):
+        for phase in (STEP, *ALL_PHASES):
             row = by_phase.get(phase)
             if row is None or phase not in matters:
                 continue

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, RATIO, ratio_name
 from dpbench.results.rows import STEP
 from dpbench.show.view import columns
 
-_PHASES = (STEP, *PHASES, OUTSIDE)
+_PHASES = (STEP, *ALL_PHASES)
 _SCALES = {
     "B": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},

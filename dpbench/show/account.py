@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise
 from dpbench.results.rows import STEP
@@ -65,7 +65,7 @@ def account(frame: pd.DataFrame) -> pd.DataFrame:
     # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
     # clipping has copies and no kernel. That the instrument saw the step is checked above.
     found = pd.DataFrame(columns).fillna(0.0)
-    found = found.reindex([phase for phase in (*PHASES, OUTSIDE, STEP) if phase in found.index])
+    found = found.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in found.index])
     ranges = found.range_read + found.range_written
     parts = found.drop(columns=["range_read", "range_written"]).sum(axis="columns")
     found["remainder"] = ranges - parts

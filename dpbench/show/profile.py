@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES
 from dpbench.metrics import METRICS, Metric
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
@@ -44,7 +44,7 @@ def _title(row: pd.Series[Any]) -> str:
 def _phases(title: str, summary: pd.DataFrame) -> Table:
     """Time, memory and copies by phase, one line a phase."""
     found = summary.pivot(index="phase", columns="metric", values="value")
-    found = found.reindex([p for p in (*PHASES, OUTSIDE, STEP) if p in found.index])
+    found = found.reindex([p for p in (*ALL_PHASES, STEP) if p in found.index])
     shown = [m for m in METRICS.had_by("torch_profiler") if m.name in found and found[m.name].any()]
     cells = [
         [str(phase), *(_number(line.get(m.name), m.unit) for m in shown)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.results.frame import (
     CONFIGURATION,
@@ -212,10 +212,10 @@ def _phases_shown(group: Group, metric: str) -> list[str]:
     """The phases in which any of the cases moves enough to be worth a column."""
     most = {
         phase: max((m[metric]["value"] for m in group.at(phase).values() if metric in m), default=0)
-        for phase in (*PHASES, OUTSIDE, STEP)
+        for phase in (*ALL_PHASES, STEP)
     }
     smallest = max(most.values()) * SHOWN_SHARE
-    return [phase for phase in (*PHASES, OUTSIDE) if most[phase] > smallest]
+    return [phase for phase in ALL_PHASES if most[phase] > smallest]
 
 
 def _phase_table(group: Group, metric: str, name: str) -> Iterator[Table]:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dpbench.case import OUTSIDE, PHASES, Case
+from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.logical.counter import ByteCounter, without_data
@@ -216,7 +216,7 @@ def _rows(case: Case, counter: ByteCounter) -> Iterator[Measurement]:
     def row(phase: str, metric: str, value: float, unit: str) -> Measurement:
         return Measurement(case, Logical.name, phase, metric, value, unit, 0, DEVICE, tool)
 
-    phases = [phase for phase in (*PHASES, OUTSIDE) if phase in counter.peaks]
+    phases = [phase for phase in ALL_PHASES if phase in counter.peaks]
     for phase in (*phases, STEP):
         counts = [c for (where, _), c in counter.counts.items() if phase in (where, STEP)]
         peak = max(counter.peaks.values()) if phase == STEP else counter.peaks[phase]

@@ -8,7 +8,7 @@ from typing import cast
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
 from dpbench.results.rows import STEP
 from dpbench.show.html.source import KEYS
 from dpbench.show.tables import IN_CACHE_BYTES, SHOWN_SHARE
@@ -95,7 +95,7 @@ def by_phase(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
     wide = _pivot(found, "phase", "value")
     if STEP not in wide:
         wide[STEP] = float("nan")
-    known = [name for name in (*PHASES, OUTSIDE) if name in wide]
+    known = [name for name in ALL_PHASES if name in wide]
     shown = [name for name in known if (wide[name] > SHOWN_SHARE * wide[STEP]).any()]
     ratio = found[found.phase == STEP].set_index(KEYS).ratio
     return wide[[*KEYS, *shown, STEP]].join(ratio, on=KEYS)
@@ -103,7 +103,7 @@ def by_phase(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
 
 def phases_of(wide: pd.DataFrame) -> list[str]:
     """The phases that a frame of `by_phase` has, in order."""
-    return [name for name in (*PHASES, OUTSIDE) if name in wide]
+    return [name for name in ALL_PHASES if name in wide]
 
 
 def ratios(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES, PHASES
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs, find_card
 from dpbench.results.roofline import MEASURED_BYTES, intensities, under
@@ -121,7 +121,7 @@ def _shown(table: pd.DataFrame) -> pd.DataFrame:
     share = table.seconds / table.join(steps.rename("whole"), on=MEASURED_CASE).whole
     shown = (table.bytes_are == MEASURED_BYTES) & (table.phase.isin(PHASES) | (share > SHOWN_SHARE))
     shown &= table.phase != STEP
-    order = {name: place for place, name in enumerate((*PHASES, OUTSIDE))}
+    order = {name: place for place, name in enumerate(ALL_PHASES)}
     return (
         table[shown].sort_values("phase", key=lambda c: c.map(order), kind="stable").pipe(in_order)
     )

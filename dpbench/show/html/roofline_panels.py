@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pandas as pd
 import plotly.graph_objects as go
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, OUTSIDE
 from dpbench.results.cards import Roofs
 from dpbench.show.html.drawing import axis, panel, trainer_axis
 from dpbench.show.html.palette import NEUTRAL, Style
@@ -155,7 +155,7 @@ def _of_phase(phase: str, rows: pd.DataFrame) -> str:
 
 
 def _shares(title: str, rows: pd.DataFrame, look: Mapping[str, Style], highest: float) -> Panel:
-    phases = [name for name in (*PHASES, OUTSIDE) if name in set(rows.phase)]
+    phases = [name for name in ALL_PHASES if name in set(rows.phase)]
     trainers = [name for name in look if name in set(rows.trainer)]
     traces = []
     for name in trainers:
