@@ -53,6 +53,7 @@ TIMED = [
 SHOWN = [
     *("--dpbench-grid=cells.toml", "--dpbench-autosave"),
     *("--dpbench-columns=dram_bytes,dram_ratio", "--dpbench-sort=dram_bytes"),
+    "--dpbench-expect=none",
     *("--dpbench-group-by=phase", "--dpbench-csv=out/run.csv", "--dpbench-json=out/run.json"),
     *("--dpbench-markdown=out/run.md", "--dpbench-html=out/run.html"),
     *("--dpbench-github-benchmark=out/bench.json", "--dpbench-compare=1"),
