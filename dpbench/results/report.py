@@ -11,11 +11,11 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
+from dpbench.results.kernel_table import kernel_frame, kernel_table
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.kernels import kernel_frame, kernel_table
 from dpbench.show.layout import as_text
 from dpbench.show.tables import tables
 

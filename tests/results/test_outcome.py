@@ -18,13 +18,13 @@ from dpbench.results.outcome import (
     Outcome,
     document,
     environment,
-    summary_tables,
+    trainer_summary,
     write_json,
-    write_markdown,
     write_text,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
-from dpbench.show.by_trainer import trainer_summary, trainer_table
+from dpbench.show.export import write_markdown
+from dpbench.show.run import summary_tables, trainer_table
 
 UNITS = {"bytes": "B", "seconds": "s"}
 FIGURES = {

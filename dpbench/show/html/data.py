@@ -8,10 +8,11 @@ from typing import cast
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
+from dpbench.case import AXES, BASELINE_TRAINER, OUTSIDE, PHASES
+from dpbench.results.frame import IN_CACHE_BYTES
 from dpbench.results.rows import STEP
 from dpbench.show.html.source import KEYS
-from dpbench.show.tables import IN_CACHE_BYTES, SHOWN_SHARE
+from dpbench.show.tables import SHOWN_SHARE
 
 
 @dataclass(frozen=True)
