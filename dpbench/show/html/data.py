@@ -13,7 +13,7 @@ from dpbench.results.frame import IN_CACHE_BYTES, with_logical
 from dpbench.results.rows import STEP
 from dpbench.show.html.source import KEYS
 from dpbench.show.tables import SHOWN_SHARE
-from dpbench.show.view import COLUMNS
+from dpbench.show.view import Column, column, shown_by_default
 
 
 @dataclass(frozen=True)
@@ -143,26 +143,24 @@ def measured_against_logical(summary: pd.DataFrame) -> pd.DataFrame:
     return both[both.measured].dropna(subset="logical")
 
 
-CASE_COLUMNS = (
-    *("dram_read_bytes", "dram_write_bytes", "dram_bytes", "dram_ratio"),
-    *("logical_bytes", "logical_ratio", "l2_total_bytes", "l2_ratio"),
-    *("peak_memory_bytes", "step_time_seconds", "samples_per_second"),
-)
-"""What the table of cases shows of whole steps, where it was measured or counted."""
+def case_columns() -> list[Column]:
+    """What the table of cases shows of whole steps, where it was measured or counted."""
+    usual = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
+    return list(dict.fromkeys([*usual, column("samples_per_second")]))
 
 
 def by_case(summary: pd.DataFrame) -> pd.DataFrame:
-    """One row per case and premise, with those of `CASE_COLUMNS` for which there are rows."""
+    """One row per case and premise, with those of `case_columns` for which there are rows."""
     step = summary[summary.phase == STEP]
     keys = [*KEYS, "measured"]
     parts = [
-        step[step.metric == column.metrics[0]]
-        .assign(column=name, number=lambda rows, kind=column.kind: rows[kind])
-        .loc[:, [*keys, "column", "number"]]
-        for name, column in ((name, COLUMNS[name]) for name in CASE_COLUMNS)
+        step.loc[step.metric == shown.metrics[0], [*keys, shown.kind]]
+        .rename(columns={shown.kind: "number"})
+        .assign(column=shown.name)
+        for shown in case_columns()
     ]
     wide = _pivot(pd.concat(parts).sort_index(kind="stable"), "column", "number", keys)
-    return wide[[*keys, *(name for name in CASE_COLUMNS if name in wide)]]
+    return wide[[*keys, *(shown.name for shown in case_columns() if shown.name in wide)]]
 
 
 def _pivot(

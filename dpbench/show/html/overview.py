@@ -9,15 +9,16 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES
+from dpbench.metrics import unit
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS
 from dpbench.show.groups import in_order
 from dpbench.show.html import data
 from dpbench.show.html.data import Basis
-from dpbench.show.html.parts import CASE, Cell, DataTable, exact
+from dpbench.show.html.parts import CASE, Cell, DataTable, Writer, exact, milliseconds, times
 from dpbench.show.html.source import UNMEASURED, Source, fate
 from dpbench.show.layout import ABSENT, gigabytes
-from dpbench.show.view import COLUMNS as VIEW_COLUMNS
+from dpbench.show.view import Column
 
 
 def headline(sources: Sequence[Source], summary: pd.DataFrame) -> list[str]:
@@ -69,7 +70,8 @@ def trainers(sources: Sequence[Source], summary: pd.DataFrame, basis: Basis) -> 
 def cases(summary: pd.DataFrame, failed: pd.DataFrame) -> DataTable:
     """Whole steps, one line per case and premise; failed cases with their error."""
     wide = data.by_case(summary)
-    numbers = {name: _header(name) for name in data.CASE_COLUMNS if name in wide}
+    columns = [column for column in data.case_columns() if column.name in wide]
+    numbers = {column.name: _header(column) for column in columns}
     if not failed.empty:
         wide = _with_errors(wide, failed, list(numbers))
     premise = wide.measured.map({True: "measured", False: "counted"})
@@ -82,7 +84,7 @@ def cases(summary: pd.DataFrame, failed: pd.DataFrame) -> DataTable:
         **({} if failed.empty else {"error": "error"}),
     }
     caption = "One step of each case: means over the steps, medians of times; exact when pointed at"
-    return DataTable.of(caption, wide, headers)
+    return DataTable.of(caption, wide, headers, **{c.name: _writer(c) for c in columns})
 
 
 def _with_errors(wide: pd.DataFrame, failed: pd.DataFrame, numbers: list[str]) -> pd.DataFrame:
@@ -94,11 +96,19 @@ def _with_errors(wide: pd.DataFrame, failed: pd.DataFrame, numbers: list[str]) -
     return in_order(wide[~empty])
 
 
-def _header(name: str) -> str:
+def _header(column: Column) -> str:
     """The header of a column of the tables, on one line, with its unit."""
-    header = VIEW_COLUMNS[name].header.replace("\n", " ")
+    header = column.header.replace("\n", " ")
     header = header.replace("÷ std", "÷ standard").replace("mem.", "memory")
-    return f"{header}, GB" if name.endswith("_bytes") else header
+    return f"{header}, GB" if _writer(column) is gigabytes else header
+
+
+def _writer(column: Column) -> Writer:
+    """How its numbers are written."""
+    if column.kind != "value":
+        return times
+    by_unit: dict[str, Writer] = {"B": gigabytes, "s": milliseconds}
+    return by_unit.get(unit(column.name), "{:.2f}".format)
 
 
 def failures(failed: pd.DataFrame) -> DataTable | None:

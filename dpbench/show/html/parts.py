@@ -141,15 +141,12 @@ Writer = Callable[[Any], str]
 WRITERS: dict[str, Writer] = {
     **dict.fromkeys(("value", "logical", "peak", "bytes"), gigabytes),
     **dict.fromkeys((*PHASES, OUTSIDE, STEP), gigabytes),
-    **dict.fromkeys(("dram_read_bytes", "dram_write_bytes", "dram_bytes"), gigabytes),
-    **dict.fromkeys(("logical_bytes", "l2_total_bytes", "peak_memory_bytes"), gigabytes),
-    **dict.fromkeys(("ratio", "dram_ratio", "logical_ratio", "l2_ratio", "min", "max"), times),
-    **dict.fromkeys(("seconds", "least_seconds", "step_time_seconds"), milliseconds),
+    **dict.fromkeys(("ratio", "min", "max"), times),
+    **dict.fromkeys(("seconds", "least_seconds"), milliseconds),
     "flops": lambda operations: gigabytes(operations / 1e3),  # TFLOP
     "intensity": "{:.1f}".format,
     "over_logical": "{:.3f}".format,
     "percent": "{:.0f}".format,
-    "samples_per_second": "{:.2f}".format,
 }
 """How the page's tables write a frame's columns; text is written as it is."""
 
