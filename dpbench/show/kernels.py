@@ -15,7 +15,7 @@ from dpbench.results.kernel_table import kernel_frame, kernel_table, step_bytes
 from dpbench.results.kernels import KernelCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.speed_of_light import KernelSpeed
-from dpbench.show.layout import ABSENT, Table, gigabytes, written
+from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
 from dpbench.show.view import TOP
 
 NAME_WIDTH = 24
@@ -71,21 +71,18 @@ def _bytes_by(
     bandwidth = context.roofs.bandwidth if context.roofs else None
     table = kernel_table(frame, by, step_bytes=context.step_bytes, bandwidth=bandwidth)
     shown = table.head(len(table) if top is None else top).reset_index()
-    cells = [
-        [
-            wrapped(written(row[by[0]], str, "unknown")),
-            *(str(row[column]) for column in by[1:]),
-            f"{row['launches']:.0f}",
-            gigabytes(row["dram_bytes"]),
-            f"{row['seconds'] * 1e3:.2f}",
-            written(row["share"], "{:.1%}".format),
-            written(row["ceiling"], "{:.0%}".format),
-        ]
-        for row in shown.to_dict("records")
-    ]
     count = f" (top {len(shown)} of {len(table)})" if len(shown) < len(table) else ""
-    headers = [*by, "count", "DRAM\nGB", "ms", "share", "of\npeak"]
-    return Table(f"{context.title}: bytes by {by[0]}{count}", headers, cells)
+    columns: dict[str, Shown] = {
+        by[0]: (by[0], wrapped),
+        **{name: (name, str) for name in by[1:]},
+        "count": ("launches", "{:.0f}".format),
+        "DRAM\nGB": ("dram_bytes", gigabytes),
+        "ms": ("seconds", milliseconds),
+        "share": ("share", "{:.1%}".format),
+        "of\npeak": ("ceiling", "{:.0%}".format),
+    }
+    shown[by[0]] = shown[by[0]].fillna("unknown")
+    return Table.of(f"{context.title}: bytes by {by[0]}{count}", shown, columns)
 
 
 def wrapped(name: str) -> str:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 WIDTH = 80
 """Columns of a terminal that says nothing about itself."""
 
 ABSENT = "-"
 """What stands for a number that was not measured."""
+
+
+Shown = tuple[str, Callable[[Any], str]]
+"""A column of a frame by name, and how its values are written."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,17 @@ class Table:
     headers: list[str]
     cells: list[list[str]]
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, title: str, rows: pd.DataFrame, columns: Mapping[str, Shown], notes: Iterable[str] = ()
+    ) -> Table:
+        """A line for each row; columns by header: the name in the frame, and how it is written."""
+        written_columns = [
+            [written(value, write) for value in rows[name]] for name, write in columns.values()
+        ]
+        cells = [list(line) for line in zip(*written_columns, strict=True)]
+        return cls(title, list(columns), cells, tuple(notes))
 
     def as_text(self, width: int = WIDTH) -> str:
         """For a terminal; columns that go beyond its width follow below, their rows named again."""
@@ -83,6 +101,11 @@ def escaped(text: str) -> str:
 def written(value: Any, write: Callable[[Any], str], absent: str = ABSENT) -> str:
     """A value for people, or what stands for one that is None or NaN."""
     return absent if value is None or value != value else write(value)
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, with two digits after the point."""
+    return f"{seconds * 1e3:.2f}"
 
 
 def gigabytes(value: float) -> str:
