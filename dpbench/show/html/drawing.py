@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from dpbench.show.html.data import DRAM, Basis, basis_of
 from dpbench.show.html.palette import Style, styles
-from dpbench.show.html.parts import LONGEST_NAME, Key, Panel, lines, plain
+from dpbench.show.html.parts import LONGEST_NAME, Key, Panel, plain
 from dpbench.show.html.source import Source, cell_label, failures_of, summary_of
 
 GIGA = 1e9
@@ -91,42 +91,35 @@ def label_trace(trainers: Sequence[str], places: Sequence[float], labels: Sequen
     )
 
 
-def trainer_traces(
-    rows: pd.DataFrame,
-    look: Mapping[str, Style],
-    x: str,
-    y: str,
-    said: Callable[[Mapping[Any, Any]], Iterable[str]],
-    *,
-    line: float,
-    size: float,
-    **settings: Callable[[pd.DataFrame], Any],
-) -> list[Any]:
-    """For each trainer its points joined by a line.
+def bar_trace(
+    name: str, places: Sequence[str], amounts: Sequence[float | None], colour: str, said: list[str]
+) -> Any:
+    """Bars of one colour, and what each says when the pointer rests on it."""
+    return go.Bar(
+        y=places,
+        x=amounts,
+        orientation="h",
+        name=name,
+        marker={"color": colour},
+        hoverinfo="text",
+        hovertext=said,
+    )
 
-    Args:
-        rows: with a column ``trainer``.
-        look: the style of each trainer.
-        x: the column across.
-        y: the column upwards.
-        said: what appears under the trainer's name when the pointer rests on a point.
-        line: the width of the line, px.
-        size: of a point, px.
-        settings: what else plotly is to know, from the rows of a trainer.
-    """
-    return [
-        go.Scatter(
-            x=group[x].tolist(),
-            y=group[y].tolist(),
-            line={"color": look[name].colour, "dash": look[name].dash, "width": line},
-            marker={"symbol": look[name].symbol, "size": size},
-            cliponaxis=False,
-            hoverinfo="text",
-            hovertext=[lines(name, *said(row)) for row in group.to_dict("records")],
-            **{"mode": "lines+markers", **{key: of(group) for key, of in settings.items()}},
-        )
-        for name, group in ((str(key), group) for key, group in rows.groupby("trainer", sort=False))
-    ]
+
+def trainer_trace(
+    x: Sequence[float], y: Sequence[float], style: Style, line: float, size: float, said: list[str]
+) -> Any:
+    """A trainer's points, joined by a line of so many px."""
+    return go.Scatter(
+        x=x,
+        y=y,
+        mode="lines+markers",
+        line={"color": style.colour, "dash": style.dash, "width": line},
+        marker={"symbol": style.symbol, "size": size},
+        cliponaxis=False,
+        hoverinfo="text",
+        hovertext=said,
+    )
 
 
 def level(y: float, colour: str, dash: str) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from dpbench.show.html.drawing import (
     level,
     panel,
     trainer_keys,
-    trainer_traces,
+    trainer_trace,
 )
 from dpbench.show.html.palette import NEUTRAL
-from dpbench.show.html.parts import CASE, Chart, DataTable, Panel
+from dpbench.show.html.parts import CASE, Chart, DataTable, Panel, lines
 from dpbench.show.html.source import cell_label
 from dpbench.show.layout import gigabytes
 
@@ -98,23 +98,12 @@ def _scatter(
     title = f"batch {batch}" if len(lengths) > 1 else cell_label(batch, lengths.pop())
     points = rows.assign(x=rows.value / GIGA, y=rows.peak / GIGA)
     labels = _lengths_with_room(points, reach)
-    traces = trainer_traces(
-        points,
-        material.look,
-        "x",
-        "y",
-        lambda row: (
-            cell_label(row["batch_size"], row["seq_len"]),
-            f"{gigabytes(row['value'])} GB moved",
-            f"{gigabytes(row['peak'])} GB at peak",
-        ),
-        line=1,
-        size=12,
-        mode=lambda _: "lines+markers+text",
-        text=lambda group: labels[group.index].tolist(),
-        textposition=lambda _: "top center",
-        textfont=lambda _: {"size": 11},
-    )
+    traces = []
+    for name, group in points.groupby("trainer", sort=False):
+        style, said = material.look[str(name)], [_said(row) for row in group.to_dict("records")]
+        trace = trainer_trace(group.x.tolist(), group.y.tolist(), style, 1, 12, said)
+        text = {"text": labels[group.index].tolist(), "textfont": {"size": 11}}
+        traces.append(trace.update(text, mode="lines+markers+text", textposition="top center"))
     size = capacity.get(str(rows.device.iloc[0]))
     return panel(
         f"{configuration}, {title}",
@@ -123,6 +112,15 @@ def _scatter(
         xaxis=axis(material.basis.short, range=[0, reach[0]]),
         yaxis=axis(f"peak memory, GB ({material.basis.verb})", range=[0, reach[1]]),
         **(_capacity_line(size) if size and size / GIGA < reach[1] else {}),
+    )
+
+
+def _said(row: Mapping[Any, Any]) -> str:
+    return lines(
+        row["trainer"],
+        cell_label(row["batch_size"], row["seq_len"]),
+        f"{gigabytes(row['value'])} GB moved",
+        f"{gigabytes(row['peak'])} GB at peak",
     )
 
 

@@ -42,20 +42,11 @@ class DataTable:
         cls, caption: str, frame: pd.DataFrame, headers: Mapping[str, str], **write: Writer
     ) -> DataTable:
         """The table of a frame's columns under these headers, written as `WRITERS` says."""
-        writers = [{**WRITERS, **write}.get(name, str) for name in headers]
-        columns = [
-            [_cell(value, writer) for value in frame[name]]
-            for name, writer in zip(headers, writers, strict=True)
-        ]
-        return cls(
-            caption,
-            list(headers.values()),
-            [list(row) for row in zip(*columns, strict=True)],
-            [
-                writer is not str or is_numeric_dtype(frame[name])
-                for name, writer in zip(headers, writers, strict=True)
-            ],
-        )
+        writers = {name: {**WRITERS, **write}.get(name, str) for name in headers}
+        columns = [[_cell(v, writer) for v in frame[name]] for name, writer in writers.items()]
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        numeric = [w is not str or is_numeric_dtype(frame[name]) for name, w in writers.items()]
+        return cls(caption, list(headers.values()), rows, numeric)
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from dpbench.case import BASELINE_TRAINER
 from dpbench.results.rows import STEP
 from dpbench.show.groups import in_order
 from dpbench.show.html import data
 from dpbench.show.html.data import Basis
-from dpbench.show.html.drawing import GIGA, Material, axis, bar_panel, cells, label_trace
+from dpbench.show.html.drawing import GIGA, Material, axis, bar_panel, bar_trace, cells, label_trace
 from dpbench.show.html.palette import PHASE_STYLES
 from dpbench.show.html.parts import CASE, Chart, DataTable, Key, Panel, lines, plain, times
 from dpbench.show.html.source import fate
@@ -57,21 +56,12 @@ def _bars(
 ) -> Panel:
     """One cell; all panels have one scale, and the same room for labels."""
     trainers = rows.trainer.tolist()
-    traces: list[Any] = [
-        go.Bar(
-            y=trainers,
-            x=[None if pd.isna(value) else value / GIGA for value in rows[name]],
-            orientation="h",
-            name=name,
-            marker={"color": PHASE_STYLES[name].colour},
-            hoverinfo="text",
-            hovertext=[
-                lines(trainer, f"{name}: {gigabytes(value)} GB") if pd.notna(value) else ""
-                for trainer, value in zip(rows.trainer, rows[name], strict=True)
-            ],
-        )
-        for name in names
-    ]
+    traces: list[Any] = []
+    for name in names:
+        values = [(t, None if pd.isna(v) else v) for t, v in zip(trainers, rows[name], strict=True)]
+        said = ["" if v is None else lines(t, f"{name}: {gigabytes(v)} GB") for t, v in values]
+        amounts = [None if v is None else v / GIGA for _, v in values]
+        traces.append(bar_trace(name, trainers, amounts, PHASE_STYLES[name].colour, said))
     ends = (rows[STEP].fillna(0) / GIGA).tolist()
     traces.append(label_trace(trainers, ends, rows.label.tolist()))
     longest = float(drawn[STEP].max()) / GIGA

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -12,7 +13,7 @@ from dpbench.case import BASELINE_TRAINER
 from dpbench.metrics import EXPECTED_BY, METRICS
 from dpbench.show.html import data
 from dpbench.show.html.data import Basis
-from dpbench.show.html.drawing import Material, axis, level, panel, trainer_keys, trainer_traces
+from dpbench.show.html.drawing import Material, axis, level, panel, trainer_keys, trainer_trace
 from dpbench.show.html.palette import NEUTRAL
 from dpbench.show.html.parts import CASE, Chart, DataTable, Key, Panel, lines, times
 from dpbench.show.html.source import cell_label, fate
@@ -69,7 +70,6 @@ def _expected(basis: Basis) -> list[str]:
 
 def _heat(title: str, rows: pd.DataFrame, limits: tuple[float, float]) -> Panel:
     across, down = sorted(set(rows.seq_len)), sorted(set(rows.batch_size))
-    grid = [(batch, seq) for batch in down for seq in across]
     at = {(row["batch_size"], row["seq_len"]): row for row in rows.to_dict("records")}
     ratio = {place: row["ratio"] for place, row in at.items() if pd.notna(row["ratio"])}
     trace = go.Heatmap(
@@ -94,13 +94,10 @@ def _heat(title: str, rows: pd.DataFrame, limits: tuple[float, float]) -> Panel:
         ],
     )
     empty = [
-        {
-            "x": across.index(seq),  # a place: "256" would be the 256th category
-            "y": down.index(batch),
-            "showarrow": False,
-            "text": fate(at[batch, seq]["error"]) if (batch, seq) in at else "–",
-        }
-        for batch, seq in grid
+        # By place: "256" would be the 256th category.
+        {"x": column, "y": line, "showarrow": False, "text": _fate_of(at.get((batch, seq)))}
+        for line, batch in enumerate(down)
+        for column, seq in enumerate(across)
         if (batch, seq) not in ratio
     ]
     return panel(
@@ -111,6 +108,11 @@ def _heat(title: str, rows: pd.DataFrame, limits: tuple[float, float]) -> Panel:
         xaxis=axis("sequence length, tokens", type="category", showgrid=False),
         yaxis=axis("batch", type="category", showgrid=False),
     )
+
+
+def _fate_of(case: Mapping[Any, Any] | None) -> str:
+    """What stands in a cell without a ratio."""
+    return fate(case["error"]) if case else "–"
 
 
 def ratio_along(material: Material, along: str) -> Chart:
@@ -169,12 +171,10 @@ def _expected_range(basis: Basis, top: float) -> list[dict[str, Any]]:
 
 
 def _lines(rows: pd.DataFrame, along: str, what: str, material: Material) -> list[Any]:
-    return trainer_traces(
-        rows,
-        material.look,
-        along,
-        "ratio",
-        lambda row: (f"{what} {row[along]}", times(row["ratio"])),
-        line=2.5,
-        size=10,
-    )
+    traces = []
+    for name, group in rows.groupby("trainer", sort=False):
+        points = list(zip(group[along].tolist(), group.ratio.tolist(), strict=True))
+        said = [lines(name, f"{what} {x}", times(y)) for x, y in points]
+        across, up = zip(*points, strict=True)
+        traces.append(trainer_trace(across, up, material.look[str(name)], 2.5, 10, said))
+    return traces

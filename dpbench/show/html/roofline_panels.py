@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from dpbench.case import ALL_PHASES, OUTSIDE
 from dpbench.results.cards import Roofs
-from dpbench.show.html.drawing import axis, name_axis, panel
+from dpbench.show.html.drawing import axis, bar_trace, name_axis, panel
 from dpbench.show.html.palette import NEUTRAL, PHASE_STYLES, Style
 from dpbench.show.html.parts import Panel, lines, milliseconds
 
@@ -147,26 +147,11 @@ def _shares(
 ) -> Panel:
     present = {phase for rows in by_trainer.values() for phase in rows.phase}
     phases = [name for name in (*PHASES, OUTSIDE) if name in present]
-    traces = [
-        go.Bar(
-            y=rows.phase.tolist(),
-            x=(rows.share * 100).tolist(),
-            orientation="h",
-            name=name,
-            marker={"color": look[name].colour},
-            hoverinfo="text",
-            hovertext=[
-                lines(
-                    f"{name}, {row['phase']}: {row['share']:.0%} of the roof",
-                    f"bound by {row['bound_by']}",
-                    f"{milliseconds(row['seconds'])} ms, at least "
-                    f"{milliseconds(row['least_seconds'])} ms",
-                )
-                for row in rows.to_dict("records")
-            ],
-        )
-        for name, rows in by_trainer.items()
-    ]
+    traces = []
+    for name, rows in by_trainer.items():
+        said = [_of_share(row) for row in rows.to_dict("records")]
+        shares = (rows.share * 100).tolist()
+        traces.append(bar_trace(name, rows.phase.tolist(), shares, look[name].colour, said))
     return panel(
         title,
         traces,
@@ -175,4 +160,12 @@ def _shares(
         bargap=0.2,
         xaxis=axis("least possible time ÷ measured time, %", range=[0, highest]),
         yaxis={**name_axis(phases), "categoryorder": "array", "categoryarray": phases},
+    )
+
+
+def _of_share(row: Mapping[Any, Any]) -> str:
+    return lines(
+        f"{row['trainer']}, {row['phase']}: {row['share']:.0%} of the roof",
+        f"bound by {row['bound_by']}",
+        f"{milliseconds(row['seconds'])} ms, at least {milliseconds(row['least_seconds'])} ms",
     )
