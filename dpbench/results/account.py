@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import IN_CACHE_BYTES, summarise
 from dpbench.results.rows import STEP
@@ -60,7 +60,7 @@ def account(frame: pd.DataFrame) -> pd.DataFrame:
     # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
     # clipping has copies and no kernel. That the instrument saw the step is checked above.
     table = pd.DataFrame(columns).fillna(0.0)
-    table = table.reindex([phase for phase in (*PHASES, OUTSIDE, STEP) if phase in table.index])
+    table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
     ranges = table.range_read + table.range_written
     parts = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
     table["remainder"] = ranges - parts

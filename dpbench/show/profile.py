@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES
 from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
@@ -45,7 +45,7 @@ def _title(row: pd.Series[Any]) -> str:
 def _phases(title: str, summary: pd.DataFrame) -> Table:
     """Time, memory and copies by phase, one line a phase."""
     wide = summary.pivot(index="phase", columns="metric", values="value")
-    wide = wide.reindex([phase for phase in (*PHASES, OUTSIDE, STEP) if phase in wide.index])
+    wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
     columns: dict[str, Shown] = {"phase": ("phase", str)}
     for metric in METRICS.had_by("torch_profiler"):
         if metric.name in wide and wide[metric.name].any():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES
 from dpbench.results.cards import Roofs, known_roofs
 from dpbench.results.ceilings import Ceilings
 from dpbench.results.rows import STEP
@@ -40,7 +40,7 @@ def _lines(rows: pd.DataFrame) -> Iterator[list[str]]:
     matters = set(rows[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()].phase)
     for trainer, group in rows.groupby("trainer", sort=False):
         by_phase = {str(row["phase"]): row for row in group.to_dict("records")}
-        for phase in (STEP, *PHASES, OUTSIDE):
+        for phase in (STEP, *ALL_PHASES):
             row = by_phase.get(phase)
             if row is None or phase not in matters:
                 continue

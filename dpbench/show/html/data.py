@@ -8,7 +8,7 @@ from typing import cast
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
 from dpbench.results.frame import IN_CACHE_BYTES, with_logical
 from dpbench.results.rows import STEP
 from dpbench.show.html.source import KEYS

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES
 from dpbench.results.rows import STEP
 from dpbench.show.layout import gigabytes, written
 
@@ -131,7 +131,7 @@ Writer = Callable[[Any], str]
 
 WRITERS: dict[str, Writer] = {
     **dict.fromkeys(("value", "logical", "peak", "bytes"), gigabytes),
-    **dict.fromkeys((*PHASES, OUTSIDE, STEP), gigabytes),
+    **dict.fromkeys((*ALL_PHASES, STEP), gigabytes),
     **dict.fromkeys(("ratio", "min", "max"), times),
     **dict.fromkeys(("seconds", "least_seconds"), milliseconds),
     "flops": lambda operations: gigabytes(operations / 1e3),  # TFLOP

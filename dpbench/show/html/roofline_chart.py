@@ -98,7 +98,7 @@ def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     table = table.join(names, on=MEASURED_CASE).join(steps.rename("whole"), on=MEASURED_CASE)
     matters = table.phase.isin(PHASES) | (table.seconds / table.whole > SHOWN_SHARE)
     table = table[(table.bytes_are == MEASURED_BYTES) & matters & (table.phase != STEP)]
-    order = {name: place for place, name in enumerate((*PHASES, OUTSIDE))}
+    order = {name: place for place, name in enumerate(ALL_PHASES)}
     return in_order(table.sort_values("phase", key=lambda c: c.map(order), kind="stable"))
 
 

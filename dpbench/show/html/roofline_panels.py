@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dpbench.case import ALL_PHASES, OUTSIDE
+from dpbench.case import ALL_PHASES
 from dpbench.results.cards import Roofs
 from dpbench.show.html.drawing import axis, bar_trace, name_axis, panel
 from dpbench.show.html.palette import NEUTRAL, PHASE_STYLES, Style
@@ -146,7 +146,7 @@ def _shares(
     highest: float,
 ) -> Panel:
     present = {phase for rows in by_trainer.values() for phase in rows.phase}
-    phases = [name for name in (*PHASES, OUTSIDE) if name in present]
+    phases = [name for name in ALL_PHASES if name in present]
     traces = []
     for name, rows in by_trainer.items():
         said = [_of_share(row) for row in rows.to_dict("records")]
