@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
     from dpbench.show.layout import as_text, terminal_width
-    from dpbench.show.run import summary_tables
+    from dpbench.show.summary import summary_tables
 
     view = chosen_view(options)
     runs = [name for name in options.files if Path(name).suffix != ".ncu-rep"]

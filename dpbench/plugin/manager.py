@@ -349,7 +349,7 @@ class Manager:
         if outcomes:
             from dpbench.show.export import append_step_summary
             from dpbench.show.layout import as_text, terminal_width
-            from dpbench.show.run import summary_tables
+            from dpbench.show.summary import summary_tables
 
             found = [*summary_tables(outcomes, self.view), *changes]
             for line in as_text(found, terminal_width()).splitlines():

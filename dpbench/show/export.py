@@ -16,7 +16,7 @@ from dpbench.results.outcome import Outcome, write_text
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.groups import in_order
 from dpbench.show.layout import Table, as_markdown
-from dpbench.show.run import summary_tables
+from dpbench.show.summary import write_markdown
 from dpbench.show.tables import complete
 from dpbench.show.view import Column, View, shown_by_default
 
@@ -41,11 +41,6 @@ def write_renderings(
         write_csv(csv, rows)
     if github_benchmark:
         write_github_benchmark(github_benchmark, rows, view)
-
-
-def write_markdown(path: Path, outcomes: Sequence[Outcome], view: View | None = None) -> None:
-    """Write a run's tables."""
-    write_text(path, as_markdown(summary_tables(outcomes, view)))
 
 
 def write_csv(path: Path, measurements: Iterable[Measurement]) -> None:

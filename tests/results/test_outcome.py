@@ -23,8 +23,7 @@ from dpbench.results.outcome import (
     write_text,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
-from dpbench.show.export import write_markdown
-from dpbench.show.run import summary_tables, trainer_table
+from dpbench.show.summary import summary_tables, trainer_table, write_markdown
 
 UNITS = {"bytes": "B", "seconds": "s"}
 FIGURES = {

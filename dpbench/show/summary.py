@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dpbench.results.frame import to_frame
-from dpbench.results.outcome import Outcome, trainer_summary
+from dpbench.results.outcome import Outcome, trainer_summary, write_text
 from dpbench.show.kernels import case_kernel_tables
-from dpbench.show.layout import Table, gigabytes, written
+from dpbench.show.layout import Table, as_markdown, gigabytes, written
 from dpbench.show.profile import profile_tables
 from dpbench.show.tables import tables
 from dpbench.show.view import View
@@ -30,6 +31,11 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
         *(table for outcome in outcomes for table in case_kernel_tables(outcome, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]
+
+
+def write_markdown(path: Path, outcomes: Sequence[Outcome], view: View | None = None) -> None:
+    """Write a run's tables."""
+    write_text(path, as_markdown(summary_tables(outcomes, view)))
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:
