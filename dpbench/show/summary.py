@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dpbench.results.frame import to_frame
+from dpbench.results.operators import guesses
 from dpbench.results.outcome import Outcome, trainer_summary, write_text
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Table, as_markdown, gigabytes, written
@@ -25,12 +27,25 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
     view = view or View()
     frame = to_frame(row for outcome in outcomes for row in outcome.rows)
     assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
+    found = tables(frame, view)
+    if found and (guessed := tuple(_guessed(outcomes))):
+        found[0] = replace(found[0], notes=(*found[0].notes, *guessed))
     return [
-        *tables(frame, view),
+        *found,
         *profile_tables(frame),
         *(table for outcome in outcomes for table in case_kernel_tables(outcome, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]
+
+
+def _guessed(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The operators whose rule is a guess, and that weigh in a case's logical bytes."""
+    for outcome in outcomes:
+        for operator, part in guesses(outcome.operators).items():
+            yield (
+                f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, "
+                f"which has no rule of its own and was counted by the general one."
+            )
 
 
 def write_markdown(path: Path, outcomes: Sequence[Outcome], view: View | None = None) -> None:
