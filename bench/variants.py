@@ -43,10 +43,11 @@ class DropoutTransformer(SimpleBigModel):
         self, size: ModelSize, *, attention: str = "sdpa", max_seq_len: int = 1024
     ) -> None:
         super().__init__(size, attention=attention, max_seq_len=max_seq_len)
-        for block in self.blocks:
+        for block in self.blocks.children():
             mixing = DroppingAttention(size.hidden, size.heads)
-            block.attention = nn.Sequential(mixing, nn.Dropout(DROPOUT))
-            block.down = nn.Sequential(block.down, nn.Dropout(DROPOUT))
+            block.add_module("attention", nn.Sequential(mixing, nn.Dropout(DROPOUT)))
+            down = block.get_submodule("down")
+            block.add_module("down", nn.Sequential(down, nn.Dropout(DROPOUT)))
 
 
 class RMSNormTransformer(SimpleBigModel):
@@ -56,7 +57,7 @@ class RMSNormTransformer(SimpleBigModel):
         self, size: ModelSize, *, attention: str = "sdpa", max_seq_len: int = 1024
     ) -> None:
         super().__init__(size, attention=attention, max_seq_len=max_seq_len)
-        for block in self.blocks:
-            block.attention_norm = nn.RMSNorm(size.hidden)
-            block.feed_forward_norm = nn.RMSNorm(size.hidden)
-        self.final_norm = nn.RMSNorm(size.hidden)
+        for parent in list(self.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.LayerNorm):
+                    setattr(parent, name, nn.RMSNorm(size.hidden))

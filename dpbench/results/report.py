@@ -125,6 +125,7 @@ class CaseReport:
                 f"{self.case.id}: operators were not counted; logical counting sees them"
             )
         table = pd.DataFrame([asdict(count) for count in self.operator_counts])
+        table = table.drop(columns="general_rule")
         table = table.set_index(["phase", "operator"]).add_prefix("logical_")
         table = table.rename(columns={f"logical_{name}": name for name in ("calls", "flops")})
         table["logical_bytes"] = table.logical_read_bytes + table.logical_write_bytes

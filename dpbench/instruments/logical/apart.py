@@ -67,10 +67,12 @@ def main(spelled: str, most_steps: str) -> None:
     from dpbench.instruments.logical.instrument import Logical  # which imports this module
 
     faulthandler.enable()
+    case = Case(**json.loads(spelled))
     try:
-        counted = Logical(int(most_steps)).count(Case(**json.loads(spelled)))
+        counted = Logical(int(most_steps)).count(case)
     except DpbenchError as error:
-        _print_record(error={"kind": type(error).__name__, "message": str(error)})
+        message = str(error).removeprefix(f"{case.id}: ")  # the parent says whose it is
+        _print_record(error={"kind": type(error).__name__, "message": message})
     else:
         _print_record(counted=counted.as_json())
 

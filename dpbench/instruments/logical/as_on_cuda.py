@@ -24,8 +24,10 @@ What would change the bytes, and cannot be followed here, is refused: autocast, 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 _aten = torch.ops.aten
 _attention = _aten.scaled_dot_product_attention.default
+_attention_as_products = _aten._scaled_dot_product_attention_math.default
+_efficient_attention = _aten._scaled_dot_product_efficient_attention.default
 _fused_rms_norm = _aten._fused_rms_norm.default
 
 WIDEST_FLASH_HEAD = 256
@@ -54,7 +58,7 @@ def as_on_cuda() -> Iterator[None]:
         for operator, instead in INSTEAD.items():
             library.impl(operator, instead, "AutogradCPU")
         # With a kernel of its own the operator is recorded for backward in one piece.
-        library.impl(_fused_rms_norm, _fused_rms_norm.decompose, "CPU")
+        library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
         # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
         # copies layers and gradients, and the process would end with a segmentation fault.
         replace(stack, FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
@@ -99,11 +103,16 @@ def replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
 # --- operators -------------------------------------------------------------------------------
 
 
+def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What an operator is made of, as PyTorch's own C++ has it."""
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1 and input.numel():
         dropped: Tensor = _aten.native_dropout(input, p, train)[0]
         return dropped
-    same: Tensor = _aten.dropout.default.decompose(input, p, train)
+    same: Tensor = _as_composed(_aten.dropout.default, input, p, train)
     return same
 
 
@@ -117,7 +126,7 @@ def _rms_norm(
     normalized: Tensor = (
         _fused_rms_norm(input, normalized_shape, weight, eps)[0]
         if fused
-        else _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+        else _as_composed(_aten.rms_norm.default, input, normalized_shape, weight, eps)
     )
     return normalized
 
@@ -142,19 +151,19 @@ def _scaled_dot_product_attention(
         and query.shape[-1] <= WIDEST_FLASH_HEAD
     )
     efficient = same_heads and query.dtype is not torch.float64
+    options: dict[str, Any] = {"scale": scale}
     if query.dim() != 4 or not (flash or efficient):
-        mixed: Tensor = _aten._scaled_dot_product_attention_math.default.decompose(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        options["enable_gqa"] = enable_gqa
+        operands = (query, key, value, attn_mask, dropout_p, is_causal)
+        mixed: Tensor = _as_composed(_attention_as_products, *operands, **options)[0]
     elif same_width and (attn_mask is None or not attn_mask.requires_grad):
         # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
-        mixed = _attention.decompose(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        options["enable_gqa"] = enable_gqa
+        operands = (query, key, value, attn_mask, 0.0, is_causal)
+        mixed = _as_composed(_attention, *operands, **options)
     else:
-        mixed = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, _as_bias(attn_mask, query), True, 0.0, is_causal, scale=scale
-        )[0]
+        bias = _as_bias(attn_mask, query)
+        mixed = _efficient_attention(query, key, value, bias, True, 0.0, is_causal, **options)[0]
     return mixed
 
 
@@ -180,7 +189,9 @@ def _remember_what_was_asked(init: Callable[..., None]) -> Callable[..., None]:
     """Without CUDA, autocast for it switches itself off."""
 
     def initialised(self: Any, device_type: str, *args: Any, **options: Any) -> None:
-        init(self, device_type, *args, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "CUDA is not available")
+            init(self, device_type, *args, **options)
         asked = args[1] if len(args) > 1 else options.get("enabled", True)
         self._asked_dpbench = bool(asked)
 
