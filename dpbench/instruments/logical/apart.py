@@ -19,7 +19,7 @@ from dpbench.errors import DpbenchError
 from dpbench.instruments.base import Running
 from dpbench.instruments.child import Child
 from dpbench.instruments.logical.result import LogicalResult
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import MODELS, TRAINERS, resolve
 from dpbench.results.rows import Measurement
 
 
@@ -67,7 +67,7 @@ def main(spelled: str, most_steps: str) -> None:
     from dpbench.instruments.logical.instrument import Logical  # which imports this module
 
     faulthandler.enable()
-    case = Case(**json.loads(spelled))
+    case = resolve(Case(**json.loads(spelled)))
     try:
         counted = Logical(int(most_steps)).count(case)
     except DpbenchError as error:
