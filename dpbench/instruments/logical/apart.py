@@ -1,12 +1,7 @@
-"""Counting in a process of its own: what it does to itself, it does to nobody else.
-
-As a program this module is that process: ``python -m dpbench.instruments.logical.apart CASE
-STEPS``, a case as JSON, prints what it counted, or why it could not.
-"""
+"""Counting in a process of its own: what it does to itself, it does to nobody else."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import sys
 import tempfile
@@ -15,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import Case
-from dpbench.errors import DpbenchError
 from dpbench.instruments.base import Running
 from dpbench.instruments.child import Child
 from dpbench.instruments.logical.result import LogicalResult
-from dpbench.registry import MODELS, TRAINERS, resolve
+from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import Measurement
 
 
@@ -41,7 +35,7 @@ class CountingApart(Running):
         names = {"trainer": TRAINERS.argument(case.trainer), "model": MODELS.argument(case.model)}
         spelled = json.dumps(asdict(case) | names)
         self._child = Child(
-            [sys.executable, "-m", __name__, spelled, str(most_steps)],
+            [sys.executable, "-m", __package__, spelled, str(most_steps)],
             case=case,
             log=(directory / case.report_path).with_suffix(".logical.log"),
             timeout=timeout,
@@ -60,28 +54,3 @@ class CountingApart(Running):
         self._child.cancel()
         if self._scratch:
             self._scratch.cleanup()
-
-
-def main(spelled: str, most_steps: str) -> None:
-    """Count one case, and print a record."""
-    from dpbench.instruments.logical.instrument import Logical  # which imports this module
-
-    faulthandler.enable()
-    case = resolve(Case(**json.loads(spelled)))
-    try:
-        counted = Logical(int(most_steps)).count(case)
-    except DpbenchError as error:
-        message = str(error).removeprefix(f"{case.id}: ")  # the parent says whose it is
-        _print_record(error={"kind": type(error).__name__, "message": message})
-    else:
-        _print_record(counted=counted.as_json())
-
-
-def _print_record(**record: Any) -> None:
-    from dpbench import __version__
-
-    print(f"\n{json.dumps({'dpbench': __version__, **record})}", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
