@@ -7,7 +7,6 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from dpbench.case import Case
 from dpbench.instruments.base import Running
