@@ -7,6 +7,7 @@ import os
 import pytest
 
 from dpbench.gpu import visible_gpus
+from dpbench.metrics import METRICS
 from dpbench.registry import MODELS, TRAINERS
 
 pytest_plugins = ["pytester"]
@@ -29,7 +30,7 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         return
     for registry in (TRAINERS, MODELS):
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-        monkeypatch.setattr(registry, "_labels", set(registry._labels))
+    monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
     for variable in (*READ_BY_PYTEST, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)

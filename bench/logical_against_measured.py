@@ -22,7 +22,7 @@ from dpbench.results.rows import Measurement
 from dpbench.show.groups import Group, found, groups
 from dpbench.show.layout import ABSENT, Table
 from dpbench.show.tables import against_logical, complete
-from dpbench.show.view import COLUMNS, View
+from dpbench.show.view import View, column
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 WIDTH = 120
@@ -51,7 +51,7 @@ def measured(path: Path) -> list[Measurement]:
 
 def with_peak(table: Table, group: Group) -> Table:
     """The table with measured peak memory over the predicted in a last column."""
-    peak = COLUMNS["peak_memory_over_logical"]
+    peak = column("peak_memory_over_logical")
     shown = {label: found(metrics, peak) for label, metrics in group.shown.items()}
     cells = [
         [*line, *([f"{n:.3f}" for n, _ in shown[line[0]]] or [ABSENT])] for line in table.cells

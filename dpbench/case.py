@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.registry import MODELS, TRAINERS
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
@@ -27,22 +27,22 @@ PHASES = ("forward", "backward", "clip", "noise", "optimizer")
 OUTSIDE = "outside"
 """What a step does outside every phase; measured too, so that nothing is lost."""
 
+ALL_PHASES = (*PHASES, OUTSIDE)
+"""What a step is made of, in the order in which tables show it."""
 
-def _require_positive(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+
+def _positive(what: str, value: object) -> int:
+    """A number as a plain integer: pandas hands out NumPy's."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) <= 0:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}")
-    if value >= 2**31:
+    if int(value) >= 2**31:
         raise ConfigurationError(f"{what} must be below 2^31, not {value}")
+    return int(value)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Dimensions of a decoder-only transformer.
-
-    Raises:
-        ConfigurationError: a dimension is not a positive integer, or ``hidden`` is not
-            divisible by ``heads``.
-    """
+    """Dimensions of a decoder-only transformer; ``hidden`` is a multiple of ``heads``."""
 
     vocabulary: int
     hidden: int
@@ -51,7 +51,7 @@ class ModelSize:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            _require_positive(f"model size: {name}", value)
+            _positive(f"model size: {name}", value)
         if self.hidden % self.heads:
             raise ConfigurationError(
                 f"model size: hidden {self.hidden} is not divisible by heads {self.heads}"
@@ -80,17 +80,17 @@ MODEL_SIZES = {
 class Case:
     """One configuration to measure.
 
+    Whether there is such a trainer or model is for `dpbench.registry` to say: a case from a saved
+    run may name what this process does not know.
+
     Args:
-        trainer: any spelling that `TRAINERS` accepts; stored as the short name.
+        trainer: a short name; `dpbench.registry.resolve` makes one of any other spelling.
         batch_size: examples in a step, B.
         seq_len: tokens in an example, T.
         model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
         precision: one of `PRECISIONS`.
         attention: one of `ATTENTIONS`.
-        model: any spelling that `MODELS` accepts; stored as the short name.
-
-    Raises:
-        ConfigurationError: a value does not exist or is not positive.
+        model: a short name, as for the trainer.
     """
 
     trainer: str
@@ -102,15 +102,18 @@ class Case:
     model: str = "simple"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trainer", TRAINERS.canonical(self.trainer))
-        object.__setattr__(self, "model", MODELS.canonical(self.model))
-        _require_positive("batch size", self.batch_size)
-        _require_positive("sequence length", self.seq_len)
+        object.__setattr__(self, "batch_size", _positive("batch size", self.batch_size))
+        object.__setattr__(self, "seq_len", _positive("sequence length", self.seq_len))
         ModelSize.parse(self.model_size)
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
         if self.attention not in ATTENTIONS:
             raise unknown("attention", self.attention, ATTENTIONS)
+
+    @classmethod
+    def from_row(cls, row: Mapping[Any, Any]) -> Case:
+        """The case that a row is about; what else is in the row is left alone."""
+        return cls(**{axis: row[axis] for axis in AXES})
 
     @property
     def size(self) -> ModelSize:
@@ -121,15 +124,6 @@ class Case:
     def baseline(self) -> Case:
         """The same configuration under the standard trainer."""
         return replace(self, trainer=BASELINE_TRAINER)
-
-    def locate(self) -> None:
-        """Find out whether the modules of trainer and model are there, without importing them.
-
-        Raises:
-            ConfigurationError: one is not.
-        """
-        TRAINERS.locate(self.trainer)
-        MODELS.locate(self.model)
 
     @property
     def id(self) -> str:
@@ -152,19 +146,6 @@ class Case:
         name = f"report_{self.trainer}_bs{self.batch_size}_seq{self.seq_len}.ncu-rep"
         return Path(self.configuration) / name
 
-    def arguments(self) -> list[str]:
-        """The case as command-line options that any dpbench process understands."""
-        values = asdict(self)
-        values["trainer"] = TRAINERS.argument(self.trainer)
-        values["model"] = MODELS.argument(self.model)
-        defaults = {f.name: f.default for f in fields(self)}
-        return [
-            text
-            for name, value in values.items()
-            if value != defaults[name] or name == "model_size"
-            for text in (f"--{name.replace('_', '-')}", str(value))
-        ]
-
 
 AXES = tuple(f.name for f in fields(Case))
 
@@ -186,18 +167,19 @@ class Grid:
         for axis in AXES:
             if not getattr(self, axis):
                 raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
-        for _ in self.cases():
-            pass
+        self._combinations()  # refuses values that no case can have
 
     def cases(self) -> Iterator[Case]:
         """The cases, each once, those that share a baseline together, trainers in order."""
         yield from dict.fromkeys(self._combinations())
 
-    def _combinations(self) -> Iterator[Case]:
+    def _combinations(self) -> list[Case]:
         outer = [axis for axis in AXES if axis != "trainer"]
-        for values in product(*(getattr(self, axis) for axis in outer)):
-            for trainer in self.trainer:
-                yield Case(trainer=trainer, **dict(zip(outer, values, strict=True)))
+        return [
+            Case(trainer=trainer, **dict(zip(outer, values, strict=True)))
+            for values in product(*(getattr(self, axis) for axis in outer))
+            for trainer in self.trainer
+        ]
 
     def narrow(self, **axes: Iterable[Any] | None) -> Grid:
         """Replace the values along the named axes; None leaves an axis alone."""
@@ -208,12 +190,7 @@ class Grid:
 
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
-        """A grid by name, or from a TOML file.
-
-        Raises:
-            ConfigurationError: no such name or file, or the file is malformed; the message
-                names the file and the key.
-        """
+        """A grid by name, or from a TOML file."""
         if name_or_file in GRIDS:
             return GRIDS[name_or_file]
         if not name_or_file.endswith(".toml"):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import io
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TextIO
@@ -41,64 +39,39 @@ PIPE_CLOSED = 141
 
 ENDED_BY_CTRL_C = 130
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-"""What is wrong with a stream of output, of which an `OSError` does not say the name."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 good, 1 a failure, 2 bad input)."""
     name = ["dpbench"]  # and the command's, as soon as it is known
     try:
         try:
-            _prepare_streams()
+            if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal knows ÷
+                sys.stdout.reconfigure(errors="backslashreplace")
             return _run(argv, name)
         finally:  # here, where a closed pipe can be caught, and not when the interpreter ends
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            print(end="", flush=True)
     except DpbenchError as error:
-        _complain(f"{' '.join(name)}: {error}")
-        return error.exit_code
+        code, words = error.exit_code, str(error)
     except KeyboardInterrupt:
-        _complain(f"{' '.join(name)}: interrupted")
-        return ENDED_BY_CTRL_C
+        code, words = ENDED_BY_CTRL_C, "interrupted"
     except BrokenPipeError:  # dpbench list | head
-        for stream in (sys.stdout, sys.stderr):  # with 2>&1 both are the pipe
-            try:
-                stream.flush()
-            except BrokenPipeError:
-                _discard(stream)
-        return PIPE_CLOSED
+        _discard(sys.stdout)
+        code, words = PIPE_CLOSED, ""
     except OSError as error:  # dpbench list >/dev/full
-        if error.filename is not None or error.errno not in UNWRITABLE:
+        if error.filename is not None:
             raise
         _discard(sys.stdout)
-        _complain(f"{' '.join(name)}: the output cannot be written: {error.strerror}")
-        return 1
-
-
-def _prepare_streams() -> None:
-    """Make sure that whatever is printed can be.
-
-    Raises:
-        ConfigurationError: nobody could read it.
-    """
-    if sys.stderr is None:  # dpbench list 2>&-
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
-    if sys.stdout is None:
-        raise ConfigurationError("standard output is closed; send it to a file or to /dev/null")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal knows every sign of a table
-        sys.stdout.reconfigure(errors="backslashreplace")
+        code, words = 1, str(error)
+    try:
+        print(f"{' '.join(name)}: {words}\n" if words else "", end="", file=sys.stderr, flush=True)
+    except OSError:  # with 2>&1 both are the pipe
+        _discard(sys.stderr)
+    return code
 
 
 def _discard(stream: TextIO) -> None:
     """Let what a stream still holds go nowhere: the interpreter tries again when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _complain(text: str) -> None:
-    """Print a line where errors go, if anything can be printed there."""
-    with suppress(OSError):
-        print(text, file=sys.stderr)
 
 
 def _run(argv: Sequence[str] | None, name: list[str]) -> int:
@@ -110,7 +83,8 @@ def _run(argv: Sequence[str] | None, name: list[str]) -> int:
     options = build_parser().parse_args(arguments)
     name.append(options.command_name)
     # A batch system's signal must end the measured processes too, as Ctrl-C does.
-    handlers = {s: signal.signal(s, signal.default_int_handler) for s in ENDING_SIGNALS}
+    heard = [s for s in ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]  # not nohup's
+    handlers = {s: signal.signal(s, signal.default_int_handler) for s in heard}
     try:
         return int(options.command(options))
     finally:

@@ -17,12 +17,24 @@ from filelock import FileLock
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVML knows it; ``memory_bytes`` is the whole card's, None if it does not say."""
+    """A GPU as NVML knows it; ``memory_bytes`` is the whole card's, None if it does not say.
+
+    ``chip`` is named where it has counters of its own; see `chip_of`.
+    """
 
     uuid: str
     name: str
     memory_bytes: int | None
     driver: str
+    chip: str = ""
+
+
+def chip_of(major: int, minor: int) -> str:
+    """The chip behind a compute capability, as far as ncu names its counters in another way.
+
+    12.0 is the GB20x family, whose names are the same; 11.0 (10.1 before CUDA 13) is Jetson Thor.
+    """
+    return {(12, 0): "GB202", (10, 1): "GB10B", (11, 0): "GB10B"}.get((major, minor), "")
 
 
 def visible_gpus() -> list[Gpu]:
@@ -47,6 +59,7 @@ def visible_gpus() -> list[Gpu]:
                 name=_text(pynvml.nvmlDeviceGetName(handle)),
                 memory_bytes=_memory_bytes(handle),
                 driver=driver,
+                chip=_chip(handle),
             )
             for handle in handles
         ]
@@ -116,6 +129,15 @@ def _mig_parents(handles: list[object], gpus: list[Gpu]) -> dict[str, Gpu]:
         except pynvml.NVMLError:  # no MIG on this GPU, or no further slice
             continue
     return parents
+
+
+def _chip(handle: object) -> str:
+    import pynvml
+
+    try:
+        return chip_of(*pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    except pynvml.NVMLError:
+        return ""
 
 
 def _memory_bytes(handle: object) -> int | None:

@@ -19,7 +19,7 @@ from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import STORAGE
-from dpbench.show.view import COLUMNS_HELP, GROUP_BY_HELP, SORT_HELP, TOP
+from dpbench.show.view import COLUMNS_HELP, EXPECT_HELP, GROUP_BY_HELP, SORT_HELP, TOP
 
 
 class Declare(Protocol):
@@ -216,6 +216,9 @@ def add_view(add: Declare, prefix: str = "") -> None:
     add(f"--{prefix}columns", metavar="LABELS", help=COLUMNS_HELP)
     add(f"--{prefix}sort", metavar="COL", help=SORT_HELP)
     add(f"--{prefix}group-by", metavar="LABEL", help=GROUP_BY_HELP)
+    add(
+        f"--{prefix}expect", action="append", default=[], metavar="RATIO:LOW-HIGH", help=EXPECT_HELP
+    )
 
 
 def add_files(add: Declare, names: Iterable[str], prefix: str = "") -> None:
@@ -258,10 +261,15 @@ def add_comparing(add: Declare, what_fails: str, prefix: str = "") -> None:
         nargs="?",
         const="",
         metavar="NUM|FILE",
-        help="compare with a saved run; without a value each case with the latest complete run of "
-        "the same device and instrument that has it and did not regress",
+        help="compare with a saved run; without a value with the latest complete one on the same "
+        "device that has what this one measures and passed its own comparison",
     )
     add_limit(add, f"--{prefix}compare-fail", what_fails)
+    add(
+        f"--{prefix}compare-first-run-ok",
+        action="store_true",
+        help="pass what a limit cannot judge because nothing like it was saved before",
+    )
 
 
 def add_limit(add: Declare, option: str, what_fails: str) -> None:

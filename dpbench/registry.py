@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dpbench.case import Case, Grid
 from dpbench.errors import ConfigurationError, unknown
 
 
@@ -27,16 +30,10 @@ class Registry(Mapping[str, Any]):
     def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
         self.kind = kind
         self._targets = dict(targets)
-        self._builtin = frozenset(targets)
-        self._labels: set[str] = set()
+        self._builtin = dict(targets)
 
     def register(self, name: str, target: str | Callable[..., Any]) -> None:
-        """Give a class, or an import target ``package.module:Class``, a short name.
-
-        Raises:
-            ConfigurationError: the name is not an identifier, is taken by something else, or
-                the class cannot be imported by a child process.
-        """
+        """Give a class, or an import target ``package.module:Class``, a short name."""
         if not isinstance(target, str):
             target = f"{target.__module__}:{target.__qualname__}"
         if target.startswith("__main__:") or "<locals>" in target:
@@ -51,8 +48,8 @@ class Registry(Mapping[str, Any]):
             raise ConfigurationError(
                 f"{self.kind} {name!r}: {target!r} must be written package.module:Class"
             )
-        taken = {_class_name(self._targets[b]): self._targets[b] for b in self._builtin}
-        meant = self._targets.get(name) or taken.get(name, target)
+        classes = {_class_name(builtin): builtin for builtin in self._builtin.values()}
+        meant = self._targets.get(name) or classes.get(name, target)
         if meant != target:
             raise ConfigurationError(
                 f"{self.kind} name {name!r} already means {meant}; "
@@ -62,70 +59,55 @@ class Registry(Mapping[str, Any]):
 
     def canonical(self, spelling: str) -> str:
         """The short name for any of the accepted spellings; registers import targets."""
-        if spelling in self._targets or spelling in self._labels:
+        if spelling in self._targets:
             return spelling
         for name, target in self._targets.items():
             if spelling in (target, _class_name(target)):
                 return name
         name, separator, target = spelling.rpartition("=")
         if ":" in target:
-            name = name if separator else target.rpartition(":")[2].rpartition(".")[2]
+            name = name if separator else _class_name(target).rpartition(".")[2]
             self.register(name, target)
             return name
         raise unknown(self.kind, spelling, self, "or package.module:Class")
 
-    def admit(self, label: str) -> str:
-        """Accept a name found in saved results: it labels rows, but nothing can be built."""
-        if label not in self._targets:
-            self._labels.add(label)
-        return label
-
     def _target(self, spelling: str) -> str:
-        name = self.canonical(spelling)
-        if name not in self._targets:
-            raise ConfigurationError(
-                f"{self.kind} {name!r} is known from saved results only; "
-                f"name it as {name}=package.module:Class"
-            )
-        return self._targets[name]
+        return self._targets[self.canonical(spelling)]
 
     def __contains__(self, name: object) -> bool:
         return name in self._targets  # the mapping's own would import the class
 
     def __getitem__(self, spelling: str) -> Any:
-        target = self._target(spelling)
-        module_name, _, attribute = target.partition(":")
+        module, _, attribute = self._target(spelling).partition(":")
         try:
-            found: Any = importlib.import_module(module_name)
+            found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name == "opacus":
-                raise ConfigurationError(
-                    f"{self.kind} {spelling!r} needs Opacus: pip install opacus"
-                ) from error
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise
-            raise self._no_module(spelling, error.name) from error
+            raise self._not_found(spelling, module, error) from error
         for part in attribute.split("."):
             if not hasattr(found, part):
                 raise ConfigurationError(
-                    f"{self.kind} {spelling!r}: module {module_name!r} has no {attribute!r}"
+                    f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}"
                 )
             found = getattr(found, part)
         return found
 
     def locate(self, spelling: str) -> None:
-        """Find out whether the module of a class is there, without importing it.
-
-        Raises:
-            ConfigurationError: it is not, or there is no such name.
-        """
+        """Refuse a class whose module is not there; packages around it are imported, it is not."""
         module = self._target(spelling).partition(":")[0]
-        if missing := _missing(module):
-            raise self._no_module(spelling, missing)
+        try:
+            if module not in sys.modules and find_spec(module) is None:
+                raise ModuleNotFoundError(name=module)
+        except ModuleNotFoundError as error:
+            raise self._not_found(spelling, module, error) from error
 
-    def _no_module(self, spelling: str, module: str) -> ConfigurationError:
+    def _not_found(self, spelling: str, module: str, error: ModuleNotFoundError) -> Exception:
+        """The error to raise for a module that cannot be imported."""
+        if error.name == "opacus":
+            return ConfigurationError(f"{self.kind} {spelling!r} needs Opacus: pip install opacus")
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            return error  # the module is there, and what it imports is not
         return ConfigurationError(
-            f"{self.kind} {spelling!r}: no module named {module!r}; "
+            f"{self.kind} {spelling!r}: no module named {error.name!r}; "
             f"run from its directory or put that on PYTHONPATH"
         )
 
@@ -134,6 +116,10 @@ class Registry(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._targets)
+
+    def rank(self, name: object) -> int:
+        """The place of a name in tables: in the order of registration, what is unknown last."""
+        return [*self._targets, name].index(name)
 
     def is_builtin(self, name: str) -> bool:
         """Whether a name came with dpbench."""
@@ -149,42 +135,14 @@ class Registry(Mapping[str, Any]):
 
         A child needs it on ``PYTHONPATH``: pytest, for one, extends ``sys.path`` by itself.
         """
-        name = self.canonical(name)
-        if name in self._builtin:
+        if self.is_builtin(name):
             return None
         module = self._target(name).partition(":")[0]
         file = getattr(sys.modules.get(module), "__file__", None)
         if file is None:
             return None
         path = Path(file).resolve()
-        depth = module.count(".") + (path.name == "__init__.py")
-        return path.parents[depth]
-
-
-def _missing(module: str) -> str | None:
-    """The first package or module of a dotted name that is not there, or None.
-
-    Packages are looked into without being imported: one may load torch. What lies below nested
-    namespace packages cannot be told so, and counts as there.
-    """
-    places: Sequence[str] | None = None
-    parts = module.split(".")
-    for depth in range(len(parts)):
-        name = ".".join(parts[: depth + 1])
-        if name in sys.modules:
-            places = getattr(sys.modules[name], "__path__", [])
-            continue
-        if depth and not places:  # a module, in which there can be none
-            return name
-        found = (finder.find_spec(name, places) for finder in sys.meta_path)
-        try:
-            spec = next(filter(None, found), None)
-        except KeyError:  # in a namespace package, which looks for its parent among the imported
-            return None
-        if spec is None:
-            return name
-        places = spec.submodule_search_locations
-    return None
+        return path.parents[module.count(".") + (path.name == "__init__.py")]
 
 
 def _class_name(target: str) -> str:
@@ -204,6 +162,56 @@ TRAINERS = Registry(
 
 MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
+
+
+# --- cases -----------------------------------------------------------------------------------
+
+
+def resolve(case: Case) -> Case:
+    """The case with the short names of its trainer and model, whichever spelling it has."""
+    return replace(
+        case, trainer=TRAINERS.canonical(case.trainer), model=MODELS.canonical(case.model)
+    )
+
+
+def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
+    """A grid, with the values along the named axes replaced and with short names throughout."""
+    grid = Grid.named(name_or_file)
+    try:
+        grid = _resolved(grid)
+    except ConfigurationError as error:  # the built-in grids have none
+        raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
+    return _resolved(grid.narrow(**axes))
+
+
+def _resolved(grid: Grid) -> Grid:
+    return grid.narrow(
+        trainer=dict.fromkeys(map(TRAINERS.canonical, grid.trainer)),
+        model=dict.fromkeys(map(MODELS.canonical, grid.model)),
+    )
+
+
+def locate(cases: Iterable[Case]) -> None:
+    """Refuse cases of whose trainer or model the module is not there."""
+    named = {(case.trainer, case.model) for case in cases}
+    for trainer, model in sorted(named):
+        TRAINERS.locate(trainer)
+        MODELS.locate(model)
+
+
+def arguments(case: Case) -> list[str]:
+    """A case as command-line options that any dpbench process understands."""
+    values = asdict(case) | {
+        "trainer": TRAINERS.argument(case.trainer),
+        "model": MODELS.argument(case.model),
+    }
+    defaults = {field.name: field.default for field in fields(case)}
+    return [
+        text
+        for name, value in values.items()
+        if value != defaults[name] or name == "model_size"
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def child_python_path(*directories: Path | None) -> str | None:

@@ -17,6 +17,7 @@ from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument, InstrumentError, Running
 from dpbench.instruments.child import log_tail
 from dpbench.instruments.fit import check_fits
+from dpbench.registry import resolve
 from dpbench.results.outcome import PARTS, Outcome
 from dpbench.results.rows import Measurement
 
@@ -36,6 +37,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     failure: dict[str, Any] = {}
     running: list[Running] = []
     try:
+        case = resolve(case)
         check_fits(case, gpu)
         with _files_of(case, instruments):
             try:

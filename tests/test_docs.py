@@ -27,7 +27,7 @@ COUNTED = "(no hardware)"
 WITHOUT_GPU = ("show", "compare", "kernels")
 """Commands that only read files, and can be run as they stand if the repository has these."""
 
-OF_A_CHANGED_TREE = "5.925 times the logical bytes"
+OF_A_CHANGED_TREE = "2 regressions against bounds"
 """What tests/logical prints when a trainer has been changed; not printed again here."""
 
 
@@ -221,7 +221,7 @@ def test_a_change_is_found_as_the_readme_shows(pytester: pytest.Pytester) -> Non
     (again,) = [words for _, words in commands("pytest") if "--dpbench-save=after" in words]
     result = session(*again)
     result.assert_outcomes(failed=1)
-    assert_printed(block_with("README.md", "dpbench: 2 regressions"), result.stdout.str())
+    assert_printed(block_with("README.md", "2 regressions against 0001_before"), result.stdout.str())
 
     transcript = block_with("README.md", "$ dpbench list")
     printed = ""

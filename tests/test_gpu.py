@@ -13,7 +13,7 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.gpu import Gpu, child_environment, exclusive, select, visible_gpus
+from dpbench.gpu import Gpu, child_environment, chip_of, exclusive, select, visible_gpus
 
 GPUS = [Gpu(f"GPU-{i}d7c-{i}", f"card {i}", 10**9, "580.0") for i in range(4)]
 
@@ -174,3 +174,10 @@ def _is_free(path: Path) -> bool:
         return False
     lock.release()
     return True
+
+
+@pytest.mark.parametrize(
+    ("capability", "chip"), [((9, 0), ""), ((12, 0), "GB202"), ((11, 0), "GB10B"), ((12, 1), "")]
+)
+def test_chip_with_counters_of_its_own_is_named(capability: tuple[int, int], chip: str) -> None:
+    assert chip_of(*capability) == chip

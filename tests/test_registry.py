@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import dpbench
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.registry import MODELS, TRAINERS, Registry, child_python_path
+from dpbench.registry import MODELS, TRAINERS, Registry, child_python_path, chosen_grid, resolve
 
 
 class Outer:
@@ -252,36 +253,6 @@ def test_import_error_inside_an_own_module_is_shown_as_it_is(
         registry["own_broken:Mine"]
 
 
-# --- names from saved results ----------------------------------------------------------------
-
-
-def test_admitted_name_labels_rows_and_builds_nothing(registry: Registry) -> None:
-    assert registry.admit("theirs") == "theirs"
-    assert registry.canonical("theirs") == "theirs"
-    assert "theirs" not in list(registry)
-    assert refusal(lambda: registry["theirs"]) == (
-        "trainer 'theirs' is known from saved results only; name it as theirs=package.module:Class"
-    )
-
-
-@pytest.mark.parametrize("ask", ["argument", "import_path"])
-def test_admitted_name_cannot_be_given_to_a_child(registry: Registry, ask: str) -> None:
-    registry.admit("theirs")
-    message = refusal(lambda: getattr(registry, ask)("theirs"))
-    assert "'theirs' is known from saved results only" in message
-
-
-def test_admitted_name_can_be_given_a_class_later(registry: Registry) -> None:
-    registry.admit("theirs")
-    assert registry.canonical("theirs=collections:ChainMap") == "theirs"
-    assert registry["theirs"] is collections.ChainMap
-
-
-def test_admitting_a_known_name_changes_nothing(registry: Registry) -> None:
-    registry.admit("count")
-    assert registry["count"] is collections.Counter
-
-
 # --- for a child process ---------------------------------------------------------------------
 
 
@@ -353,23 +324,74 @@ def test_child_python_path_has_no_empty_entry(
 # --- whether it is there -----------------------------------------------------------------------
 
 
-def test_module_is_located_without_importing_its_package(
+def test_module_is_located_without_being_imported(
     registry: Registry, write_module: Callable[..., Path]
 ) -> None:
-    write_module("own_package/__init__.py", "raise RuntimeError('imported')")
-    write_module("own_package/trainers.py")
-    registry.locate("own_package.trainers:Mine")
-    registry.locate("collections.abc:Mapping")
-    registry.locate("count")
+    write_module("own_module.py", "raise RuntimeError('imported')")
     write_module("own_names/own_inner/trainers.py")  # namespace packages, one in the other
-    registry.locate("own_names.own_inner.trainers:Inner")
-    assert {"own_package", "own_names"}.isdisjoint(sys.modules)
+    write_module("own_package/__init__.py")
+    for spelling in (
+        "own_module:Mine",
+        "own_names.own_inner.trainers:Inner",
+        "collections.abc:Mapping",
+        "count",
+    ):
+        registry.locate(spelling)
+    assert "own_module" not in sys.modules
     missing = {
         "own_absent:First": "own_absent",
         "own_package.nowhere.deep:Other": "own_package.nowhere",
-        "own_package.trainers.deep:Third": "own_package.trainers.deep",
+        "own_module.deep:Third": "own_module.deep",
         "json.nowhere:Fourth": "json.nowhere",
     }
+    write_module("own_module.py")
     for spelling, name in missing.items():
         words = refusal(lambda spelling=spelling: registry.locate(spelling))
         assert f"{spelling!r}: no module named {name!r}; run from its directory" in words
+
+
+# --- the names in cases and grids -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("class_name", "short"),
+    [
+        ("StandardTrainer", "standard"),
+        ("DPSGDTrainer", "dpsgd"),
+        ("DPGhostClippingTrainer", "dpsgd_ghost"),
+        ("DPFastGradientClippingTrainer", "dpsgd_fgc"),
+    ],
+)
+def test_resolved_case_has_short_names(class_name: str, short: str) -> None:
+    case = Case(class_name, 8, 256, model="SimpleBigModel")
+    assert resolve(case) == Case(short, 8, 256, model="simple")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "known"),
+    [("trainer", "dpsgdd", TRAINERS), ("trainer", "", TRAINERS), ("model", "gpt", MODELS)],
+)
+def test_unknown_trainer_or_model_is_refused_with_what_exists(
+    field: str, value: str, known: Registry
+) -> None:
+    case = Case(**{"trainer": "dpsgd", "batch_size": 8, "seq_len": 256, field: value})
+    message = refusal(lambda: resolve(case))
+    assert message.startswith(f"unknown {field} {value!r}; choose from {', '.join(known)}")
+
+
+def test_grid_has_each_trainer_once_however_it_is_spelled() -> None:
+    grid = chosen_grid("grid1", trainer=["dpsgd", "DPSGDTrainer"], batch_size=None)
+    assert (grid.trainer, grid.batch_size) == (("dpsgd",), (8, 16))
+    assert "unknown trainer 'sgd'" in refusal(lambda: chosen_grid("grid1", trainer=["sgd"]))
+
+
+def test_unknown_trainer_in_a_grid_file_is_refused_by_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("trainer = 'sgd'\nbatch_size = 8\nseq_len = 256\n")
+    message = refusal(lambda: chosen_grid(str(path)))
+    assert message.startswith(f"grid file {path}: unknown trainer 'sgd'; choose from standard")
+
+
+def test_unknown_names_rank_last() -> None:
+    names = ["theirs", "dpsgd", "standard"]
+    assert sorted(names, key=TRAINERS.rank) == ["standard", "dpsgd", "theirs"]

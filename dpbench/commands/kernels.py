@@ -18,14 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES
 from dpbench.errors import ConfigurationError, check_is_file, check_writable_file
 from dpbench.options import add_top
 from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
     from dpbench.instruments.ncu.kernel_report import KernelReport
-    from dpbench.show.kernels import Premise
+    from dpbench.show.kernels import KernelContext
     from dpbench.show.layout import Table
 
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep", help="files")
     add_top(parser.add_argument)
-    parser.add_argument("--phase", choices=(*PHASES, OUTSIDE), help="kernels of this phase only")
+    parser.add_argument("--phase", choices=ALL_PHASES, help="kernels of this phase only")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each launch here")
 
 
@@ -75,20 +75,22 @@ def _kernels(
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )
     launches += [{"report": str(path), **asdict(launch)} for launch in chosen]
-    return kernel_tables(fold(chosen), _premise(path, report), top=options.top)
+    return kernel_tables(fold(chosen), _context(path, report), top=options.top)
 
 
-def _premise(path: Path, report: KernelReport) -> Premise:
+def _context(path: Path, report: KernelReport) -> KernelContext:
     """What kernels are compared with: the case's report of ranges, if it lies where it should."""
     from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
-    from dpbench.show.kernels import Premise, known_roofs, step_bytes
+    from dpbench.results.cards import known_roofs
+    from dpbench.results.kernel_table import step_bytes
+    from dpbench.show.kernels import KernelContext
 
     place = path.resolve().parent
     ranges = place.parent / path.name
     measured = None
     if place.name == KERNELS and ranges.exists():
         measured = step_bytes(read(ranges, case_of(ranges)))
-    return Premise(f"{_title(path)}, {report.device}", measured, known_roofs(report.device))
+    return KernelContext(f"{_title(path)}, {report.device}", measured, known_roofs(report.device))
 
 
 def _speed_of_light(path: Path) -> list[Table]:

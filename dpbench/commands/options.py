@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dpbench import registry
 from dpbench.case import AXES, Case, Grid
 from dpbench.errors import check_is_file
 from dpbench.options import AXIS_ARGUMENTS, add_axes, add_grid
@@ -22,14 +23,9 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_grid(options: argparse.Namespace) -> Grid:
-    """The grid that the options of `add_cases` describe.
-
-    Raises:
-        ConfigurationError: it does not exist, or a value or the module of a class does not.
-    """
-    grid = Grid.named(options.grid).narrow(**{axis: getattr(options, axis) for axis in AXES})
-    for case in grid.cases():
-        case.locate()
+    """The grid that the options of `add_cases` describe; the modules of its classes are there."""
+    grid = registry.chosen_grid(options.grid, **{axis: getattr(options, axis) for axis in AXES})
+    registry.locate(grid.cases())
     return grid
 
 
@@ -39,7 +35,8 @@ def chosen_view(options: argparse.Namespace) -> View:
     Raises:
         ConfigurationError: a column, an axis or a group does not exist.
     """
-    return View.of(options.columns, options.sort, options.group_by, vars(options).get("top", TOP))
+    top = vars(options).get("top", TOP)
+    return View.of(options.columns, options.sort, options.group_by, top, options.expect)
 
 
 def add_case(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +52,8 @@ def add_case(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_case(options: argparse.Namespace) -> Case:
-    """The case that the options of `add_case` describe.
-
-    Raises:
-        ConfigurationError: a value in it does not exist.
-    """
-    return Case(**{axis: getattr(options, axis) for axis in AXES})
+    """The case that the options of `add_case` describe."""
+    return registry.resolve(Case.from_row(vars(options)))
 
 
 def saved_run(name: str, storage: Path) -> Run:

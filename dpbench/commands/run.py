@@ -179,9 +179,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _show(outcomes: Sequence[Outcome], view: View) -> None:
     """Print the tables; on GitHub they go into the step's summary, too."""
-    from dpbench.results.outcome import summary_tables
     from dpbench.show.export import append_step_summary
     from dpbench.show.layout import as_text, terminal_width
+    from dpbench.show.summary import summary_tables
 
     found = summary_tables(outcomes, view)
     print(as_text(found, terminal_width()))

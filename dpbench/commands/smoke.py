@@ -14,7 +14,7 @@ import argparse
 
 from dpbench.case import Case
 from dpbench.options import AXIS_ARGUMENTS
-from dpbench.registry import TRAINERS
+from dpbench.registry import TRAINERS, resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 
     failed = 0
     for trainer in options.trainer or list(TRAINERS):
-        case = Case(trainer, batch_size=4, seq_len=32, model_size="tiny")
+        case = resolve(Case(trainer, batch_size=4, seq_len=32, model_size="tiny"))
         name = TRAINERS[trainer].__name__
         try:
             smoke_test(case, device=options.device)

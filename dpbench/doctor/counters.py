@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from dpbench.case import Case
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
 from dpbench.errors import DpbenchError
 from dpbench.gpu import Use, in_use, visible_gpus
 from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric
+from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, lacking, on_chip
 from dpbench.instruments.ncu.range_report import MetricMissing, read
 from dpbench.instruments.ncu.ranges import (
     CountersBusy,
@@ -47,14 +47,15 @@ class CannotTry(Exception):
 
 def counters(setup: Setup) -> Iterator[Finding]:
     """Run a small copy with every byte metric, as a case would be run."""
+    metrics = on_chip(_chip())
     goods = {
         "profiling": "a process ran under ncu, and its report was read",
         "permission": "performance counters may be read",
         "other profiler": "none holds the counters",
-        "metrics": f"this GPU has all of {', '.join(BYTE_METRICS)}",
+        "metrics": _counted_in_words(metrics),
     }
     try:
-        instrument = _instrument(setup, tuple(BYTE_METRICS.values()))
+        instrument = _instrument(setup, tuple(metrics.values()))
     except CannotTry as error:
         yield from (Finding(check, WARNING, f"not tried: {error}") for check in goods)
         return
@@ -65,9 +66,9 @@ def counters(setup: Setup) -> Iterator[Finding]:
         instrument.measure(case)
     except MetricMissing as error:  # then everything before it went well
         present = {row.metric for row in read(instrument.directory / case.report_path, case)}
-        missing = ", ".join(name for name in BYTE_METRICS if name not in present)
-        lacking = f"this GPU lacks the counters of {missing}"
-        findings["metrics"] = Finding("metrics", FAILED, lacking, error.remedy)
+        missing = ", ".join(name for name in metrics if name not in present)
+        words = f"this GPU lacks the counters of {missing}"
+        findings["metrics"] = Finding("metrics", FAILED, words, error.remedy)
     except DpbenchError as error:
         blamed = next((name for kind, name in _BLAME if isinstance(error, kind)), "profiling")
         unknown = f"unknown, because {blamed} failed"
@@ -78,7 +79,11 @@ def counters(setup: Setup) -> Iterator[Finding]:
 
 def calibration(setup: Setup) -> Iterator[Finding]:
     """A copy of known size must read and write as many DRAM bytes."""
-    metrics = tuple(BYTE_METRICS[name] for name in ("dram_read_bytes", "dram_write_bytes"))
+    known = on_chip(_chip())
+    if without := [name for name in ALWAYS if name not in known]:
+        yield Finding("calibration", WARNING, f"not tried: {_chip()} has no {', '.join(without)}")
+        return
+    metrics = tuple(known[name] for name in ALWAYS)
     try:
         instrument = _instrument(setup, metrics)
     except CannotTry as error:
@@ -122,6 +127,15 @@ def examples_that_fit(use: Use) -> int:
     if use.free_bytes is None:
         return ENOUGH
     return max(FEW, min(MOST, use.free_bytes // 4 // EXAMPLE_BYTES))
+
+
+def _chip() -> str:
+    return next((gpu.chip for gpu in visible_gpus()), "")
+
+
+def _counted_in_words(metrics: Iterable[str]) -> str:
+    without = f", which is all that {_chip()} has: no {', '.join(lacking(_chip()))}"
+    return f"this GPU has all of {', '.join(metrics)}" + (without if lacking(_chip()) else "")
 
 
 def _instrument(setup: Setup, metrics: tuple[NcuMetric, ...]) -> Ncu:

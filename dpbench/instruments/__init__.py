@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dpbench.errors import ConfigurationError
+from dpbench.gpu import visible_gpus
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu.kernel_choice import KernelChoice
-from dpbench.instruments.ncu.metrics import BYTE_METRICS, resolve
+from dpbench.instruments.ncu.metrics import on_chip, resolve
 from dpbench.instruments.ncu.ranges import Ncu, find_ncu
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
@@ -62,10 +63,11 @@ def choose(
     # What was said for one that was not chosen must be right as well.
     schedule = Schedule.parse(profile_schedule)
     profiler = TorchProfiler(profile_directory, device, schedule, profile_threshold, timeout)
-    listed = [name.strip() for text in metrics or BYTE_METRICS for name in text.split(",")]
-    if not any(listed):
-        raise ConfigurationError(f"--ncu-metrics names no metric; try {', '.join(BYTE_METRICS)}")
-    resolved = tuple(resolve(filter(None, listed)))
+    asked = [name.strip() for text in metrics or () for name in text.split(",")]
+    if asked and not any(asked):
+        raise ConfigurationError(f"--ncu-metrics names no metric; try {', '.join(on_chip())}")
+    chip = next((gpu.chip for gpu in visible_gpus()), "") if "ncu" in chosen else ""
+    resolved = tuple(resolve([*filter(None, asked)] or None, chip))
     if "timing" in chosen:
         found.append(Timing(directory, device, timing_steps, timeout))
     if "ncu" in chosen:
@@ -78,7 +80,7 @@ def choose(
             Logical,  # loads torch, which the others do not
         )
 
-        found.append(Logical())
+        found.append(Logical(timeout=timeout, directory=directory))
     if "torch_profiler" in chosen:
         found.append(profiler)
     return found

@@ -25,7 +25,7 @@ from dpbench.instruments.base import (
     InstrumentError,
     Running,
 )
-from dpbench.registry import MODELS, TRAINERS, child_python_path
+from dpbench.registry import MODELS, TRAINERS, arguments, child_python_path
 from dpbench.results.rows import Measurement
 
 POLL_SECONDS = 0.05
@@ -53,7 +53,7 @@ class Steps:
 
 def step_command(case: Case, steps: Steps, *, device: str, nvtx: bool = False) -> list[str]:
     """The argument list that runs one case: ``python -m dpbench step …``."""
-    command = [sys.executable, "-m", "dpbench", "step", *case.arguments()]
+    command = [sys.executable, "-m", "dpbench", "step", *arguments(case)]
     command += ["--device", device, "--warmup", str(steps.warmup), "--active", str(steps.active)]
     return [*command, "--nvtx"] if nvtx else command
 

@@ -13,6 +13,7 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
+from dpbench.registry import locate
 
 FILE = "asked"
 """In the session's directory: what an xdist worker collected, for the controller."""
@@ -67,8 +68,7 @@ def _not_found(cases: Iterable[Case]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
         try:
-            for case in cases:
-                case.locate()
+            locate(cases)
         except ConfigurationError as error:
             return str(error)
     return ""

@@ -26,6 +26,7 @@ from dpbench.plugin.asked import Asked
 from dpbench.plugin.files import Files
 from dpbench.plugin.terminal import open_terminal
 from dpbench.plugin.updating import reference_to_update, update
+from dpbench.registry import chosen_grid, resolve
 from dpbench.show.view import View
 
 if TYPE_CHECKING:
@@ -51,13 +52,9 @@ RUNS_NO_TEST = (
 
 
 def asked_grid(options: argparse.Namespace) -> Grid:
-    """The grid that a session's options describe.
-
-    Raises:
-        ConfigurationError: there is no such grid or case.
-    """
-    grid = Grid.named(options.dpbench_grid)
-    return grid.narrow(**{axis: getattr(options, f"dpbench_{axis}") for axis in AXES})
+    """The grid that a session's options describe."""
+    axes = {axis: getattr(options, f"dpbench_{axis}") for axis in AXES}
+    return chosen_grid(options.dpbench_grid, **axes)
 
 
 class Manager:
@@ -77,6 +74,7 @@ class Manager:
             self.options.dpbench_sort,
             self.options.dpbench_group_by,
             self.options.ncu_kernels_top,
+            self.options.dpbench_expect,
         )
         self.files = Files(config, self.view)
         self.instruments: list[Instrument] = []
@@ -105,8 +103,6 @@ class Manager:
             self.files.check()
         self.comparing = comparing.Comparing(self)
         self.saving = saving.Saving(self)  # last: takes a number only if all else is well
-        if self.saving.file:
-            self.comparing.leave_out(self.saving.file.path)
         for outcome in self.saving.kept:
             self._keep(outcome)
 
@@ -196,11 +192,11 @@ class Manager:
         from dpbench.results.report import CaseReport
 
         outcome = self._outcome(case, instruments, gpu)
+        self.comparing.asked(outcome, lambda other: self._outcome(other, instruments, gpu))
         if outcome.skipped:
             pytest.skip(outcome.message)
         if outcome.error:
             pytest.fail(_failure(outcome), pytrace=False)
-        self.comparing.asked(outcome, lambda other: self._outcome(other, instruments, gpu))
         return CaseReport.of_outcome(outcome)
 
     def _outcome(
@@ -262,13 +258,14 @@ class Manager:
             and not (session.shouldfail or session.shouldstop)
             and not self.saving.partial
         )
+        if not interrupted:
+            self.problems += self.comparing.problems()  # before the run is written, which says so
         self._write(complete)
         with self._saying_problems():
             self.saving.end(self.outcomes())
         self._write_page(complete)
         if not interrupted:
             self._update(complete)
-            self.problems += self.comparing.problems()
         if not (interrupted or self.problems or self._measured_what_was_asked()):
             self.problems.append(
                 "--ncu was given and nothing was measured; "
@@ -343,15 +340,15 @@ class Manager:
         if not outcomes and self.runs_tests:
             for named in self.files.names():
                 terminalreporter.write_line(f"dpbench: no case ran, so {named} was not written")
-        changes = self.comparing.tables(outcomes)
+        changes = self.comparing.tables()
         notes = [*self.comparing.notes, *self.saving.notes]
         if not (outcomes or self.problems or notes):
             return
         terminalreporter.section("dpbench")
         if outcomes:
-            from dpbench.results.outcome import summary_tables
             from dpbench.show.export import append_step_summary
             from dpbench.show.layout import as_text, terminal_width
+            from dpbench.show.summary import summary_tables
 
             found = [*summary_tables(outcomes, self.view), *changes]
             for line in as_text(found, terminal_width()).splitlines():
@@ -362,8 +359,6 @@ class Manager:
                 terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
         for note in notes:
             terminalreporter.write_line(f"dpbench: {note}")
-        for warning in self.comparing.warnings:
-            terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
         for problem in self.problems:
             terminalreporter.write_line(f"ERROR: dpbench: {problem}", red=True)
 
@@ -377,7 +372,7 @@ class Manager:
 
 def _case(case: Case | str, fields: dict[str, Any]) -> Case:
     """A case, given as one or as its fields."""
-    return case if isinstance(case, Case) else Case(case, **fields)
+    return resolve(case if isinstance(case, Case) else Case(case, **fields))
 
 
 def _failure(outcome: Outcome) -> str:

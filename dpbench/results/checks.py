@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import infer_dtype
 
-from dpbench.case import AXES, OUTSIDE, PHASES, Case
+from dpbench.case import ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.metrics import MAY_FALL, UNITS
+from dpbench.metrics import METRICS
 from dpbench.results.outcome import PARTS, STATUSES, Outcome
-from dpbench.results.rows import COLUMNS, STEP, saved_case
+from dpbench.results.rows import COLUMNS, STEP
 
 _KINDS = {
     "batch_size": ("integer",),
@@ -28,7 +28,7 @@ _KINDS = {
 _ONE_NUMBER = [*AXES, "instrument", "device", "phase", "metric", "repeat"]
 """The columns that say what a row's number is about."""
 
-_PHASES = (STEP, *PHASES, OUTSIDE)
+_PHASES = (STEP, *ALL_PHASES)
 
 Check = Callable[[Any], bool]
 
@@ -53,7 +53,7 @@ def checked_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     frame = frame.astype({"value": float})
     _check_numbers(frame)
     for case in frame[list(AXES)].drop_duplicates().to_dict("records"):
-        saved_case({str(axis): value for axis, value in case.items()})
+        Case.from_row(case)
     return frame
 
 
@@ -61,9 +61,11 @@ def _check_numbers(frame: pd.DataFrame) -> None:
     """The numbers of a long table can be what they say."""
     _refuse(frame, frame.repeat < 0, "repeat")
     _refuse(frame, ~frame.phase.isin(_PHASES), "phase")
-    known = frame.metric.isin(UNITS)
-    _refuse(frame, known & (frame.metric.map(UNITS) != frame.unit), "unit")
-    _refuse(frame, known & ~frame.metric.isin(MAY_FALL) & (frame.value < 0), "value")
+    units = {metric.name: metric.unit for metric in METRICS.values()}
+    may_fall = [metric.name for metric in METRICS.values() if metric.may_fall]
+    known = frame.metric.isin(units)
+    _refuse(frame, known & (frame.metric.map(units) != frame.unit), "unit")
+    _refuse(frame, known & ~frame.metric.isin(may_fall) & (frame.value < 0), "value")
     again = frame[frame.duplicated(_ONE_NUMBER, keep=False)]
     other = ~again.duplicated([*_ONE_NUMBER, "value", "unit"], keep=False)
     _refuse(again, other, "value", "is not only")
@@ -99,7 +101,7 @@ def check_document(document: Mapping[str, Any]) -> None:
         _check(update["cases"], _each(_texts), "update's 'cases'")
     for case in document.get("cases", ()):
         _check_part(case, _CASE, "case")
-        saved_case({axis: case[axis] for axis in AXES})
+        Case.from_row(case)
     for part, kind in PARTS.items():
         for entry in document.get(part, ()):
             _check_part(entry, _PARTS[part], part)
@@ -216,6 +218,7 @@ _SESSION: dict[str, Check] = {
     "status": lambda value: _text(value) and value in STATUSES,
     "regressed": _truth,
     "regressions": _objects,
+    "unjudged": _objects,
     "workers": _count,
     "cases_asked": _count,
     "grid": _each(_axis),

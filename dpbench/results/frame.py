@@ -7,29 +7,15 @@ from collections.abc import Iterable
 import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.metrics import METRICS
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
 
-EXPECTED_RATIOS = {"dram_bytes": (2.0, 5.0), "l2_total_bytes": (1.5, 3.0)}
-"""What DP training was expected to move, as a multiple of standard training."""
-
-_SUMS = {
-    "dram_bytes": ("dram_read_bytes", "dram_write_bytes"),
-    "logical_bytes": ("logical_read_bytes", "logical_write_bytes"),
-}
-"""Metrics that are the sum of measured ones."""
-
-_TIMES = ("step_time_seconds", "samples_per_second")
-
-_LOGICAL = {
-    "dram_read_bytes": "logical_read_bytes",
-    "dram_write_bytes": "logical_write_bytes",
-    "dram_bytes": "logical_bytes",
-    "peak_memory_bytes": "peak_memory_bytes",
-}
-"""Measured metrics, and what logical counting says in their place."""
+IN_CACHE_BYTES = 1e9
+"""Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
+ratios of DRAM bytes say nothing."""
 
 RATES = "ncu bytes / timing seconds"
 """The instrument of a throughput: its two factors come from two processes."""
@@ -41,21 +27,21 @@ def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
 
 
 def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with rows of ``dram_bytes`` (read + write) added, step by step.
+    """The frame with rows of metrics that are sums added, step by step.
 
     A step that is in the frame twice, because its case was measured twice, has two totals.
     """
-    total_of = {metric: total for total, metrics in _SUMS.items() for metric in metrics}
-    parts = frame[frame.metric.isin(total_of)]
+    sums = {metric.name: metric.sum_of for metric in METRICS.values() if metric.sum_of}
+    pairs = [(part, total) for total, parts in sums.items() for part in parts]
+    parts = frame.merge(pd.DataFrame(pairs, columns=["metric", "total"]), on="metric")
     keys = [c for c in frame.columns if c not in ("metric", "value")]
-    parts = parts.assign(total=parts.metric.map(total_of))
     # Grouping by so many columns is what takes time here, so it happens once: by number after.
     parts["step"] = parts.groupby(["total", *keys]).ngroup()
     parts["again"] = parts.groupby(["step", "metric"]).cumcount()
     parts = parts.sort_values(["step", "again"], kind="stable")
     summands = parts.groupby(["step", "again"]).value
     totals = parts.assign(metric=parts.total, value=summands.transform("sum"))
-    complete = summands.transform("size") == parts.total.map({t: len(m) for t, m in _SUMS.items()})
+    complete = summands.transform("size") == parts.total.map({t: len(m) for t, m in sums.items()})
     totals = totals[complete & ~parts.duplicated(["step", "again"])]
     return pd.concat([frame, totals[frame.columns]], ignore_index=True)
 
@@ -73,9 +59,11 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
     grouped = frame.groupby(keys, sort=False).value
     summary = grouped.agg(["mean", "median", "min", "max", "count"]).reset_index()
-    summary["value"] = summary["mean"].where(~summary.metric.isin(_TIMES), summary["median"])
+    middle = [metric.name for metric in METRICS.values() if metric.middle]
+    whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
+    summary["value"] = summary["mean"].where(~summary.metric.isin(middle), summary["median"])
     steps = _steps(summary)
-    partial = (summary["count"] < steps) & ~summary.metric.str.contains("memory")
+    partial = (summary["count"] < steps) & ~summary.metric.isin(whole)
     summary.loc[partial, "min"] = 0.0
     summary.loc[partial, "value"] = summary["mean"] * summary["count"] / steps
     summary["spread"] = ((summary["max"] - summary["min"]) / summary.value).fillna(0.0)
@@ -115,7 +103,8 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     0, and in the rows of logical counting itself.
     """
     by_hardware = summary.instrument != "logical"
-    measured = summary.assign(counterpart=summary.metric.map(_LOGICAL).where(by_hardware))
+    said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
+    measured = summary.assign(counterpart=summary.metric.map(said).where(by_hardware))
     counted = summary[~by_hardware][[*AXES, "phase", "metric", "value"]]
     merged = measured.merge(
         counted.rename(columns={"metric": "counterpart", "value": "logical"}),

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dpbench.case import Case
+from dpbench.metrics import METRICS, unit
 from dpbench.results.kernel_names import category, short_name
 from dpbench.results.rows import STEP, Measurement
 
@@ -47,7 +48,7 @@ class KernelLaunch:
     seconds: float
 
 
-COUNTED = ("read_bytes", "write_bytes", "l2_bytes", "seconds")
+ADDED_UP = ("read_bytes", "write_bytes", "l2_bytes", "seconds")
 """What adds up over launches."""
 
 
@@ -117,24 +118,11 @@ def fold(
         KernelCount(
             *key,
             launches=len(group),
-            **{name: sum(getattr(launch, name) for launch in group) for name in COUNTED},
+            **{name: sum(getattr(launch, name) for launch in group) for name in ADDED_UP},
         )
         for key, group in groups.items()
     ]
     return tuple(sorted(counts, key=lambda count: -count.dram_bytes))
-
-
-KERNEL_METRICS = {
-    "kernel_launches": ("launches", "1"),
-    "kernel_dram_read_bytes": ("read_bytes", "B"),
-    "kernel_dram_write_bytes": ("write_bytes", "B"),
-    "kernel_l2_total_bytes": ("l2_bytes", "B"),
-    "kernel_time_seconds": ("seconds", "s"),
-}
-"""Metrics of the long table that kernels add up to: the field of `KernelCount`, and the unit.
-
-``kernel_time_seconds`` is time on the GPU under the profiler, without the gaps between kernels.
-"""
 
 
 def kernel_rows(
@@ -150,8 +138,8 @@ def kernel_rows(
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
     for count in counts:
         for phase in (count.phase, STEP) if whole else (count.phase,):
-            for metric, (name, _) in KERNEL_METRICS.items():
-                sums[count.repeat, phase, metric] += getattr(count, name)
+            for metric in METRICS.had_by("ncu_kernels"):
+                sums[count.repeat, phase, metric.name] += getattr(count, metric.source)
     return [
         Measurement(
             case=case,
@@ -159,7 +147,7 @@ def kernel_rows(
             phase=phase,
             metric=metric,
             value=value,
-            unit=KERNEL_METRICS[metric][1],
+            unit=unit(metric),
             repeat=repeat,
             device=device,
             tool=tool,

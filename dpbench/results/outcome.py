@@ -16,18 +16,13 @@ import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.gpu import Gpu
+from dpbench.registry import TRAINERS
 from dpbench.results.code_state import code_state
 from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement, as_rows, saved_case
+from dpbench.results.rows import SCHEMA, Measurement, as_rows
 from dpbench.results.speed_of_light import KernelSpeed
-from dpbench.show.by_trainer import trainer_summary, trainer_table
-from dpbench.show.kernels import case_kernel_tables
-from dpbench.show.layout import Table, as_markdown
-from dpbench.show.profile import profile_tables
-from dpbench.show.tables import tables
-from dpbench.show.view import View
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
@@ -99,7 +94,7 @@ class Outcome:
             rest[part] = tuple(kind.from_row(row) for row in rest[part])
         rest["notes"] = tuple(rest["notes"])
         rows = tuple(Measurement.from_row(row) for row in data["rows"])
-        return cls(case=saved_case(data["case"]), rows=rows, **rest)
+        return cls(case=Case.from_row(data["case"]), rows=rows, **rest)
 
 
 def environment(
@@ -203,19 +198,47 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in plain.to_dict("records")]
 
 
-def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> list[Table]:
-    """Every table of a run, then how many cases of each trainer succeeded, and why not.
+def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For each trainer: cases that succeeded, failed or were skipped, peak memory, and why.
 
-    Below are the notes: what was assumed about values
-    that logical counting does not have.
+    Cases that were measured and cases that were counted have lines of their own. Skipped cases,
+    which cannot fit the GPU, don't count for ``success_rate``; they have their reason, too.
+    ``peak_memory_bytes`` is the largest that was measured, ``logical_peak_memory_bytes`` the
+    largest that was predicted without hardware; None where there is none.
     """
-    view = view or View()
-    frame = to_frame(row for outcome in outcomes for row in outcome.rows)
-    found = tables(frame, view) + profile_tables(frame)
+    groups: dict[tuple[str, tuple[str, ...]], list[Outcome]] = {}
     for outcome in outcomes:
-        found += case_kernel_tables(outcome, view.top)
-    assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
-    return [*found, trainer_table(trainer_summary(outcomes), assumed)] if outcomes else found
+        groups.setdefault((outcome.case.trainer, outcome.instruments), []).append(outcome)
+    order = sorted(groups, key=lambda group: TRAINERS.rank(group[0]))
+    return [_summarise_trainer(*group, groups[group]) for group in order]
+
+
+def _summarise_trainer(
+    trainer: str, instruments: Sequence[str], outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
+    skipped = sum(outcome.skipped for outcome in outcomes)
+    failed = sum(outcome.error is not None for outcome in outcomes) - skipped
+    tried = len(outcomes) - skipped
+    return {
+        "trainer": trainer,
+        "instruments": list(instruments),
+        "ok": tried - failed,
+        "failed": failed,
+        "skipped": skipped,
+        "success_rate": (tried - failed) / tried if tried else None,
+        "peak_memory_bytes": _peak(outcomes, "timing"),
+        "logical_peak_memory_bytes": _peak(outcomes, "logical"),
+        "failures": [
+            {"case": o.case.id, "error": o.error, "message": o.message, "log": o.log}
+            for o in outcomes
+            if o.error
+        ],
+    }
+
+
+def _peak(outcomes: Sequence[Outcome], instrument: str) -> float | None:
+    rows = (row for outcome in outcomes for row in outcome.rows if row.instrument == instrument)
+    return max((row.value for row in rows if row.metric == "peak_memory_bytes"), default=None)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -246,8 +269,3 @@ def write_json(
     """Write a run's document."""
     made = document(outcomes, environment, session, updates)
     write_text(path, json.dumps(made, indent=1) + "\n")
-
-
-def write_markdown(path: Path, outcomes: Sequence[Outcome], view: View | None = None) -> None:
-    """Write a run's tables."""
-    write_text(path, as_markdown(summary_tables(outcomes, view)))

@@ -8,14 +8,14 @@ from functools import cached_property
 
 import pandas as pd
 
-from dpbench.case import OUTSIDE, PHASES, Case
+from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
+from dpbench.results.kernel_table import kernel_frame, kernel_table
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.kernels import kernel_frame, kernel_table
 from dpbench.show.layout import as_text
 from dpbench.show.tables import tables
 
@@ -108,7 +108,7 @@ class CaseReport:
         """Metrics by phase: one row per phase, one column per metric of the profiler or counter."""
         rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(BY_PHASE)]
         wide = rows.pivot(index="phase", columns="metric", values="value")
-        return wide.reindex([name for name in (*PHASES, OUTSIDE) if name in wide.index])
+        return wide.reindex([name for name in ALL_PHASES if name in wide.index])
 
     @cached_property
     def operators(self) -> pd.DataFrame:
@@ -125,6 +125,7 @@ class CaseReport:
                 f"{self.case.id}: operators were not counted; logical counting sees them"
             )
         table = pd.DataFrame([asdict(count) for count in self.operator_counts])
+        table = table.drop(columns="general_rule")
         table = table.set_index(["phase", "operator"]).add_prefix("logical_")
         table = table.rename(columns={f"logical_{name}": name for name in ("calls", "flops")})
         table["logical_bytes"] = table.logical_read_bytes + table.logical_write_bytes

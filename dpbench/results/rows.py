@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import AXES, Case
-from dpbench.registry import MODELS, TRAINERS
 
 SCHEMA = 1
 """Version of the JSON documents; raised when a field changes its meaning."""
@@ -59,21 +57,7 @@ class Measurement:
     def from_row(cls, row: dict[str, Any]) -> Measurement:
         """The inverse of `as_row`."""
         measured = {name: value for name, value in row.items() if name not in AXES}
-        return cls(case=saved_case({name: row[name] for name in AXES}), **measured)
-
-
-def saved_case(fields: Mapping[str, Any]) -> Case:
-    """A case from saved results, whose trainer and model may be unknown to this process.
-
-    Its numbers may be NumPy's: that is what pandas 2 calls groups of a frame by.
-    """
-    TRAINERS.admit(fields["trainer"])
-    MODELS.admit(fields["model"])
-    return Case(**{name: _plain(value) for name, value in fields.items()})
-
-
-def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+        return cls(case=Case.from_row(row), **measured)
 
 
 OWN_COLUMNS = [field.name for field in fields(Measurement) if field.name != "case"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,9 @@ import pandas as pd
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.checks import check_document, checked_frame
+from dpbench.results.frame import to_frame
 from dpbench.results.outcome import COMPLETE, PARTS, Outcome, belongs
-from dpbench.results.rows import OWN_COLUMNS, SCHEMA, Measurement, saved_case
+from dpbench.results.rows import OWN_COLUMNS, SCHEMA, Measurement
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,21 @@ class Run:
             what = f"lacks {error}" if isinstance(error, KeyError) else error
             raise ConfigurationError(f"run file {path} is damaged: {what}") from error
         return cls(path, path.stem, document, frame)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        outcomes: Iterable[Outcome] = (),
+        environment: Mapping[str, Any] | None = None,
+        session: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """A session so far, which need not have a file."""
+        found = tuple(outcomes)
+        document = {"environment": environment or {}, "session": session or {}}
+        run = cls(Path(), name, document, to_frame(row for o in found for row in o.rows))
+        vars(run)["outcomes"] = found
+        return run
 
     @property
     def environment(self) -> Mapping[str, Any]:
@@ -118,12 +134,12 @@ class Run:
         for row in self.document["rows"]:
             axes = tuple(row[axis] for axis in AXES)
             if axes not in cases:
-                cases[axes] = saved_case(dict(zip(AXES, axes, strict=True)))
+                cases[axes] = Case(*axes)
             measurement = Measurement(cases[axes], **{name: row[name] for name in OWN_COLUMNS})
             rows.setdefault((measurement.case, measurement.instrument), []).append(measurement)
         found = []
         for data in _cases(self.document):
-            case = saved_case({axis: data[axis] for axis in AXES})
+            case = Case.from_row(data)
             # Documents of older versions do not say by which instruments: then by all.
             names = data.get("instruments") or [name for of, name in rows if of == case]
             mine = [row for name in names for row in rows.pop((case, name), ())]

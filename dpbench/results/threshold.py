@@ -14,20 +14,13 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.results.metrics import METRICS
+from dpbench.metrics import METRICS, RATIO, ratio_name
 from dpbench.results.rows import STEP
-from dpbench.show.view import COLUMNS
+from dpbench.show.view import columns
 
-HIGHER_IS_BETTER = frozenset({"samples_per_second"})
-"""For these a fall is a change for the worse; for all others a rise."""
-
-RATIO = "_ratio"
-"""``dram_ratio``, ``l2_ratio``, ``peak_memory_ratio``: the metric of that name over the standard
-trainer's."""
-
-_PHASES = (STEP, *PHASES, OUTSIDE)
+_PHASES = (STEP, *ALL_PHASES)
 _SCALES = {
     "B": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
@@ -103,42 +96,30 @@ class Threshold:
         return self.written
 
     def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
-        """For each pair of values the change that is allowed, and whether it is exceeded.
-
-        What was there before and is not there any more exceeds every limit.
-        """
+        """For each pair of numbers the change that is allowed, and whether it is exceeded."""
         allowed = (before.abs() * (self.percent or 0) / 100).clip(lower=self.amount or 0)
         change = after - before
         if self.two_sided:
             change = change.abs()
-        elif self.metric in HIGHER_IS_BETTER:
+        elif self.metric in METRICS and METRICS[self.metric].higher_is_better:
             change = -change
-        return allowed.to_frame("limit").assign(regressed=(change > allowed) | after.isna())
-
-
-def ratio_name(metric: str) -> str:
-    """The name of a metric's ratio to standard, e.g. ``l2_ratio`` for ``l2_total_bytes``."""
-    return re.sub(r"(_total)?_(bytes|seconds)$", "", metric) + RATIO
+        return allowed.to_frame("limit").assign(regressed=change > allowed)
 
 
 def _resolve(name: str, known: Sequence[str]) -> tuple[str, bool]:
     """The metric that a name means, and whether its ratio is meant."""
-    stem = name.removesuffix(RATIO)
-    if stem == name:
-        if name in known or "__" in name:
-            return name, False
-    else:
-        for candidate in (f"{stem}_bytes", f"{stem}_total_bytes", f"{stem}_seconds", stem):
-            if candidate in known:
-                return candidate, True
-        if "__" in stem:
-            return stem, True
-    column = COLUMNS.get(name)
+    if name in known or ("__" in name and not name.endswith(RATIO)):
+        return name, False
+    if name.endswith(RATIO):
+        stem = name.removesuffix(RATIO)
+        if metric := METRICS.of_ratio(name) or (stem if stem in known or "__" in stem else None):
+            return metric, True
+    column = columns().get(name)
     if column is None:
         raise unknown("metric", name, known, "or the ratio of one to standard, such as dram_ratio")
     made_of = list(column.metrics)
-    if column.kind in ("value", "ratio") and made_of[0] in known:  # l2_bytes, say
-        return made_of[0], column.kind == "ratio"
+    if column.kind == "value" and made_of[0] in known:  # l2_bytes, say
+        return made_of[0], False
     if name.endswith("_throughput"):
         made_of = [name.replace("_throughput", "_bytes"), "step_time_seconds"]
     raise ConfigurationError(

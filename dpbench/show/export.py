@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,15 +10,15 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.results.frame import to_frame
-from dpbench.results.outcome import Outcome, write_markdown, write_text
-from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows, saved_case
+from dpbench.results.outcome import Outcome, write_text
+from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.groups import in_order
 from dpbench.show.layout import Table, as_markdown
+from dpbench.show.summary import write_markdown
 from dpbench.show.tables import complete
-from dpbench.show.view import COLUMNS as VIEW_COLUMNS
-from dpbench.show.view import COUNTED, MEASURED, Column, View
+from dpbench.show.view import Column, View, shown_by_default
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 STEP_SUMMARY_BYTES = 1024 * 1024
@@ -50,11 +48,8 @@ def write_csv(path: Path, measurements: Iterable[Measurement]) -> None:
 
     Ratios are not in it: they are between means over the steps, and a line is one step.
     """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(as_rows(measurements))
-    write_text(path, text.getvalue())
+    frame = pd.DataFrame(as_rows(measurements), columns=COLUMNS, dtype=object)
+    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
 def write_github_benchmark(
@@ -81,8 +76,9 @@ def github_benchmark_entries(
     frame = to_frame(measurements)
     if frame.empty:
         return
-    columns = view.columns or [VIEW_COLUMNS[name] for name in dict.fromkeys((*MEASURED, *COUNTED))]
-    columns = [c for c in columns if c.kind != "spread" and c.smaller_is_better]
+    usual = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
+    shown = dict.fromkeys(view.columns or usual)
+    columns = [c for c in shown if c.kind != "spread" and c.smaller_is_better]
     summary = in_order(complete(frame))
     step = summary[summary.phase == STEP].merge(_tools(frame), how="left")
     for _, case in step.groupby([*AXES, "device"], sort=False):
@@ -101,7 +97,7 @@ def _tools(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _entry(row: Mapping[Any, Any], column: Column) -> dict[str, Any]:
-    case = saved_case({axis: row[axis] for axis in AXES})
+    case = Case.from_row(row)
     unit = {"value": row["unit"], "ratio": "x standard"}.get(column.kind, "x logical")
     made_by = f"instrument: {row['instrument']}\ntool: {row['tool']}\nsteps: {row['repeats']:.0f}"
     entry = {
@@ -115,17 +111,17 @@ def _entry(row: Mapping[Any, Any], column: Column) -> dict[str, Any]:
     return entry
 
 
-def append_step_summary(found: Sequence[Table]) -> str | None:
+def append_step_summary(tables: Sequence[Table]) -> str | None:
     """Append tables to GitHub's summary of a workflow step, where there is one.
 
     A summary that cannot be written spoils no measurement: what went wrong comes back as one
     line, to be shown as a warning.
     """
     name = os.environ.get(STEP_SUMMARY)
-    if not name or not found:
+    if not name or not tables:
         return None
     path = Path(name)
-    text = ("\n" + as_markdown(found)).encode("utf-8", errors="replace")
+    text = ("\n" + as_markdown(tables)).encode("utf-8", errors="replace")
     try:
         before = path.stat().st_size if path.exists() else 0
         if before + len(text) > STEP_SUMMARY_BYTES:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.rows import STEP
 from dpbench.show.view import Column, View, column
 
-_PHASES = (*PHASES, OUTSIDE, STEP)
+_PHASES = (*ALL_PHASES, STEP)
 _ORDINARY = {"attention": "sdpa", "model": "simple"}
 """What goes without saying in a title."""
 
@@ -65,19 +65,18 @@ def found(metrics: Metrics, wanted: Column) -> list[tuple[float, Row]]:
     return [(row[wanted.kind], row) for row in rows if not math.isnan(row[wanted.kind])]
 
 
-def _rank(key: str) -> Callable[[Hashable], tuple[int, Hashable]]:
-    """How values along a key are sorted: names as they are registered, what is unknown last."""
-    known: Sequence[Hashable] = {"trainer": list(TRAINERS), "phase": _PHASES}.get(key, [])
-    places = {name: place for place, name in enumerate(known)}
-    return lambda value: (places.get(value, len(places)), value if value not in places else "")
+def _place(key: str, value: Any) -> Any:
+    """By what values along a key are sorted: trainers as registered, phases as they come."""
+    if key == "trainer":
+        return TRAINERS.rank(value), value
+    return _PHASES.index(value) if key == "phase" else value
 
 
 def in_order(summary: pd.DataFrame) -> pd.DataFrame:
     """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
-    rank = _rank("trainer")
     return summary.sort_values(
         [*CONFIGURATION, "device", "trainer"],
-        key=lambda c: c.map(lambda name: rank(name)[0]) if c.name == "trainer" else c,
+        key=lambda c: c.map(TRAINERS.rank) if c.name == "trainer" else c,
         kind="stable",
     )
 
@@ -96,7 +95,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
     labels = told_apart or ["trainer"]
     grouped = in_order(summary).groupby(keys, sort=False)
     for values, rows in sorted(
-        grouped, key=lambda item: [_rank(k)(v) for k, v in zip(keys, item[0], strict=True)]
+        grouped, key=lambda item: [_place(k, v) for k, v in zip(keys, item[0], strict=True)]
     ):
         shared = dict(zip(keys, values, strict=True))
         phase = str(shared.get("phase", STEP))
@@ -152,8 +151,7 @@ def _sorted(
     if by is None:
         return cases
     if by in AXES:
-        rank = _rank(by)
-        return dict(sorted(cases.items(), key=lambda item: rank(_any_row(item[1])[by])))
+        return dict(sorted(cases.items(), key=lambda item: _place(by, _any_row(item[1])[by])))
     numbers = {label: _number(phases.get(phase, {}), by) for label, phases in cases.items()}
     return dict(sorted(cases.items(), key=lambda item: numbers[item[0]]))
 

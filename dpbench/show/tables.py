@@ -9,10 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
+from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.results.frame import (
     CONFIGURATION,
-    EXPECTED_RATIOS,
+    IN_CACHE_BYTES,
     RATES,
     summarise,
     throughputs,
@@ -22,22 +23,10 @@ from dpbench.results.frame import (
 from dpbench.results.rows import STEP
 from dpbench.show.groups import Group, Metrics, found, groups, in_order
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import (
-    COLUMNS,
-    COUNTED,
-    MEASURED,
-    RATE_HEADERS,
-    SPREAD_OF,
-    Column,
-    View,
-)
+from dpbench.show.view import Column, View, column, rates, shown_by_default
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
-
-IN_CACHE_BYTES = 1e9
-"""Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
-ratios of DRAM bytes say nothing."""
 
 
 def complete(frame: pd.DataFrame) -> pd.DataFrame:
@@ -80,7 +69,7 @@ def tables_of_summary(summary: pd.DataFrame, view: View) -> list[Table]:
     listed: list[Table] = []
     for group in groups(summary, view):
         listed += [
-            *_step_table(group, _shown_columns(group, view)),
+            *_step_table(group, _shown_columns(group, view), view),
             *([] if view.columns or group.by_phase else _detail(group)),
         ]
     if view.columns:
@@ -106,7 +95,7 @@ def _shown_columns(group: Group, view: View) -> list[Column]:
     """
     cases = group.shown.values()
     logical = any("logical_bytes" in metrics for metrics in cases)
-    chosen = view.columns or [COLUMNS[name] for name in (COUNTED if logical else MEASURED)]
+    chosen = view.columns or shown_by_default(logical=logical)
     filled = [shown for shown in chosen if any(found(metrics, shown) for metrics in cases)]
     if group.by_phase and not view.columns:
         return filled
@@ -138,24 +127,24 @@ def _lines(cases: Mapping[str, Metrics], columns: Iterable[Column]) -> list[list
 # --- the step --------------------------------------------------------------------------------
 
 
-def _step_table(group: Group, columns: list[Column]) -> list[Table]:
+def _step_table(group: Group, columns: list[Column], view: View) -> list[Table]:
     if not columns or not group.shown:
         return []
     in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
     title = f"{group.title}: {'GB per step' if in_bytes else 'per step'}"
     headers = [group.first_header] + [shown.header for shown in columns]
     cells = _lines(group.shown, columns)
-    return [Table(title, headers, cells, tuple(_notes(group, columns)))]
+    return [Table(title, headers, cells, tuple(_notes(group, columns, view)))]
 
 
-def _notes(group: Group, columns: list[Column]) -> Iterator[str]:
+def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
     """What a reader must know to read the numbers right."""
     ratios = {c.metrics[0] for c in columns if c.kind == "ratio"}
     if ratios:
         yield from _without_baseline(group)
-    for metric, name in (("dram_bytes", "DRAM"), ("l2_total_bytes", "L2")):
+    for metric, limits in view.expected.items():
         if metric in ratios and group.phase == STEP:
-            yield from _expectation(group, metric, name)
+            yield from _expectation(group, metric, limits)
     if not any(c.kind == "spread" for c in columns):
         yield from _spread(group, columns)
     if any(c.name.startswith("dram_") for c in columns) and _any(group, "in_cache"):
@@ -179,8 +168,8 @@ def _without_baseline(group: Group) -> Iterator[str]:
         yield f"No ratio for {', '.join(missing)}: {said} their cells."
 
 
-def _expectation(group: Group, metric: str, name: str) -> Iterator[str]:
-    low, high = EXPECTED_RATIOS[metric]
+def _expectation(group: Group, metric: str, limits: tuple[float, float]) -> Iterator[str]:
+    low, high = limits
     ratios = {
         label: metrics[metric]["ratio"]
         for label, metrics in group.shown.items()
@@ -190,14 +179,15 @@ def _expectation(group: Group, metric: str, name: str) -> Iterator[str]:
     if known:
         outside = [f"{label} {r:.2f}" for label, r in known.items() if not low <= r <= high]
         names = ", ".join(outside) or "none"
-        yield f"{name} expected {low:g} to {high:g} x standard; outside: {names}."
+        name = METRICS[metric].short_header
+        yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x standard; outside: {names}."
 
 
 def _spread(group: Group, columns: list[Column]) -> Iterator[str]:
     """The largest spread of what is shown, with the case and the number of steps it is over."""
     parts = []
     for shown in columns:
-        if shown.kind != "value" or shown.metrics[0] not in SPREAD_OF:
+        if shown.kind != "value" or shown.metrics[0] not in column("spread").metrics:
             continue
         spreads = {
             label: (number, row["repeats"])
@@ -219,15 +209,15 @@ def _phases_shown(group: Group, metric: str) -> list[str]:
     """The phases in which any of the cases moves enough to be worth a column."""
     most = {
         phase: max((m[metric]["value"] for m in group.at(phase).values() if metric in m), default=0)
-        for phase in (*PHASES, OUTSIDE, STEP)
+        for phase in (*ALL_PHASES, STEP)
     }
     smallest = max(most.values()) * SHOWN_SHARE
-    return [phase for phase in (*PHASES, OUTSIDE) if most[phase] > smallest]
+    return [phase for phase in ALL_PHASES if most[phase] > smallest]
 
 
 def _phase_table(group: Group, metric: str, name: str) -> Iterator[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
-    value, ratio = COLUMNS[metric], COLUMNS[metric.replace("_bytes", "_ratio")]
+    value, ratio = column(metric), column(ratio_name(metric))
     phases = _phases_shown(group, metric)
     cells = []
     for label, case in _having(group, value).items():
@@ -256,7 +246,7 @@ def against_logical(group: Group) -> Iterator[Table]:
 
     By case: DRAM and logical bytes of the step, and their quotient by phase and for the step.
     """
-    times = COLUMNS["dram_over_logical"]
+    times = column("dram_over_logical")
     phases = [*_phases_shown(group, "dram_bytes"), STEP]
     cells = []
     for label, case in _having(group, times).items():
@@ -280,11 +270,13 @@ AGAINST_LOGICAL = (
 
 def _throughput_table(group: Group) -> Iterator[Table]:
     """Bytes per second of unprofiled step time, by case."""
-    columns = [COLUMNS[name] for name in RATE_HEADERS if name != "l2_total_throughput"]
-    shown = [c for c in columns if any(found(metrics, c) for metrics in group.shown.values())]
-    if shown:
-        having = {k: m for k, m in group.shown.items() if any(found(m, c) for c in shown)}
-        headers = [group.first_header, *(RATE_HEADERS[c.name] for c in shown)]
+    headed = [(metric.header, rate) for metric, rate in rates() if metric.throughput]
+    cases = group.shown
+    filled = [(h, c) for h, c in headed if any(found(metrics, c) for metrics in cases.values())]
+    if filled:
+        shown = [column for _, column in filled]
+        having = {k: m for k, m in cases.items() if any(found(m, c) for c in shown)}
+        headers = [group.first_header, *(header for header, _ in filled)]
         note = "Counted bytes ÷ step time of the unprofiled process."
         yield Table(f"{group.title}: GB/s", headers, _lines(having, shown), (note,))
 

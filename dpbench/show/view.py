@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from dpbench.case import AXES
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.metrics import METRICS, Kind, Metric, expectations
 
-Kind = Literal["value", "ratio", "spread", "over_logical"]
+THROUGHPUT = "_throughput"
+"""The end of the name of bytes per second."""
 
-_HEADERS = {
-    "dram_read_bytes": "DRAM\nread",
-    "dram_write_bytes": "DRAM\nwrite",
-    "dram_bytes": "DRAM\ntotal",
-    "l2_read_bytes": "L2\nread",
-    "l2_write_bytes": "L2\nwrite",
-    "l2_atomic_bytes": "L2\natomic",
-    "l2_total_bytes": "L2\ntotal",
-    "global_load_bytes": "global\nload",
-    "global_store_bytes": "global\nstore",
-    "logical_read_bytes": "logical\nread",
-    "logical_write_bytes": "logical\nwrite",
-    "logical_bytes": "logical\ntotal",
-    "peak_memory_bytes": "peak\nmem.",
-    "flops": "GFLOP",
-    "step_time_seconds": "step\nms",
-    "samples_per_second": "samples\nper s",
-}
-"""Metrics of a summary and what heads their column; bytes are shown in GB."""
-
-RATE_HEADERS = {
-    name.replace("_bytes", "_throughput"): header
-    for name, header in _HEADERS.items()
-    if name.startswith(("dram", "l2", "global")) and name != "l2_atomic_bytes"
-}
-"""Throughputs, under the headers of the bytes that they are made of."""
-
-SPREAD_OF = ("dram_bytes", "l2_total_bytes", "step_time_seconds")
-"""Metrics whose spread over the steps says how far a row can be trusted."""
+OF_CASES = ("ncu", "timing", "logical")
+"""The instruments whose metrics stand in tables of cases."""
 
 
 @dataclass(frozen=True)
@@ -62,48 +37,51 @@ class Column:
     @property
     def smaller_is_better(self) -> bool:
         """False for rates; what is moved, held or waited for should shrink."""
-        return not self.metrics[0].endswith(("_per_second", "_throughput"))
+        metric = METRICS.get(self.metrics[0])
+        return not (metric.higher_is_better if metric else self.metrics[0].endswith(THROUGHPUT))
 
 
-def _stem(metric: str) -> str:
-    """The metric without its unit, as ratios name it: ``dram`` for ``dram_bytes``."""
-    if metric == "l2_total_bytes":
-        return "l2"
-    for unit in ("_bytes", "_seconds", "_per_second"):
-        metric = metric.removesuffix(unit)
-    return metric
+def columns() -> dict[str, Column]:
+    """Every column by name. Counters that were asked for by ncu's own names are columns too."""
+    return _columns_of(tuple(METRICS.values()))
 
 
-def _columns() -> Iterator[Column]:
-    for metric, header in _HEADERS.items():
-        yield Column(metric, header, (metric,))
-    for metric, header in RATE_HEADERS.items():
-        yield Column(metric, f"{header.replace(chr(10), ' ')}\nGB/s", (metric,))
-    for metric, header in _HEADERS.items():
-        short = header.replace("\n", " ").removesuffix(" total").removesuffix(" ms")
-        stem = _stem(metric)
-        yield Column(f"{stem}_ratio", f"{short}\n÷ std", (metric,), "ratio")
-        yield Column(f"{stem}_spread", f"{short}\nspread", (metric,), "spread")
-        if metric.startswith(("dram", "peak")):
-            yield Column(f"{stem}_over_logical", f"{short}\n÷ logical", (metric,), "over_logical")
-    yield Column("l2_bytes", "L2\ntotal", ("l2_total_bytes",))
-    yield Column("spread", "largest\nspread", SPREAD_OF, "spread")
+@lru_cache(maxsize=1)
+def _columns_of(metrics: Sequence[Metric]) -> dict[str, Column]:
+    headed = [m for m in metrics if m.header and not set(m.by).isdisjoint(OF_CASES)]
+    listed = [Column(m.name, m.header, (m.name,)) for m in headed]
+    listed += [rate for _, rate in rates()]
+    for metric in headed:
+        short, named = metric.short_header, (metric.name,)
+        listed.append(Column(f"{metric.stem}_ratio", f"{short}\n÷ std", named, "ratio"))
+        listed.append(Column(f"{metric.stem}_spread", f"{short}\nspread", named, "spread"))
+        if metric.logical:
+            name, header = f"{metric.stem}_over_logical", f"{short}\n÷ logical"
+            listed.append(Column(name, header, named, "over_logical"))
+    listed.append(Column("l2_bytes", "L2\ntotal", ("l2_total_bytes",)))
+    trusted = tuple(metric.name for metric in metrics if metric.spread)
+    listed.append(Column("spread", "largest\nspread", trusted, "spread"))
+    return {column.name: column for column in listed}
 
 
-COLUMNS = {column.name: column for column in _columns()}
-"""Every column by name. Counters that were asked for by ncu's own names are columns too."""
+def rates() -> list[tuple[Metric, Column]]:
+    """Bytes by counters, and the columns of their throughputs."""
+    return [
+        (metric, Column(name, f"{metric.header.replace(chr(10), ' ')}\nGB/s", (name,)))
+        for metric in METRICS.had_by("ncu")
+        if metric.header and metric.unit == "B"
+        for name in [metric.name.replace("_bytes", THROUGHPUT)]
+    ]
 
-MEASURED = (
-    *("dram_read_bytes", "dram_write_bytes", "dram_bytes", "dram_ratio"),
-    *("l2_total_bytes", "l2_ratio", "peak_memory_bytes", "step_time_seconds"),
-)
-"""What is shown of hardware counters and times unless columns are chosen."""
 
-COUNTED = (
-    *("logical_read_bytes", "logical_write_bytes", "logical_bytes", "logical_ratio"),
-    "peak_memory_bytes",
-)
-"""What is shown of logical counting unless columns are chosen."""
+def shown_by_default(*, logical: bool) -> list[Column]:
+    """What is shown of logical counting, or of counters and times, unless columns are chosen."""
+    kinds = {"value": "{0.name}", "ratio": "{0.stem}_ratio"}
+    metrics = [m for m in METRICS.values() if "logical" in m.by or not logical]
+    if not logical:
+        metrics = [m for m in metrics if m.by != ("logical",)]
+    return [column(kinds[kind].format(m)) for m in metrics for kind in m.shown]
+
 
 TOP = 10
 """How many kernels a table shows unless told otherwise."""
@@ -116,21 +94,21 @@ COLUMNS_HELP = (
     "ratio to standard, spread over the steps, or measured over logical (dram_ratio, "
     "dram_spread, dram_over_logical, …), ncu counters"
 )
+EXPECT_HELP = (
+    "say beside the tables which cases lie outside the ratio to standard that you expect, e.g. "
+    "dram_ratio:2-5 (the default, with l2_ratio:1.5-3); none: expect nothing; repeatable"
+)
 SORT_HELP = "sort each table by a column, or by an axis of the case; ascending"
 GROUP_BY_HELP = f"what shares a table, separated by commas: {', '.join(GROUPS)} (default cell)"
 
 
 def column(name: str) -> Column:
-    """The column with a name.
-
-    Raises:
-        ConfigurationError: there is none; the message lists those that exist.
-    """
-    if name in COLUMNS:
-        return COLUMNS[name]
+    """The column with a name."""
+    if found := columns().get(name):
+        return found
     if "__" in name:  # a counter, by ncu's own name
         return Column(name, name, (name,))
-    values = [known.name for known in COLUMNS.values() if known.kind == "value"]
+    values = [known.name for known in columns().values() if known.kind == "value"]
     hint = "also dram_ratio, dram_spread, dram_over_logical and so on, spread, or an ncu counter"
     raise unknown("column", name, values, hint)
 
@@ -140,17 +118,18 @@ class View:
     """Columns, order and grouping of the tables by case.
 
     Args:
-        columns: what to show; empty for `MEASURED` or `COUNTED`, and every table that goes
-            with them.
+        columns: what to show; empty for `shown_by_default`, and every table that goes with it.
         sort: a column's name or an axis; None for the order of the trainers.
         group_by: some of `GROUPS`. Rows of different devices never share a table.
         top: how many kernels a table of kernels shows.
+        expected: by metric, between which ratios to standard the user expects it.
     """
 
     columns: tuple[Column, ...] = ()
     sort: str | None = None
     group_by: tuple[str, ...] = ("cell",)
     top: int = TOP
+    expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
 
     @classmethod
     def of(
@@ -159,12 +138,9 @@ class View:
         sort: str | None = None,
         group_by: str | None = None,
         top: int = TOP,
+        expect: Iterable[str] = (),
     ) -> View:
-        """A view from what was said on a command line: names separated by commas.
-
-        Raises:
-            ConfigurationError: a name does not exist, or a table would show nothing.
-        """
+        """A view from what was said on a command line: names separated by commas."""
         check_top(top)
         labels = _names(group_by) or ("cell",)
         for label in labels:
@@ -172,15 +148,11 @@ class View:
                 raise unknown("group", label, GROUPS)
         if sort is not None and sort not in AXES:
             column(sort)
-        return cls(tuple(map(column, _names(columns))), sort, labels, top)
+        return cls(tuple(map(column, _names(columns))), sort, labels, top, expectations(expect))
 
 
 def check_top(top: int) -> None:
-    """Refuse to show fewer kernels than one.
-
-    Raises:
-        ConfigurationError: that was asked for.
-    """
+    """Refuse to show fewer kernels than one."""
     if top < 1:
         raise ConfigurationError(f"a table shows 1 kernel or more, not {top}")
 

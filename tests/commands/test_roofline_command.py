@@ -9,8 +9,8 @@ import pytest
 
 from dpbench import Case
 from dpbench.cli import main
+from dpbench.metrics import unit
 from dpbench.results.ceilings import Ceilings
-from dpbench.results.metrics import UNITS
 from dpbench.results.rows import STEP, Measurement, as_rows
 
 TINY = ["--model-size", "tiny", "--batch-size", "4", "--seq-len", "16"]
@@ -32,7 +32,7 @@ def saved(case: Case, device: str = DEVICE) -> Path:
         "timing": {"step_time_seconds": 1.0},
     }
     found = [
-        Measurement(case, instrument, phase, metric, value, UNITS[metric], 0, device, "")
+        Measurement(case, instrument, phase, metric, value, unit(metric), 0, device, "")
         for instrument, values in metrics.items()
         for metric, value in values.items()
         for phase in phases
@@ -80,7 +80,7 @@ def test_a_case_that_cannot_be_counted_leaves_the_others(
     Path("run.json").write_text(json.dumps({"schema": 1, "rows": [*unknown, *rows]}))
     assert main(["roofline", "run.json"]) == 1
     shown = capsys.readouterr()
-    assert "known from saved results only" in shown.err
+    assert "unknown trainer 'nowhere_to_be_found'" in shown.err
     assert "dpsgd" in shown.out
     assert "nowhere_to_be_found" not in shown.out
 

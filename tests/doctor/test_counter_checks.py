@@ -14,7 +14,7 @@ from dpbench.doctor.counters import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, ju
 from dpbench.gpu import Gpu, Use
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.instruments.ncu import ranges as ncu
-from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric
+from dpbench.metrics import METRICS, Metric
 from dpbench.process.build import build
 from dpbench.process.step import run_case
 from tests.programs import program
@@ -89,10 +89,10 @@ def test_what_ncu_complains_of_fails_one_check_and_leaves_the_others_open(
 
 @pytest.mark.usefixtures("one_gpu")
 def test_counters_that_a_chip_lacks_are_all_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     for name in ("l2_flown_bytes", "l2_swum_bytes"):
-        monkeypatch.setitem(BYTE_METRICS, name, NcuMetric(name, (f"lts__t_{name}.sum",)))
+        METRICS.register(Metric(name, counters=(f"lts__t_{name}.sum",)))
     found = found_by(under(tmp_path, SUCCEED))
     assert found["metrics"].status == FAILED
     assert "lacks the counters of l2_flown_bytes, l2_swum_bytes" in found["metrics"].detail

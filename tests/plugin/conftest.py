@@ -174,7 +174,6 @@ def in_this_process(
             patch.setattr(module, "sys", sys)
         for registry in (TRAINERS, MODELS):
             patch.setattr(registry, "_targets", dict(registry._targets))
-            patch.setattr(registry, "_labels", set(registry._labels))
         try:
             return pytester.runpytest_inprocess(*arguments, plugins=[imports])
         finally:

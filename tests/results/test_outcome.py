@@ -18,13 +18,12 @@ from dpbench.results.outcome import (
     Outcome,
     document,
     environment,
-    summary_tables,
+    trainer_summary,
     write_json,
-    write_markdown,
     write_text,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
-from dpbench.show.by_trainer import trainer_summary, trainer_table
+from dpbench.show.summary import summary_tables, trainer_table, write_markdown
 
 UNITS = {"bytes": "B", "seconds": "s"}
 FIGURES = {
@@ -184,7 +183,7 @@ def test_document_has_every_operator_that_was_counted_as_a_row() -> None:
     ],
 )
 def test_every_row_of_the_document_has_the_fields_that_scripts_read(key: str) -> None:
-    data = saved(ok("DPGhostClippingTrainer"))
+    data = saved(ok("dpsgd_ghost"))
     assert all(row[key] is not None for row in data["rows"])
     assert {row["trainer"] for row in data["rows"]} == {"dpsgd_ghost"}
 
@@ -329,3 +328,15 @@ def test_markdown_file_holds_every_table(tmp_path: Path) -> None:
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("#")]
     assert titles == [table.title for table in summary_tables(outcomes)]
     assert "CaseOutOfMemory: CUDA out of memory" in text
+
+
+def test_a_heavy_operator_without_a_rule_is_named_below_the_first_table() -> None:
+    guessed = [
+        OperatorCount("forward", name, 1, size, 0, 0, general_rule=known)
+        for name, size, known in (("aten.i0", 30, True), ("aten.mm", 969, False), ("a.b", 1, True))
+    ]
+    outcome = replace(counted(), operators=tuple(guessed))
+    notes = summary_tables([outcome])[0].notes
+    (warning,) = [note for note in notes if note.startswith("WARNING")]
+    assert "3% of the logical bytes are aten.i0, which has no rule of its own" in warning
+    assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome

@@ -49,7 +49,7 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dram:5%", "unknown metric 'dram'; choose from dram_bytes, dram_read_bytes"),
+        ("dram:5%", "unknown metric 'dram'; choose from dram_read_bytes, dram_write_bytes"),
         ("drum_ratio:5%", "unknown metric 'drum_ratio'; choose from"),
         ("dram_bytes@klip:5%", "unknown phase 'klip'; choose from step, forward"),
         ("dram_bytes", "write METRIC[@PHASE]:5%"),
@@ -86,7 +86,7 @@ numbers = st.floats(0, 1e15, allow_subnormal=False)
 
 
 @given(
-    metric=st.sampled_from(METRICS),
+    metric=st.sampled_from([*METRICS]),
     ratio=st.booleans(),
     phase=st.sampled_from([STEP, *PHASES]),
     percent=numbers | st.none(),
@@ -124,7 +124,6 @@ def exceeded(text: str, before: float, after: float) -> bool:
         ("dram_bytes:0%", 100, 100, False),
         ("samples_per_second:5%", 100, 94, True),
         ("samples_per_second:5%", 100, 120, False),
-        ("dram_bytes:500%", 100, float("nan"), True),
     ],
 )
 def test_change_beyond_every_limit_is_a_regression(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import OUTSIDE, PHASES
+from dpbench.case import ALL_PHASES, OUTSIDE
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.ncu.range_report import (
     MetricMissing,
@@ -153,7 +153,7 @@ def full_name(action: Any) -> str:
 def phase_of(name: str | None) -> tuple[int, str]:
     """Step number and phase from a range's name ``STEP.PHASE``; any other is outside."""
     step, _, phase = (name or "").partition(".")
-    if step.isdecimal() and phase in (*PHASES, OUTSIDE):
+    if step.isdecimal() and phase in ALL_PHASES:
         return int(step), phase
     return 0, OUTSIDE
 

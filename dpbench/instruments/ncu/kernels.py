@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dpbench.case import OUTSIDE, PHASES, Case
+from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import unknown
 from dpbench.gpu import NVTX_DOMAIN
 from dpbench.instruments import child
@@ -49,8 +49,8 @@ def check_phases(phases: Iterable[str]) -> None:
         ConfigurationError: one is not.
     """
     for phase in phases:
-        if phase not in (*PHASES, OUTSIDE):
-            raise unknown("phase", phase, (*PHASES, OUTSIDE))
+        if phase not in ALL_PHASES:
+            raise unknown("phase", phase, ALL_PHASES)
 
 
 def no_kernel_in(phases: Collection[str], case: Case, directory: Path) -> bool:

@@ -1,8 +1,4 @@
-"""The byte metrics that dpbench reads from hardware counters, and the names people know.
-
-Counter names are those of ``ncu --query-metrics``; the correspondence to nvprof's names is
-from NVIDIA's "nvprof Metric Comparison" table in the Nsight Compute CLI documentation.
-"""
+"""Which hardware counters ncu collects for the metrics that were asked for, on this chip."""
 
 from __future__ import annotations
 
@@ -10,73 +6,69 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.metrics import METRICS, Metric
 
-SECTOR_BYTES = 32
-"""An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
+ALWAYS = ("dram_read_bytes", "dram_write_bytes")
+"""What is counted whatever was asked for, where the chip can."""
 
 
 @dataclass(frozen=True)
 class NcuMetric:
-    """A metric as the sum of counters, times ``scale``."""
+    """A metric as the sum of counters of one chip, times ``scale``."""
 
     name: str
     counters: tuple[str, ...]
     scale: int = 1
     unit: str = "B"
 
+    @classmethod
+    def of(cls, metric: Metric, counters: tuple[str, ...]) -> NcuMetric:
+        """A metric by these of its counters."""
+        return cls(metric.name, counters, metric.scale, metric.unit)
+
     def value(self, counted: Mapping[str, float]) -> float:
         """The metric from the values of its counters."""
         return self.scale * sum(counted[counter] for counter in self.counters)
 
 
-def _sectors(name: str, *operations: str) -> NcuMetric:
-    counters = tuple(f"lts__t_sectors_op_{operation}.sum" for operation in operations)
-    return NcuMetric(name, counters, scale=SECTOR_BYTES)
+def on_chip(chip: str = "") -> dict[str, NcuMetric]:
+    """Every metric that a chip has counters for; one without a name has the usual ones.
 
-
-BYTE_METRICS = {
-    metric.name: metric
-    for metric in (
-        NcuMetric("dram_read_bytes", ("dram__bytes_read.sum",)),
-        NcuMetric("dram_write_bytes", ("dram__bytes_write.sum",)),
-        _sectors("l2_read_bytes", "read"),
-        _sectors("l2_write_bytes", "write"),
-        _sectors("l2_atomic_bytes", "atom", "red"),
-        NcuMetric("l2_total_bytes", ("lts__t_bytes.sum",)),
-        NcuMetric("global_load_bytes", ("l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",)),
-        NcuMetric("global_store_bytes", ("l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",)),
-    )
-}
-"""What is always collected: one pass of the process on GH100.
-
-``l2_read_bytes`` and ``l2_write_bytes`` leave out atomics and reductions, which nvprof counted
-in both. ``global_load_bytes`` misses loads by TMA and LDGSTS on Hopper. ``l2_total_bytes`` is
-all traffic through the L2's slices, fills and partition crossings included.
-"""
-
-NVPROF_NAMES = {
-    "dram_read_throughput": "dram_read_bytes",
-    "dram_write_throughput": "dram_write_bytes",
-    "l2_read_throughput": "l2_read_bytes",
-    "l2_write_throughput": "l2_write_bytes",
-    "gld_throughput": "global_load_bytes",
-    "gst_throughput": "global_store_bytes",
-}
-"""nvprof's throughputs, by the byte metric that, divided by time, says the same."""
-
-
-def resolve(names: Iterable[str]) -> list[NcuMetric]:
-    """The metrics behind names of ours, of nvprof, or of counters; DRAM bytes always first.
-
-    Raises:
-        ConfigurationError: a name is none of these, and the message lists what exists; or it is a
-            counter whose values in two ranges do not add up, such as a rate.
+    On GH100 they take one pass of the process.
     """
-    chosen = {name: BYTE_METRICS[name] for name in ("dram_read_bytes", "dram_write_bytes")}
-    for name in names:
-        ours = NVPROF_NAMES.get(name, name)
-        if ours in BYTE_METRICS:
-            chosen[ours] = BYTE_METRICS[ours]
+    having = [(metric, metric.on(chip)) for metric in METRICS.counted()]
+    return {metric.name: NcuMetric.of(metric, names) for metric, names in having if names}
+
+
+def lacking(chip: str) -> list[str]:
+    """The metrics that a chip has no counters for."""
+    return [metric.name for metric in METRICS.counted() if not metric.on(chip)]
+
+
+def in_report(names: Iterable[str]) -> list[NcuMetric]:
+    """The metrics of which a report with these counters holds all, on whichever chip."""
+    present = set(names)
+    spelled = [NcuMetric.of(m, names) for m in METRICS.counted() for names in m.spellings]
+    whole = [metric for metric in reversed(spelled) if present.issuperset(metric.counters)]
+    return list({metric.name: metric for metric in whole}.values())[::-1]
+
+
+def resolve(names: Iterable[str] | None = None, chip: str = "") -> list[NcuMetric]:
+    """The metrics behind names of ours, of nvprof, or of counters; all that there are by default.
+
+    A counter must add up over the ranges of a step, so a rate is refused.
+    """
+    ours = on_chip(chip)
+    if names is None:
+        return list(ours.values())
+    nvprof = {metric.nvprof: metric.name for metric in METRICS.counted() if metric.nvprof}
+    chosen = {name: ours[name] for name in ALWAYS if name in ours}
+    for asked in names:
+        name = nvprof.get(asked, asked)
+        if name in ours:
+            chosen[name] = ours[name]
+        elif name in lacking(chip):
+            raise ConfigurationError(f"{chip} has no counters for {asked}")
         elif "__" in name and not name.endswith(".sum"):
             raise ConfigurationError(
                 f"{name} does not add up over the ranges of a step, as counters whose names end in "
@@ -85,8 +77,7 @@ def resolve(names: Iterable[str]) -> list[NcuMetric]:
         elif "__" in name:
             chosen[name] = NcuMetric(name, (name,), unit="")
         else:
-            known = [*BYTE_METRICS, *NVPROF_NAMES]
-            raise unknown("metric", name, known, "or a counter of ncu --query-metrics")
+            raise unknown("metric", name, [*ours, *nvprof], "or a counter of ncu --query-metrics")
     return list(chosen.values())
 
 

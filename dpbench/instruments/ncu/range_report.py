@@ -14,8 +14,7 @@ from dpbench.case import ATTENTIONS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import NVTX_DOMAIN, NVTX_END
 from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric, counters
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
 from dpbench.results.rows import STEP, Measurement
 
 REPORT_MAGIC = b"NVR\0"
@@ -91,8 +90,7 @@ def read(
     ranges = list(_ranges(path))
     first = ranges[0][2]
     if metrics is None:
-        present = set(first)
-        metrics = [m for m in BYTE_METRICS.values() if present.issuperset(m.counters)]
+        metrics = in_report(first)
     metrics = list(metrics)
     # A phase may be entered more than once in a step: its ranges add up.
     sums: dict[tuple[int, str, NcuMetric], float] = defaultdict(float)
@@ -136,12 +134,10 @@ def case_of(path: Path) -> Case:
     if name is None or len(folder) < 2:
         raise ForeignReport(f"{path}: expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
     rest = {part in ATTENTIONS: part for part in folder[2:]}
-    attention, model = rest.get(True, "sdpa"), MODELS.admit(rest.get(False, "simple"))
-    trainer = TRAINERS.admit(name["trainer"])
+    attention, model = rest.get(True, "sdpa"), rest.get(False, "simple")
     try:
-        return Case(
-            trainer, int(name["bs"]), int(name["seq"]), folder[0], folder[1], attention, model
-        )
+        numbers = int(name["bs"]), int(name["seq"])
+        return Case(name["trainer"], *numbers, folder[0], folder[1], attention, model)
     except ConfigurationError as error:
         raise ForeignReport(f"{path}: {error}") from error
 

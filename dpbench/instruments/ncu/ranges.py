@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from dpbench.gpu import NVTX_DOMAIN, visible_gpus
 from dpbench.instruments import child
 from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError
 from dpbench.instruments.ncu import range_report as ncu_report_file
-from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric, counters
+from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
 from dpbench.instruments.ncu.range_report import NothingProfiled
 from dpbench.results.rows import Measurement
 
@@ -224,7 +224,7 @@ class Ncu(Instrument):
 
     directory: Path
     path: str
-    metrics: tuple[NcuMetric, ...] = tuple(BYTE_METRICS.values())
+    metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
     steps: child.Steps = child.Steps(warmup=1, active=1)
     timeout: float = 1800.0
 

@@ -14,6 +14,7 @@ from dpbench.case import Case
 from dpbench.errors import check_writable
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.torch_profiler import trace
+from dpbench.metrics import METRICS
 from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
 
 INSTRUMENT = "torch_profiler"
@@ -21,12 +22,7 @@ INSTRUMENT = "torch_profiler"
 
 SUMMARY, REPORT, SNAPSHOT = "summary.json", "report.txt", "memory_snapshot.pickle"
 
-COPIES = {
-    "Memcpy DtoD": "memcpy_device_to_device_bytes",
-    "Memcpy HtoD": "memcpy_host_to_device_bytes",
-    "Memcpy DtoH": "memcpy_device_to_host_bytes",
-    "Memset": "memset_bytes",
-}
+COPIES = {m.source: m.name for m in METRICS.had_by(INSTRUMENT) if m.source}
 """The metric of a copy or memset, by how its name in a trace begins."""
 
 OTHER_COPIES = "memcpy_other_bytes"

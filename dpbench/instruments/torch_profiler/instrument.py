@@ -20,6 +20,7 @@ from dpbench.instruments import child
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.torch_profiler.files import INSTRUMENT, SUMMARY, read_summary
 from dpbench.process.schedule import Schedule
+from dpbench.registry import arguments
 from dpbench.results.rows import Measurement
 
 NO_TENSORBOARD = "no TensorBoard log: pip install 'dpbench[tensorboard]'"
@@ -64,7 +65,7 @@ class TorchProfiler(Instrument):
         """The whole argument list for one case."""
         return [
             *(sys.executable, "-m", "dpbench", "step"),
-            *case.arguments(),
+            *arguments(case),
             *("--device", self.device),
             *("--profile", str(self.directory / case.id)),
             *("--profile-schedule", str(self.schedule)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.instruments.ncu.metrics import BYTE_METRICS, NVPROF_NAMES, counters, resolve
+from dpbench.instruments.ncu.metrics import counters, in_report, lacking, on_chip, resolve
+from dpbench.metrics import METRICS
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,6 @@ from dpbench.instruments.ncu.metrics import BYTE_METRICS, NVPROF_NAMES, counters
     ],
 )
 def test_nvprof_names_are_understood(nvprof: str, counter: str) -> None:
-    assert NVPROF_NAMES[nvprof] in BYTE_METRICS
     assert counter in counters(resolve([nvprof]))
 
 
@@ -56,10 +56,65 @@ def test_an_unknown_metric_is_answered_with_those_that_exist() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve(["dram_bytez"])
     assert "'dram_bytez'" in str(caught.value)
-    for name in (*BYTE_METRICS, *NVPROF_NAMES):
+    for name in (*on_chip(), "gld_throughput", "dram_read_throughput"):
         assert name in str(caught.value)
 
 
 def test_l2_bytes_are_sectors_of_32_bytes() -> None:
     counted = {"lts__t_sectors_op_atom.sum": 2.0, "lts__t_sectors_op_red.sum": 3.0}
-    assert BYTE_METRICS["l2_atomic_bytes"].value(counted) == 32 * 5
+    assert on_chip()["l2_atomic_bytes"].value(counted) == 32 * 5
+
+
+def test_everything_is_counted_unless_names_are_given() -> None:
+    assert counters(resolve()) == [
+        "dram__bytes_read.sum",
+        "dram__bytes_write.sum",
+        "lts__t_sectors_op_read.sum",
+        "lts__t_sectors_op_write.sum",
+        "lts__t_sectors_op_atom.sum",
+        "lts__t_sectors_op_red.sum",
+        "lts__t_bytes.sum",
+        "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
+        "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
+    ]
+
+
+# --- chips that name counters in another way, or lack them ---------------------------------------
+
+DRAM = ["dram_read_bytes", "dram_write_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("chip", "read"),
+    [
+        ("", ("dram__bytes_read.sum",)),
+        ("GH100", ("dram__bytes_read.sum",)),
+        ("GB100", ("dram__bytes_read.sum",)),
+        ("GB202", ("dram__bytes_op_read.sum",)),
+        ("gb203", ("dram__bytes_op_read.sum",)),
+        ("GB10B", ()),
+    ],
+)
+def test_chip_has_counters_of_its_own(chip: str, read: tuple[str, ...]) -> None:
+    assert METRICS["dram_read_bytes"].on(chip) == read
+
+
+def test_metric_is_collected_by_the_names_of_the_chip() -> None:
+    assert counters(resolve(["l2_total_bytes"], "GB202")) == [
+        "dram__bytes_op_read.sum",
+        "dram__bytes_op_write.sum",
+        "lts__t_bytes.sum",
+    ]
+
+
+def test_what_a_chip_lacks_is_left_out_or_refused_by_name() -> None:
+    assert lacking("GB10B") == DRAM
+    assert [m.name for m in resolve(None, "GB10B")] == [m for m in on_chip() if m not in DRAM]
+    assert [m.name for m in resolve(["l2_total_bytes"], "GB10B")] == ["l2_total_bytes"]
+    with pytest.raises(ConfigurationError, match="GB10B has no counters for dram_read_throughput"):
+        resolve(["dram_read_throughput"], "GB10B")
+
+
+@pytest.mark.parametrize("chip", ["GH100", "GB202", "GB10B"])
+def test_report_is_read_by_the_names_that_it_has(chip: str) -> None:
+    assert in_report(counters(resolve(None, chip))) == resolve(None, chip)

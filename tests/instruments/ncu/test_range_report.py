@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
-from dpbench.instruments.ncu.metrics import BYTE_METRICS, NcuMetric, resolve
+from dpbench.instruments.ncu.metrics import NcuMetric, on_chip, resolve
 from dpbench.instruments.ncu.range_report import (
     ForeignReport,
     MetricMissing,
@@ -50,7 +50,7 @@ def test_a_report_holds_every_byte_metric_by_phase_and_for_the_step() -> None:
     rows = read(DPSGD, case_of(DPSGD))
     phases = {"forward", "backward", "clip", "noise", "optimizer", "outside"}
     found = {(row.phase, row.metric) for row in rows}
-    assert found == {(phase, name) for phase in {*phases, STEP} for name in BYTE_METRICS}
+    assert found == {(phase, name) for phase in {*phases, STEP} for name in on_chip()}
     assert {row.repeat for row in rows} == {0}
     assert {row.device for row in rows} == {"NVIDIA H200"}
     assert {row.unit for row in rows} == {"B"}
@@ -60,7 +60,7 @@ def test_the_standard_step_neither_clips_nor_adds_noise() -> None:
     assert set(report(STANDARD).phases.index) == {"forward", "backward", "optimizer", "outside"}
 
 
-@pytest.mark.parametrize("metric", list(BYTE_METRICS))
+@pytest.mark.parametrize("metric", list(on_chip()))
 def test_phases_add_up_to_the_step(metric: str) -> None:
     measured = report(DPSGD)
     assert measured.phases[metric].sum() == pytest.approx(measured.value(metric), rel=1e-12)

@@ -1,0 +1,270 @@
+r"""Every metric, once: what it is called, how it is had, and how it is shown and judged.
+
+A new metric is one more `Metric` in `METRICS`, whether dpbench's or a project's own::
+
+    METRICS.register(Metric("l1_total_bytes", "L1\ntotal", ("ncu",), ("l1tex__t_bytes.sum",)))
+
+in a ``conftest.py``, or as an entry point of the group ``dpbench.metrics``. Counters of Nsight
+Compute by their own names (``lts__t_sectors.sum``) need no declaration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.metadata import entry_points
+from typing import Literal
+
+from dpbench.errors import ConfigurationError, unknown
+
+ENTRY_POINTS = "dpbench.metrics"
+"""The group of entry points whose objects are metrics: a `Metric`, or several in a list."""
+
+SECTOR_BYTES = 32
+"""An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
+
+RATIO = "_ratio"
+"""The end of the name of a metric's ratio to the baseline's."""
+
+Kind = Literal["value", "ratio", "spread", "over_logical"]
+"""Which number of a metric a column shows."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One thing that can be known of a step.
+
+    Args:
+        name: spelled out, with its kind of unit at the end: ``_bytes``, ``_seconds``,
+            ``_per_second``; anything else is a number.
+        header: what heads its column, on one or two lines; empty if it is in no table of cases.
+        by: the instruments that have it.
+        counters: the hardware counters that add up to it, by the names of
+            ``ncu --query-metrics``; it is counted unless others are asked for.
+        scale: what their sum is multiplied by.
+        chips: other counters for the chips that a pattern fits; none if such a chip lacks it.
+        nvprof: nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison"
+            in the Nsight Compute CLI documentation).
+        sum_of: the metrics that add up to it, where it is not measured itself.
+        logical: what logical counting says in its place.
+        shown: what of it is shown unless columns are chosen.
+        expected: between which ratios to the baseline the user of this suite expects it.
+        higher_is_better: whether a fall is a change for the worse; else a rise is.
+        may_fall: whether it can be below zero.
+        adds_up: whether its phases add up to the step.
+        middle: whether a case's value is the median over its steps; else it is the mean.
+        throughput: whether it is shown divided by the time of a step, too.
+        spread: whether its spread over the steps says how far a row can be trusted.
+        source: where an instrument finds it: a field of `KernelCount`, or how an activity's name
+            in a trace of the PyTorch profiler begins.
+    """
+
+    name: str
+    header: str = ""
+    by: tuple[str, ...] = ("ncu",)
+    counters: tuple[str, ...] = ()
+    scale: int = 1
+    chips: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    nvprof: str = ""
+    sum_of: tuple[str, ...] = ()
+    logical: str = ""
+    shown: tuple[Kind, ...] = ()
+    expected: tuple[float, float] | None = None
+    higher_is_better: bool = False
+    may_fall: bool = False
+    adds_up: bool = True
+    middle: bool = False
+    throughput: bool = True
+    spread: bool = False
+    source: str = ""
+
+    @property
+    def unit(self) -> str:
+        """``B``, ``s``, ``1/s`` or ``1``."""
+        return unit(self.name)
+
+    @property
+    def stem(self) -> str:
+        """Its name in those of its ratio and spread, e.g. ``l2`` for ``l2_total_bytes``."""
+        return stem(self.name)
+
+    @property
+    def short_header(self) -> str:
+        """The header on one line, without what goes without saying."""
+        return self.header.replace("\n", " ").removesuffix(" total").removesuffix(" ms")
+
+    def on(self, chip: str) -> tuple[str, ...]:
+        """Its counters on a chip, e.g. ``GB202``; none if the chip lacks them.
+
+        A chip without a name, or with one that no pattern fits, has the usual ones.
+        """
+        fitting = (names for pattern, names in self.chips if fnmatchcase(chip.upper(), pattern))
+        return next(fitting, self.counters)
+
+    @property
+    def spellings(self) -> tuple[tuple[str, ...], ...]:
+        """Its counters as each kind of chip has them."""
+        return tuple(filter(None, (self.counters, *(names for _, names in self.chips))))
+
+
+def unit(metric: str) -> str:
+    """The unit that a metric's name says."""
+    if metric.endswith("_bytes"):
+        return "B"
+    if metric.endswith("_seconds"):
+        return "s"
+    return "1/s" if metric.endswith("_per_second") else "1"
+
+
+def stem(metric: str) -> str:
+    """A metric's name without its unit."""
+    return re.sub(r"(_total)?_(bytes|seconds)$|_per_second$", "", metric)
+
+
+def ratio_name(metric: str) -> str:
+    """The name of a metric's ratio to the baseline's, e.g. ``l2_ratio``."""
+    return stem(metric) + RATIO
+
+
+class Metrics(Mapping[str, Metric]):
+    """Metrics by name, in the order in which tables show them; entry points are read on use."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._known = {metric.name: metric for metric in metrics}
+        self._complete = False
+
+    def register(self, *metrics: Metric) -> None:
+        """Add metrics; each name means one thing."""
+        for metric in metrics:
+            if self._known.setdefault(metric.name, metric) != metric:
+                raise ConfigurationError(f"metric {metric.name!r} exists; choose another name")
+
+    def _all(self) -> dict[str, Metric]:
+        if not self._complete:
+            self._complete = True
+            for entry in entry_points(group=ENTRY_POINTS):
+                found = entry.load()
+                self.register(*([found] if isinstance(found, Metric) else found))
+        return self._known
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def had_by(self, instrument: str) -> list[Metric]:
+        """The metrics of an instrument."""
+        return [metric for metric in self.values() if instrument in metric.by]
+
+    def counted(self) -> list[Metric]:
+        """The metrics that are sums of hardware counters."""
+        return [metric for metric in self.values() if metric.spellings]
+
+    def expected(self) -> dict[str, tuple[float, float]]:
+        """Between which ratios to the baseline a metric is expected, where it is."""
+        return {metric.name: metric.expected for metric in self.values() if metric.expected}
+
+    def of_ratio(self, name: str) -> str | None:
+        """The metric whose ratio has this name, if one has."""
+        names = (metric for metric in self if name in (ratio_name(metric), metric + RATIO))
+        return next(names, None)
+
+
+def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return (("GB20[0-9]", (f"dram__bytes_op_{operation}.sum",)), ("GB10B", ()))
+
+
+def _sectors(*operations: str) -> tuple[str, ...]:
+    return tuple(f"lts__t_sectors_op_{operation}.sum" for operation in operations)
+
+
+_NCU, _LOGICAL, _TIMING = ("ncu",), ("logical",), ("timing",)
+_KERNELS, _PROFILER = ("ncu_kernels",), ("torch_profiler",)
+_VALUE: tuple[Kind, ...] = ("value",)
+_AND_RATIO: tuple[Kind, ...] = ("value", "ratio")
+
+# fmt: off
+METRICS = Metrics((
+    Metric("dram_read_bytes", "DRAM\nread", _NCU, ("dram__bytes_read.sum",), chips=_dram("read"),
+           nvprof="dram_read_throughput", logical="logical_read_bytes", shown=_VALUE),
+    Metric("dram_write_bytes", "DRAM\nwrite", _NCU, ("dram__bytes_write.sum",),
+           chips=_dram("write"), nvprof="dram_write_throughput", logical="logical_write_bytes",
+           shown=_VALUE),
+    Metric("dram_bytes", "DRAM\ntotal", _NCU, sum_of=("dram_read_bytes", "dram_write_bytes"),
+           logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
+    # Atomics and reductions are left out of reads and writes; nvprof counted them in both.
+    Metric("l2_read_bytes", "L2\nread", _NCU, _sectors("read"), SECTOR_BYTES,
+           nvprof="l2_read_throughput"),
+    Metric("l2_write_bytes", "L2\nwrite", _NCU, _sectors("write"), SECTOR_BYTES,
+           nvprof="l2_write_throughput"),
+    Metric("l2_atomic_bytes", "L2\natomic", _NCU, _sectors("atom", "red"), SECTOR_BYTES,
+           throughput=False),
+    # All traffic through the L2's slices, fills and partition crossings included.
+    Metric("l2_total_bytes", "L2\ntotal", _NCU, ("lts__t_bytes.sum",), shown=_AND_RATIO,
+           expected=(1.5, 3.0), throughput=False, spread=True),
+    # Misses loads by TMA and LDGSTS on Hopper.
+    Metric("global_load_bytes", "global\nload", _NCU,
+           ("l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",), nvprof="gld_throughput"),
+    Metric("global_store_bytes", "global\nstore", _NCU,
+           ("l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",), nvprof="gst_throughput"),
+    Metric("logical_read_bytes", "logical\nread", _LOGICAL, shown=_VALUE),
+    Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=_VALUE),
+    Metric("logical_bytes", "logical\ntotal", _LOGICAL, shown=_AND_RATIO,
+           sum_of=("logical_read_bytes", "logical_write_bytes")),
+    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMING, *_LOGICAL), logical="peak_memory_bytes",
+           shown=_VALUE, adds_up=False),
+    Metric("flops", "GFLOP", _LOGICAL),
+    Metric("step_time_seconds", "step\nms", _TIMING, shown=_VALUE, middle=True, spread=True),
+    Metric("samples_per_second", "samples\nper s", _TIMING, higher_is_better=True, middle=True),
+    # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
+    Metric("kernel_launches", by=_KERNELS, source="launches"),
+    Metric("kernel_dram_read_bytes", by=_KERNELS, source="read_bytes"),
+    Metric("kernel_dram_write_bytes", by=_KERNELS, source="write_bytes"),
+    Metric("kernel_l2_total_bytes", by=_KERNELS, source="l2_bytes"),
+    Metric("kernel_time_seconds", by=_KERNELS, source="seconds"),
+    Metric("cpu_time_seconds", "CPU\nms", _PROFILER),
+    Metric("device_time_seconds", "GPU\nms", _PROFILER),
+    Metric("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, adds_up=False),
+    Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, may_fall=True, adds_up=False),
+    Metric("memcpy_device_to_device_bytes", "device\nto device", _PROFILER, source="Memcpy DtoD"),
+    Metric("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
+    Metric("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
+    Metric("memcpy_other_bytes", "other", _PROFILER),  # between two GPUs, say
+    Metric("memset_bytes", "memset", _PROFILER, source="Memset"),
+))
+# fmt: on
+"""What can be in a run besides counters by their own names, which have ``__`` in them."""
+
+EXPECTED_BY = "expected by the user of this suite"
+"""Whose expectation it is."""
+
+
+def expectations(texts: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """Expected ratios by metric: the usual ones, and what ``RATIO:LOW-HIGH`` sets.
+
+    ``none`` drops the usual ones.
+    """
+    texts = list(texts)
+    expected = {} if "none" in texts else METRICS.expected()
+    for text in texts:
+        if text == "none":
+            continue
+        match = re.fullmatch(r"\s*(\w+)\s*:\s*([\d.]+)\s*-\s*([\d.]+)\s*", text)
+        try:
+            name, low, high = match.groups() if match else ("", "", "")
+            limits = float(low), float(high)
+        except ValueError:
+            limits = (1.0, 0.0)
+        if limits[0] > limits[1]:
+            raise ConfigurationError(f"expectation {text!r}: write dram_ratio:2-5, or none")
+        metric = METRICS.of_ratio(name)
+        if metric is None:
+            raise unknown("ratio", name, map(ratio_name, METRICS))
+        expected[metric] = limits
+    return expected

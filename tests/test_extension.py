@@ -1,0 +1,109 @@
+"""What a project adds to dpbench from outside the package, as CONTRIBUTING shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.gpu import Gpu
+from dpbench.metrics import METRICS, Metric
+from tests.programs import program
+
+TESTS = Path(__file__).parent
+GRID1 = TESTS.parent / "docs/results/h200-grid1.json"
+LDST = "l1tex__t_bytes_pipe_lsu_mem_global_op_{}.sum"
+REPLAY = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import replay_ncu
+sys.exit(replay_ncu.main())
+"""
+MEASURED = ["run", "--instrument=ncu", "--ncu-path=./ncu", "--model-size=tiny", "--batch-size=4"]
+MEASURED += ["--seq-len=64", "--trainer=standard", "--trainer=dpsgd"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a replaying ``ncu``, on a machine with a GPU."""
+    program(tmp_path / "ncu", REPLAY)
+    monkeypatch.chdir(tmp_path)
+    for module in ("dpbench.gpu", "dpbench.instruments", "dpbench.instruments.ncu.ranges"):
+        gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
+        monkeypatch.setattr(f"{module}.visible_gpus", lambda gpus=gpus: gpus)
+    return tmp_path
+
+
+def test_metric_of_counters_is_one_line_and_works_everywhere(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    METRICS.register(
+        Metric("global_bytes", "global\nboth", ("ncu",), (LDST.format("ld"), LDST.format("st")))
+    )
+    assert main([*MEASURED, "--save=own"]) == 0
+    [path] = Path(".dpbench").rglob("0001_own.json")
+    document = json.loads(path.read_text())
+    values: dict[tuple[str, str], float] = {
+        (row["trainer"], row["metric"]): row["value"]
+        for row in document["rows"]
+        if row["phase"] == "step"
+    }
+    for trainer in ("standard", "dpsgd"):
+        both = values[trainer, "global_load_bytes"] + values[trainer, "global_store_bytes"]
+        assert values[trainer, "global_bytes"] == both > 0
+    capsys.readouterr()
+
+    assert main(["show", "1", "--columns=global_bytes,global_ratio", "--sort=global_ratio"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["both", "÷", "std"] in lines
+    ratio = values["dpsgd", "global_bytes"] / values["standard", "global_bytes"]
+    assert next(line[-1] for line in lines if line[:1] == ["dpsgd"]) == f"{ratio:.2f}"
+
+    for row in document["rows"]:
+        if (row["trainer"], row["metric"]) == ("dpsgd", "global_bytes"):
+            row["value"] *= 1.1
+    Path("more.json").write_text(json.dumps(document))
+    for limit, code in (("global_bytes:5%", 1), ("global_ratio:5%", 1), ("global_bytes:11%", 0)):
+        assert main(["compare", "1", "more.json", f"--fail={limit}"]) == code
+    shown = capsys.readouterr().out
+    assert "global_bytes" in shown
+    assert "+10.00%" in shown
+
+    assert main(["show", "1", "--columns=global_ratio", "--expect=global_ratio:1-1.01"]) == 0
+    said = "global both expected by the user of this suite: 1 to 1.01 x standard; outside: dpsgd"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path) -> None:
+    """It is a sum of others, so runs that were saved before it was declared have it, too."""
+    (tmp_path / "ownmetrics.py").write_text(
+        "from dpbench.metrics import Metric\n"
+        "MOVED = Metric(\n"
+        "    'l2_moved_bytes', 'L2\\nmoved', sum_of=('l2_read_bytes', 'l2_write_bytes')\n"
+        ")\n"
+    )
+    installed = tmp_path / "ownmetrics-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: ownmetrics\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[dpbench.metrics]\nmoved = ownmetrics:MOVED\n")
+
+    def dpbench(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "dpbench", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(tmp_path), "COLUMNS": "80"},
+        )
+
+    shown = dpbench("show", str(GRID1), "--columns=l2_read_bytes,l2_write_bytes,l2_moved_bytes")
+    standard = next(line for line in shown.stdout.splitlines() if line.startswith("standard"))
+    read, write, moved = map(float, standard.split()[1:])
+    assert moved == pytest.approx(read + write, abs=0.11), shown.stderr
+    compared = dpbench("compare", str(GRID1), str(GRID1), "--fail=l2_moved_ratio@backward:1%")
+    assert compared.returncode == 0, compared.stderr

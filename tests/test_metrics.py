@@ -1,0 +1,94 @@
+"""Every metric once: its name, unit and ratio, and what a project adds to them."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.torch_profiler.files import COPIES, OTHER_COPIES
+from dpbench.metrics import METRICS, Metric, Metrics, expectations, ratio_name
+from dpbench.results.kernels import KernelCount
+from dpbench.show.view import columns
+
+DRAM, L2 = {"dram_bytes": (2.0, 5.0)}, {"l2_total_bytes": (1.5, 3.0)}
+
+
+def test_name_says_the_unit() -> None:
+    names = ("dram_bytes", "step_time_seconds", "samples_per_second", "flops")
+    assert [METRICS[name].unit for name in names] == ["B", "s", "1/s", "1"]
+
+
+def test_ratio_has_the_name_without_the_unit() -> None:
+    names = ("dram_read_bytes", "l2_total_bytes", "step_time_seconds", "samples_per_second")
+    ratios = ["dram_read_ratio", "l2_ratio", "step_time_ratio", "samples_ratio"]
+    assert [ratio_name(name) for name in names] == ratios
+    assert [METRICS.of_ratio(name) for name in ratios] == list(names)
+    assert METRICS.of_ratio("nonsense_ratio") is None
+
+
+def test_what_a_metric_is_made_of_exists() -> None:
+    for metric in METRICS.values():
+        assert {*metric.sum_of, *filter(None, [metric.logical])} <= set(METRICS)
+    fields = KernelCount.__dataclass_fields__
+    assert all(metric.source in fields for metric in METRICS.had_by("ncu_kernels"))
+    assert {*COPIES.values(), OTHER_COPIES} <= set(METRICS)
+
+
+def test_columns_that_show_a_number_of_a_row_show_a_known_metric() -> None:
+    shown = {m for c in columns().values() if c.kind != "value" for m in c.metrics}
+    assert shown <= set(METRICS)
+
+
+# --- added by a project --------------------------------------------------------------------------
+
+OWN = Metric("l1_total_bytes", "L1\ntotal", ("ncu",), ("l1tex__t_bytes.sum",))
+
+
+def test_name_means_one_metric() -> None:
+    metrics = Metrics([])
+    metrics.register(OWN, OWN)
+    with pytest.raises(ConfigurationError, match="'l1_total_bytes' exists; choose another name"):
+        metrics.register(Metric("l1_total_bytes"))
+
+
+@pytest.mark.parametrize("named", ["OWN", "SEVERAL"])
+def test_entry_point_adds_metrics(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [EntryPoint("mine", f"{__name__}:{named}", "dpbench.metrics")]
+    monkeypatch.setattr("dpbench.metrics.entry_points", lambda group: found)
+    assert Metrics([])["l1_total_bytes"] == OWN
+
+
+SEVERAL = [OWN]
+
+
+# --- what is expected ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([], DRAM | L2),
+        (["dram_ratio:1-4.5"], {"dram_bytes": (1.0, 4.5)} | L2),
+        (["none"], {}),
+        (["peak_memory_ratio: 1 - 2", "none"], {"peak_memory_bytes": (1.0, 2.0)}),
+    ],
+)
+def test_expectation_is_set_or_dropped(
+    texts: list[str], expected: dict[str, tuple[float, float]]
+) -> None:
+    assert expectations(texts) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["dram_ratio", "dram_ratio:2", "dram_ratio:5-2", "dram_ratio:1.2.3-4", ""]
+)
+def test_expectation_that_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="write dram_ratio:2-5, or none"):
+        expectations([text])
+
+
+def test_expectation_of_what_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown ratio 'dram_bytes'; choose from dram_r"):
+        expectations(["dram_bytes:2-5"])
