@@ -17,9 +17,6 @@ class Schedule:
         warmup: steps of each cycle that it traces and throws away.
         active: steps of each cycle that it records.
         repeat: cycles.
-
-    Raises:
-        ConfigurationError: no active step or no cycle, or less than none of the others.
     """
 
     skip_first: int = 1
@@ -38,11 +35,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """A schedule such as ``wait=1,active=3``; what is left out keeps its default.
-
-        Raises:
-            ConfigurationError: an unknown name, or a value that is no whole number.
-        """
+        """A schedule such as ``wait=1,active=3``; what is left out keeps its default."""
         known = [field.name for field in fields(cls)]
         values: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
