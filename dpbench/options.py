@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.child import Steps
 from dpbench.instruments.settings import SETS, InstrumentSettings, KernelChoice
+from dpbench.process.schedule import Steps
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import STORAGE
 from dpbench.show.view import COLUMNS_HELP, EXPECT_HELP, GROUP_BY_HELP, SORT_HELP, TOP

@@ -37,7 +37,6 @@ from dpbench.commands.saved import Saved, add_saved
 from dpbench.errors import ConfigurationError, check_distinct_files, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.child import Steps
 from dpbench.instruments.settings import InstrumentSettings
 from dpbench.options import (
     add_counting,
@@ -53,7 +52,7 @@ from dpbench.options import (
     chosen_kernels,
     one_of,
 )
-from dpbench.process.schedule import Schedule
+from dpbench.process.schedule import Schedule, Steps
 from dpbench.show.view import View
 
 if TYPE_CHECKING:

@@ -23,11 +23,10 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.instruments.child import Steps
 from dpbench.instruments.settings import InstrumentSettings
 from dpbench.options import add_profile, add_steps
 from dpbench.process.messages import print_record
-from dpbench.process.schedule import Schedule
+from dpbench.process.schedule import Schedule, Steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ from dpbench.case import Case
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
 from dpbench.errors import DpbenchError
 from dpbench.gpu import Use, in_use, visible_gpus
-from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, lacking, on_chip
 from dpbench.instruments.ncu.program import (
     CountersBusy,
@@ -21,6 +20,7 @@ from dpbench.instruments.ncu.program import (
 )
 from dpbench.instruments.ncu.range_report import MetricMissing, read
 from dpbench.instruments.ncu.ranges import Ncu
+from dpbench.process.schedule import Steps
 from dpbench.show.layout import gigabytes
 
 COPIES = "dpbench.doctor.copying:CopyTrainer"

@@ -12,13 +12,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError
 from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
     CaseFailed,
@@ -31,25 +29,12 @@ from dpbench.instruments.base import (
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, last_record
+from dpbench.process.schedule import Steps
 from dpbench.registry import MODELS, TRAINERS, arguments, child_python_path
 from dpbench.results.rows import Measurement
 
 PATIENCE_SECONDS = 3.0
 """For how long a GPU that another session uses is waited for in silence."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How many steps a child runs before it is observed, and how many while it is."""
-
-    warmup: int
-    active: int
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0 or self.active < 1:
-            raise ConfigurationError(
-                f"steps: needs warm-up >= 0 and active >= 1, not {self.warmup} and {self.active}"
-            )
 
 
 def step_command(

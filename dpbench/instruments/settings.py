@@ -11,9 +11,8 @@ from pathlib import Path
 
 from dpbench.case import ALL_PHASES
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu.metrics import on_chip, resolve
-from dpbench.process.schedule import Schedule
+from dpbench.process.schedule import Schedule, Steps
 
 SETS = ("basic", "detailed", "full")
 """Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""

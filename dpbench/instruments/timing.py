@@ -10,6 +10,7 @@ from dpbench.case import Case
 from dpbench.instruments import child
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.settings import InstrumentSettings
+from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
 
 
@@ -28,7 +29,7 @@ class Timing(Instrument):
 
     directory: Path
     device: str = "cuda"
-    steps: child.Steps = InstrumentSettings.timing_steps
+    steps: Steps = InstrumentSettings.timing_steps
     timeout: float = InstrumentSettings.timeout
 
     @classmethod

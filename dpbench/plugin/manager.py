@@ -18,7 +18,6 @@ from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu, visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.child import Steps
 from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.terminal import shown_on
 from dpbench.options import chosen_kernels
@@ -27,7 +26,7 @@ from dpbench.plugin.asked import Asked
 from dpbench.plugin.files import Files
 from dpbench.plugin.terminal import open_terminal
 from dpbench.plugin.updating import reference_to_update, update
-from dpbench.process.schedule import Schedule
+from dpbench.process.schedule import Schedule, Steps
 from dpbench.registry import chosen_grid, resolve
 from dpbench.show.view import View
 

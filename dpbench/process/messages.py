@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from importlib import metadata
 from typing import Any
 
 WAITING = "dpbench: waiting for"
@@ -31,11 +32,16 @@ MARK = "DPBENCH_RECORD_MARK"
 
 def print_record(**record: Any) -> None:
     """Print the record of what this process did, or why it failed: plain JSON types."""
-    from dpbench import __version__
-
     mark = os.environ.get(MARK, "")
     own_line = "\n" if mark else ""  # a trainer may have left the last line open
-    print(own_line + mark + json.dumps({"dpbench": __version__, **record}), flush=True)
+    print(own_line + mark + json.dumps({"dpbench": _version(), **record}), flush=True)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("dpbench")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "0.0.0"
 
 
 def last_record(lines: Iterable[str], mark: str) -> dict[str, Any]:

@@ -1,10 +1,24 @@
-"""Which steps the PyTorch profiler records: skipped, waiting, warm-up, active, repeated."""
+"""How many steps a process takes, and which of them the PyTorch profiler records."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
 from dpbench.errors import ConfigurationError, unknown
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps a child runs before it is observed, and how many while it is."""
+
+    warmup: int
+    active: int
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.active < 1:
+            raise ConfigurationError(
+                f"steps: needs warm-up >= 0 and active >= 1, not {self.warmup} and {self.active}"
+            )
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from dpbench.instruments.base import (
     GpuBusy,
     InstrumentError,
 )
-from dpbench.instruments.child import Child, Steps, log_tail, step_command
+from dpbench.instruments.child import Child, log_tail, step_command
 from dpbench.instruments.terminal import shown_on, tell
 from dpbench.process.messages import MEASURING, WAITING
+from dpbench.process.schedule import Steps
 
 CASE = Case("dpsgd", 4, 32, "tiny")
 

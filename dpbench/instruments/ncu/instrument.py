@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
-from dpbench.instruments.child import Child, Steps, step_command
+from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.ncu.program import diagnose, ncu_version
 from dpbench.instruments.ncu.range_report import NothingProfiled, report_path
 from dpbench.process.messages import NVTX_DOMAIN
+from dpbench.process.schedule import Steps
 from dpbench.results.rows import Measurement
 
 EVERY_PHASE = f"regex:{NVTX_DOMAIN}@.*"

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu.kernel_report import PROFILING, read_kernels
 from dpbench.instruments.ncu.kernels import NcuKernels
 from dpbench.instruments.ncu.progress import LaunchCounter
 from dpbench.instruments.ncu.range_report import ReportUnreadable
 from dpbench.instruments.ncu.speed_of_light import SpeedOfLight, name_filter, read_speeds
 from dpbench.options import chosen_kernels
+from dpbench.process.schedule import Steps
 from tests.recorded import RANGES, unpacked
 
 CASE = Case("dpsgd", 8, 256)
