@@ -12,11 +12,8 @@ from typing import Any, Protocol
 
 from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu.kernel_choice import KernelChoice
-from dpbench.instruments.ncu.speed_of_light import SETS, SpeedOfLight
-from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.instruments.settings import SETS, InstrumentSettings, KernelChoice
+from dpbench.process.schedule import Steps
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import STORAGE
 from dpbench.show.view import COLUMNS_HELP, EXPECT_HELP, GROUP_BY_HELP, SORT_HELP, TOP
@@ -121,7 +118,7 @@ def add_counting(add: Declare, kernels: str = "") -> None:
         metavar="NAMES",
         help="collect these of ncu --list-sections for them, separated by commas",
     )
-    _add_number(add, "--ncu-set-kernels", SpeedOfLight.kernels, "how many kernels these are")
+    _add_number(add, "--ncu-set-kernels", KernelChoice.set_kernels, "how many kernels these are")
 
 
 def chosen_kernels(options: Any, prefix: str = "") -> KernelChoice:
@@ -162,14 +159,17 @@ def _add_number(add: Declare, option: str, default: int, what: str) -> None:
     add(option, type=int, default=default, metavar="N", help=f"{what} (default %(default)d)")
 
 
-def add_timeout(add: Declare, prefix: str = "", default: float = Timing.timeout) -> None:
-    """Declare how long a measured process may take."""
+def add_timeout(
+    add: Declare, prefix: str = "", default: float = InstrumentSettings.timeout
+) -> None:
+    """Declare how long a measured process may take, and wait for another."""
     add(
         f"--{prefix}timeout",
         type=float,
         default=default,
         metavar="SECONDS",
-        help="end a measured process after this long on the GPU (default %(default)g)",
+        help="end a measured process after this long on the GPU, and stop waiting for another "
+        "session's process after as long (default %(default)g)",
     )
 
 
@@ -187,7 +187,7 @@ def add_profile_directory(add: Declare, prefix: str = "") -> None:
     add(
         f"--{prefix}profile-dir",
         type=Path,
-        default=TorchProfiler.directory,
+        default=InstrumentSettings.profile_directory,
         metavar="DIR",
         help="where the PyTorch profiler's files go, one folder a case (default %(default)s)",
     )
@@ -197,7 +197,7 @@ def add_profile(add: Declare, prefix: str = "") -> None:
     """Declare what the PyTorch profiler records, and what counts as a bottleneck."""
     add(
         f"--{prefix}profile-schedule",
-        default=str(TorchProfiler.schedule),
+        default=str(InstrumentSettings.profile_schedule),
         metavar="NAME=N,…",
         help="steps that the PyTorch profiler skips, waits, warms up, records, and how often "
         "(default %(default)s)",
@@ -205,7 +205,7 @@ def add_profile(add: Declare, prefix: str = "") -> None:
     add(
         f"--{prefix}profile-threshold",
         type=float,
-        default=TorchProfiler.threshold,
+        default=InstrumentSettings.profile_threshold,
         metavar="MS",
         help="list operators with this many ms of a step or more (default %(default)g)",
     )

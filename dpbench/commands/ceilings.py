@@ -14,7 +14,7 @@ import argparse
 import os
 from pathlib import Path
 
-from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.errors import check_writable_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.gpu import child_environment, visible_gpus
+    from dpbench.gpu import child_environment, require_gpu
     from dpbench.process.ceilings import measure_ceilings
     from dpbench.results.outcome import write_text
     from dpbench.show.roofline import ceilings_table
 
-    if not visible_gpus():
-        raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
+    require_gpu()
     if options.json:
         check_writable_file(options.json)
     os.environ.update(child_environment())  # before CUDA numbers the GPUs

@@ -37,9 +37,7 @@ from dpbench.commands.saved import Saved, add_saved
 from dpbench.errors import ConfigurationError, check_distinct_files, check_writable_file
 from dpbench.instruments import INSTRUMENTS, ON_GPU, choose
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu.ranges import Ncu
-from dpbench.instruments.timing import Timing
+from dpbench.instruments.settings import InstrumentSettings
 from dpbench.options import (
     add_counting,
     add_files,
@@ -52,7 +50,9 @@ from dpbench.options import (
     add_try_anyway,
     add_view,
     chosen_kernels,
+    one_of,
 )
+from dpbench.process.schedule import Schedule, Steps
 from dpbench.show.view import View
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--instrument",
         action="append",
-        choices=INSTRUMENTS,
-        help="repeatable; default timing and ncu, without a GPU logical",
+        metavar="NAME",
+        help=f"{one_of(INSTRUMENTS)}, or package.module:Class; repeatable; default timing and ncu, "
+        "without a GPU logical",
     )
     how.add_argument(
         "--device",
@@ -77,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_ncu(how.add_argument)
     add_counting(how.add_argument)
-    add_steps(how.add_argument, "the unprofiled", Timing.steps)
-    add_steps(how.add_argument, "the profiled", Ncu.steps, prefix="ncu-")
+    add_steps(how.add_argument, "the unprofiled", InstrumentSettings.timing_steps)
+    add_steps(how.add_argument, "the profiled", InstrumentSettings.ncu_steps, prefix="ncu-")
     add_profile_directory(how.add_argument)
     add_profile(how.add_argument)
     add_timeout(how.add_argument)
@@ -103,20 +104,20 @@ def _instruments_here(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _chosen_instruments(options: argparse.Namespace) -> list[Instrument]:
-    return choose(
-        options.instrument or _instruments_here(options),
+    settings = InstrumentSettings(
         directory=options.ncu_dir,
         ncu_path=options.ncu_path,
-        metrics=options.ncu_metrics,
+        metrics=tuple(options.ncu_metrics or ()),
         device=options.device,
         timing_steps=Steps(options.warmup, options.active),
         ncu_steps=Steps(options.ncu_warmup, options.ncu_active),
         timeout=options.timeout,
         kernels=chosen_kernels(options),
         profile_directory=options.profile_dir,
-        profile_schedule=options.profile_schedule,
+        profile_schedule=Schedule.parse(options.profile_schedule),
         profile_threshold=options.profile_threshold,
     )
+    return choose(options.instrument or _instruments_here(options), settings)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -139,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
     for instrument in instruments:
         instrument.check()
     gpu = next(iter(visible_gpus()), None)
-    on_gpu = any(instrument.name != "logical" for instrument in instruments)
+    on_gpu = any(instrument.hardware for instrument in instruments)
     card = gpu if on_gpu and options.device == "cuda" and not options.try_anyway else None
     saved = Saved(options, grid, instruments, gpu if on_gpu else None)
     outcomes: list[Outcome] = [*saved.kept]

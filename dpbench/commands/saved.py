@@ -12,7 +12,6 @@ from dpbench.case import Grid
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.ncu.ranges import Ncu, ncu_version
 from dpbench.options import add_comparing, add_saving, add_storage
 from dpbench.results.rows import NO_HARDWARE
 
@@ -52,7 +51,7 @@ class Saved:
         from dpbench.results.threshold import Threshold
 
         self.options = options
-        ncu = [ncu_version(i.path) for i in instruments if isinstance(i, Ncu)]
+        ncu = [i.versions["ncu"] for i in instruments if "ncu" in i.versions]
         found = environment(gpu, ncu=ncu[0] if ncu else None, project=Path.cwd())
         asked = len(list(grid.cases()))
         self.premise = Premise.now(found, grid, instruments, cases_asked=asked)
@@ -60,7 +59,7 @@ class Saved:
         self.file: RunFile | None = None
         self.limits: list[Threshold] = [Threshold.parse(text) for text in options.compare_fail]
         self.asked = [(case, i.name) for case in grid.cases() for i in instruments]
-        hardware = {i.name for i in instruments} - {"logical"}
+        hardware = any(i.hardware for i in instruments)
         self.device = (
             (gpu.name if gpu and options.device == "cuda" else "cpu") if hardware else None
         )
@@ -74,7 +73,7 @@ class Saved:
         if self.options.compare is None and not self.limits:
             return None
         names = [i.name for i in instruments]
-        wanted = [(NO_HARDWARE if n == "logical" else str(self.device), n) for n in names]
+        wanted = [(str(self.device) if i.hardware else NO_HARDWARE, i.name) for i in instruments]
         if self.options.compare:
             run = Run.load(self.storage.find(self.options.compare))
             if not set(wanted) & set(run.sources):

@@ -18,14 +18,15 @@ from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu, visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu.progress import shown_on
+from dpbench.instruments.settings import InstrumentSettings
+from dpbench.instruments.terminal import shown_on
 from dpbench.options import chosen_kernels
 from dpbench.plugin import comparing, saving
 from dpbench.plugin.asked import Asked
 from dpbench.plugin.files import Files
 from dpbench.plugin.terminal import open_terminal
 from dpbench.plugin.updating import reference_to_update, update
+from dpbench.process.schedule import Schedule, Steps
 from dpbench.registry import chosen_grid, resolve
 from dpbench.show.view import View
 
@@ -82,7 +83,7 @@ class Manager:
         self.directory: Path | None = None
         self.gpu: Gpu | None = None
         self.terminal: TextIO | None = None
-        """Where kernels are counted as they are profiled; no xdist worker's, one of many."""
+        """What a person shall see while a test still runs: whom it waits for, progress."""
         self.problems: list[str] = []
         if self.is_worker:
             self.directory = Path(config.workerinput["dpbench_directory"])  # type: ignore[attr-defined]
@@ -112,31 +113,30 @@ class Manager:
             names.append("torch_profiler")
         self.instruments = self._chosen(names)
         self.gpu = next(iter(visible_gpus()), None)
+        self.terminal = open_terminal()
         if self.is_worker:
             return
         for instrument in self.instruments:
             instrument.check()
-        if chosen_kernels(self.options, "ncu_").wanted:
-            self.terminal = open_terminal()
         # A batch system's signal must end the measured processes too, as Ctrl-C does.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def _chosen(self, names: Sequence[str]) -> list[Instrument]:
         """The instruments with these names, as the options set them up."""
         base = self.config.invocation_params.dir
-        return choose(
-            names,
+        settings = InstrumentSettings(
             directory=Path(base / self.options.ncu_dir),
             profile_directory=Path(base / self.options.dpbench_profile_dir),
-            profile_schedule=self.options.dpbench_profile_schedule,
+            profile_schedule=Schedule.parse(self.options.dpbench_profile_schedule),
             profile_threshold=self.options.dpbench_profile_threshold,
             ncu_path=self.options.ncu_path,
-            metrics=self.options.ncu_metrics,
+            metrics=tuple(self.options.ncu_metrics or ()),
             timing_steps=Steps(self.options.dpbench_warmup, self.options.dpbench_active),
             ncu_steps=Steps(self.options.ncu_warmup, self.options.ncu_active),
             timeout=self.options.dpbench_timeout,
             kernels=chosen_kernels(self.options, "ncu_"),
         )
+        return choose(names, settings) if names else []
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpbench import options as shared
-from dpbench.instruments.ncu.ranges import Ncu
-from dpbench.instruments.timing import Timing
+from dpbench.instruments.settings import InstrumentSettings
 
 PREFIX = "dpbench-"
 """What options begin with, so that they meet no other plugin's; those about ncu with ``ncu-``."""
@@ -22,8 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     shared.add_top(add, "ncu-kernels-")
     shared.add_grid(add, PREFIX)
     shared.add_axes(add, PREFIX)
-    shared.add_steps(add, "the profiled", Ncu.steps, "ncu-")
-    shared.add_steps(add, "the unprofiled", Timing.steps, PREFIX)
+    shared.add_steps(add, "the profiled", InstrumentSettings.ncu_steps, "ncu-")
+    shared.add_steps(add, "the unprofiled", InstrumentSettings.timing_steps, PREFIX)
     add(
         "--dpbench-no-timing",
         action="store_true",

@@ -50,15 +50,14 @@ class Saving:
     @cached_property
     def premise(self) -> Premise:
         """What the session measures, with what and where; asks git, so only where it is needed."""
-        from dpbench.instruments.ncu.ranges import Ncu, ncu_version
         from dpbench.results.outcome import environment
         from dpbench.results.session import Premise
 
         manager = self.manager
-        paths = [i.path for i in manager.instruments if isinstance(i, Ncu)]
+        ncu = [i.versions["ncu"] for i in manager.instruments if "ncu" in i.versions]
         found = environment(
             manager.gpu,
-            ncu=ncu_version(paths[0]) if paths else None,
+            ncu=ncu[0] if ncu else None,
             project=manager.config.invocation_params.dir,
         )
         workers = getattr(self.options, "numprocesses", None) or 0

@@ -13,17 +13,14 @@ import pytest
 
 from dpbench import MODELS, TRAINERS
 from dpbench.gpu import visible_gpus
-from dpbench.instruments import child
-from dpbench.instruments.torch_profiler import instrument as torch_profiler
+from dpbench.instruments import INSTRUMENTS, child
 from tests.programs import program
 
 REPLAYS = {name: Path(__file__).parents[1] / f"replay_{name}.py" for name in ("ncu", "step")}
 
 CONFTEST = """
 import os, pathlib, sys
-import dpbench.instruments.ncu.ranges, dpbench.instruments.timing
-import dpbench.instruments.torch_profiler.instrument
-import dpbench.plugin.manager, dpbench.plugin.workers
+import dpbench.gpu, dpbench.instruments.child, dpbench.plugin.manager, dpbench.plugin.workers
 from dpbench.gpu import Gpu, select
 
 def replayed_gpus():
@@ -33,9 +30,7 @@ def replayed_gpus():
     return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 for module in (
-    dpbench.instruments.ncu.ranges,
-    dpbench.instruments.timing,
-    dpbench.instruments.torch_profiler.instrument,
+    dpbench.gpu,
     dpbench.plugin.manager,
     dpbench.plugin.workers,
 ):
@@ -47,8 +42,7 @@ class Interpreter:
     def __getattr__(self, name):
         return getattr(sys, name)
 
-for module in (dpbench.instruments.child, dpbench.instruments.torch_profiler.instrument):
-    module.sys = Interpreter()
+dpbench.instruments.child.sys = Interpreter()
 """
 
 SUITE = """
@@ -170,9 +164,8 @@ def in_this_process(
         for name, module in list(sys.modules.items()):
             if name.startswith("dpbench.") and "visible_gpus" in vars(module):
                 patch.setattr(module, "visible_gpus", visible_gpus)  # CONFTEST sets another
-        for module in (child, torch_profiler):
-            patch.setattr(module, "sys", sys)
-        for registry in (TRAINERS, MODELS):
+        patch.setattr(child, "sys", sys)
+        for registry in (TRAINERS, MODELS, INSTRUMENTS):
             patch.setattr(registry, "_targets", dict(registry._targets))
         try:
             return pytester.runpytest_inprocess(*arguments, plugins=[imports])

@@ -14,6 +14,7 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.instruments import choose
+from dpbench.instruments.settings import InstrumentSettings
 from dpbench.plugin.manager import NAME, Manager
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
@@ -105,7 +106,7 @@ def test_an_ncu_session_that_only_counted_is_not_green(
     pytester: pytest.Pytester, tmp_path: Path
 ) -> None:
     manager: Manager = pytester.parseconfigure().pluginmanager.getplugin(NAME)
-    manager.instruments = choose(("ncu",), directory=tmp_path, ncu_path=sys.executable)
+    manager.instruments = choose(("ncu",), InstrumentSettings(tmp_path, ncu_path=sys.executable))
     manager.directory = tmp_path
     session = SimpleNamespace(exitstatus=pytest.ExitCode.OK, shouldfail=False, shouldstop=False)
 

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from dpbench import gpu
 from dpbench.gpu import Gpu
-from dpbench.instruments import timing
-from dpbench.instruments.ncu import ranges as ncu
-from dpbench.instruments.torch_profiler import instrument as torch_profiler
 from dpbench.plugin import manager
 
 
@@ -19,7 +17,7 @@ from dpbench.plugin import manager
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with one GPU; nothing here runs on it."""
     handler = signal.getsignal(signal.SIGTERM)  # a session that measures sets its own
-    for module in (ncu, timing, torch_profiler, manager):
+    for module in (gpu, manager):
         monkeypatch.setattr(module, "visible_gpus", lambda: [Gpu("GPU-0", "H200", None, "580")])
     yield
     signal.signal(signal.SIGTERM, handler)
