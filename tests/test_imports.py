@@ -13,7 +13,10 @@ import pytest
 import dpbench
 
 PACKAGE = Path(dpbench.__file__).parent
-OUTSIDE = [f"dpbench.{room}" for room in ("cli", "commands", "options", "plugin", "pytest_plugin")]
+OUTSIDE = [
+    f"dpbench.{room}"
+    for room in ("cli", "commands", "comparison", "plugin", "pytest_plugin", "session", "settings")
+]
 RESULTS = [
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     for path in sorted((PACKAGE / "results").rglob("*.py"))
@@ -102,6 +105,11 @@ def imports(path: Path) -> Iterator[str]:
                 "pytest",
             ],
         ),
+        ("session.py", ["dpbench.cli", "dpbench.commands", "dpbench.plugin", "torch", "pytest"]),
+        ("settings.py", ["dpbench.session", "dpbench.commands", "dpbench.plugin", "pandas"]),
+        ("commands", ["dpbench.plugin", "dpbench.pytest_plugin"]),
+        ("plugin", ["dpbench.commands", "dpbench.cli"]),
+        ("files.py", ["dpbench.case", "dpbench.results", "dpbench.instruments"]),
         ("instruments", [*OUTSIDE, "dpbench.process.step", "pytest"]),
         ("step.py", ["dpbench.instruments", "dpbench.results", "pytest"]),
         ("doctor", [*OUTSIDE, "dpbench.process.step", "pytest"]),

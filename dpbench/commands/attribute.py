@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 
 from dpbench.case import PHASES, Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, DpbenchError, check_writable_file
+from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.files import check_writable_file
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.torch_profiler.files import operators_of, read_summary
-from dpbench.options import add_ncu, add_profile_directory, add_timeout, add_top
+from dpbench.settings import declare
 from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
@@ -35,10 +36,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser)
-    add_ncu(parser.add_argument)
-    add_profile_directory(parser.add_argument)
-    add_timeout(parser.add_argument)
-    add_top(parser.add_argument)
+    declare(parser.add_argument, "ncu_path", "ncu_dir", "profile_dir", "timeout", "top")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the account, in bytes")
     parser.add_argument(
         "--saved", action="store_true", help="measure nothing; read what an earlier run left"
@@ -47,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.results.outcome import write_text
+    from dpbench.files import write_text
     from dpbench.show.account import account, account_json, account_table, unaccounted
     from dpbench.show.layout import as_text, terminal_width
 

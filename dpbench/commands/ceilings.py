@@ -14,7 +14,8 @@ import argparse
 import os
 from pathlib import Path
 
-from dpbench.errors import ConfigurationError, check_writable_file
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_writable_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    from dpbench.files import write_text
     from dpbench.gpu import child_environment, visible_gpus
     from dpbench.process.ceilings import measure_ceilings
-    from dpbench.results.outcome import write_text
 
     if not visible_gpus():
         raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dpbench.errors import ConfigurationError
-from dpbench.options import add_across, add_limit, add_storage
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
     from dpbench.results.run import Run
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("before", metavar="BEFORE", help="number or file")
     parser.add_argument("after", nargs="+", metavar="AFTER", help="numbers or files")
-    add_limit(parser.add_argument, "--fail", "exit with 1 if something got worse")
-    add_across(parser.add_argument, "--across")
-    add_storage(parser.add_argument)
+    declare(parser.add_argument, "compare_fail", called="--fail")
+    declare(parser.add_argument, "compare_across", called="--across")
+    declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,8 +95,8 @@ def _newly_failed(before: Run, after: Run) -> list[str]:
 
 def _notes(before: Run, after: Run) -> Iterator[str]:
     """What else is different, so that a reader can judge what a change comes from."""
+    from dpbench.results.conditions import differences
     from dpbench.results.references import listed
-    from dpbench.results.session import differences
 
     old, new = ({o.case.id for o in run.outcomes if o.rows} for run in (before, after))
     for run, missing in ((before, new - old), (after, old - new)):

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_cases, chosen_grid, saved_run
-from dpbench.errors import ConfigurationError, check_writable_file
-from dpbench.options import add_storage, one_of
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_writable_file
 from dpbench.registry import resolve
 from dpbench.results.cards import CARDS, Roofs, find_card
 from dpbench.results.rows import Measurement
+from dpbench.settings import declare, one_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,15 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     add_cases(parser)
-    add_storage(parser.add_argument)
+    declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     import pandas as pd
 
+    from dpbench.files import write_text
     from dpbench.results.frame import to_frame
-    from dpbench.results.outcome import write_text
     from dpbench.results.roofline import intensities, roofline_tables, under
     from dpbench.show.layout import as_markdown, as_text
 

@@ -25,9 +25,8 @@ from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.instruments.child import Steps
-from dpbench.instruments.timing import Timing
-from dpbench.options import add_profile, add_steps
 from dpbench.process.schedule import Schedule
+from dpbench.settings import declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="default auto: the GPU if there is one",
     )
-    add_steps(parser.add_argument, "this", Timing.steps)
+    for name in ("warmup", "active"):
+        declare(
+            parser.add_argument, name, help=f"{name} steps of this process (default %(default)d)"
+        )
     parser.add_argument(
         "--nvtx",
         action="store_true",
@@ -48,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
     )
-    add_profile(parser.add_argument)
+    declare(parser.add_argument, "profile_schedule", "profile_threshold")
 
 
 def run(options: argparse.Namespace) -> int:

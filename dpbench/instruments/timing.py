@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError, check_writable
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_writable
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import child
 from dpbench.instruments.base import Instrument

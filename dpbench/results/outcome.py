@@ -9,24 +9,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.files import write_text
 from dpbench.gpu import Gpu
+from dpbench.results.by_trainer import trainer_summary
 from dpbench.results.code_state import code_state
-from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows
 from dpbench.results.speed_of_light import KernelSpeed
-from dpbench.show.by_trainer import trainer_summary, trainer_table
-from dpbench.show.kernels import case_kernel_tables
-from dpbench.show.layout import Table, as_markdown
-from dpbench.show.profile import profile_tables
-from dpbench.show.tables import tables
-from dpbench.show.view import View
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
@@ -60,7 +56,7 @@ class Outcome:
     ``error`` is the class of what went wrong, or None; rows measured before it are kept.
     ``instruments`` are the names of those that were to measure it; ``operators``, ``kernels`` and
     ``speed_of_light`` are what they saw each operator and kernel do, ``notes`` what they had to
-    assume.
+    assume. ``extra_info`` is what its tests added.
     """
 
     case: Case
@@ -75,6 +71,7 @@ class Outcome:
     kernels: tuple[KernelCount, ...] = field(default=(), repr=False)
     speed_of_light: tuple[KernelSpeed, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def skipped(self) -> bool:
@@ -144,6 +141,8 @@ def document(
         data = outcome.as_json()
         for part in ("rows", "log_tail", *PARTS):
             del data[part]
+        if not outcome.extra_info:
+            del data["extra_info"]
         cases.append({**data.pop("case"), **data})
     return {
         "schema": SCHEMA,
@@ -161,17 +160,20 @@ def document(
             ]
             for part in PARTS
         },
-        **_derived(summarise(to_frame(rows))),
+        **_derived(rows),
     }
 
 
-def _derived(summary: pd.DataFrame) -> dict[str, Any]:
+def _derived(rows: Sequence[Measurement]) -> dict[str, Any]:
     """What follows from the rows, so that no reader has to work it out again.
 
     ``ratios``: each mean over that of standard training in the same cell, by case, instrument,
     metric and phase. ``measured_over_logical``: as `with_logical` says. ``throughputs``: as
     `throughputs` says.
     """
+    from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
+
+    summary = summarise(to_frame(rows))
     ratios = with_ratios(summary).dropna(subset="ratio")
     against = with_logical(summary).dropna(subset="over_logical")
     by = [*AXES, "instrument", "device", "phase", "metric", "unit", "value"]
@@ -188,39 +190,6 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in plain.to_dict("records")]
 
 
-def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> list[Table]:
-    """Every table of a run, then how many cases of each trainer succeeded, and why not.
-
-    Below are the notes: what was assumed about values
-    that logical counting does not have.
-    """
-    view = view or View()
-    frame = to_frame(row for outcome in outcomes for row in outcome.rows)
-    found = tables(frame, view) + profile_tables(frame)
-    for outcome in outcomes:
-        found += case_kernel_tables(outcome, view.top)
-    assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
-    return [*found, trainer_table(trainer_summary(outcomes), assumed)] if outcomes else found
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OSError: it cannot be written; ``filename`` is set, also where the disk is full.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def write_json(
     path: Path,
     outcomes: Sequence[Outcome],
@@ -229,10 +198,9 @@ def write_json(
     updates: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write a run's document."""
-    made = document(outcomes, environment, session, updates)
-    write_text(path, json.dumps(made, indent=1) + "\n")
+    write_document(path, document(outcomes, environment, session, updates))
 
 
-def write_markdown(path: Path, outcomes: Sequence[Outcome], view: View | None = None) -> None:
-    """Write a run's tables."""
-    write_text(path, as_markdown(summary_tables(outcomes, view)))
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Write what `document` made; `dpbench.results.run.Heading` relies on its line breaks."""
+    write_text(path, json.dumps(document, indent=1) + "\n")

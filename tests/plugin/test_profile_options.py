@@ -8,19 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from dpbench.gpu import Gpu
-from dpbench.instruments import timing
-from dpbench.instruments.ncu import ranges as ncu
-from dpbench.instruments.torch_profiler import instrument as torch_profiler
-from dpbench.plugin import manager
+from tests.plugin.conftest import replay_gpus
 
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with one GPU; nothing here runs on it."""
     handler = signal.getsignal(signal.SIGTERM)  # a session that measures sets its own
-    for module in (ncu, timing, torch_profiler, manager):
-        monkeypatch.setattr(module, "visible_gpus", lambda: [Gpu("GPU-0", "H200", None, "580")])
+    replay_gpus(monkeypatch)
     yield
     signal.signal(signal.SIGTERM, handler)
 

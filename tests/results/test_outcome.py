@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import AXES, Case
+from dpbench.files import write_text
 from dpbench.gpu import Gpu
+from dpbench.results.by_trainer import trainer_summary
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
     document,
     environment,
-    summary_tables,
     write_json,
-    write_markdown,
-    write_text,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
-from dpbench.show.by_trainer import trainer_summary, trainer_table
+from dpbench.show.by_trainer import trainer_table
+from dpbench.show.summary import summary_tables, write_markdown
 
 UNITS = {"bytes": "B", "seconds": "s"}
 FIGURES = {

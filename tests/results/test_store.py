@@ -64,9 +64,9 @@ def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, objec
 
 def test_instruments_do_not_mix(tmp_path: Path) -> None:
     store = OutcomeStore(tmp_path)
-    store.once(CASE, measured, by="timing+ncu")
-    assert store.once(CASE, out_of_memory, by="logical") == out_of_memory(CASE)
-    assert store.once(CASE, never, by="timing+ncu") == measured(CASE)
+    store.once(CASE, measured, by=("timing", "ncu"))
+    assert store.once(CASE, out_of_memory, by=("logical",)) == out_of_memory(CASE)
+    assert store.once(CASE, never, by=("timing", "ncu")) == measured(CASE)
     assert store.outcomes() == [measured(CASE), out_of_memory(CASE)]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from dpbench.case import Case
+from dpbench.results.by_trainer import trainer_summary
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.by_trainer import trainer_summary, trainer_table
+from dpbench.show.by_trainer import trainer_table
 
 
 def outcome(

@@ -1,27 +1,23 @@
-"""A session and its file: said before it begins, written as it goes, resumed if it broke off."""
+"""Under which conditions a session measures, and how two sessions differ in them."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from dpbench.case import Grid
-from dpbench.errors import ConfigurationError
-from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_json
 from dpbench.results.run import Run
-from dpbench.results.storage import Storage, automatic_name
 
 _NOT_SETTINGS = {"directory", "path", "timeout"}
 """Fields of instruments that do not change what they measure."""
 
 
 @dataclass(frozen=True)
-class Premise:
+class Conditions:
     """What a session measures, with what and where; all of it plain JSON types.
 
     Args:
@@ -32,6 +28,8 @@ class Premise:
         workers: xdist workers, 0 without.
         earlier_seconds: how long the session took that this one resumes, s.
         cases_asked: how many cases the session is to measure, as far as that is known.
+        not_measured: why cases that were asked for have no outcome, by id.
+        began: the same moment as ``started`` on the clock that nobody sets, s.
     """
 
     environment: Mapping[str, Any]
@@ -41,6 +39,8 @@ class Premise:
     workers: int = 0
     earlier_seconds: float = 0.0
     cases_asked: int = 0
+    not_measured: Mapping[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
 
     @classmethod
     def now(
@@ -50,30 +50,31 @@ class Premise:
         instruments: Sequence[object] = (),
         workers: int = 0,
         cases_asked: int = 0,
-    ) -> Premise:
-        """The premise of a session that begins now, with these instruments."""
+    ) -> Conditions:
+        """Those of a session that begins now, with these instruments."""
         started = datetime.now(UTC).isoformat(timespec="seconds")
         settings = {getattr(i, "name", str(i)): _settings(i) for i in instruments}
         return cls(
-            environment=_plain(environment),
+            environment=plain(environment),
             started=started,
-            grid=_plain(asdict(grid)),
-            settings=_plain(settings),
+            grid=plain(asdict(grid)),
+            settings=plain(settings),
             workers=workers,
             cases_asked=cases_asked,
         )
 
     def session(self, status: str, regressions: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
         """The ``session`` part of a document that is written now."""
-        seconds = (datetime.now(UTC) - datetime.fromisoformat(self.started)).total_seconds()
+        seconds = max(0.0, time.monotonic() - self.began) + self.earlier_seconds
         return {
             "started": self.started,
-            "seconds": round(seconds + self.earlier_seconds, 1),
+            "seconds": round(seconds, 1),
             "status": status,
             "regressed": bool(regressions),
             "regressions": list(regressions),
             "workers": self.workers,
             "cases_asked": self.cases_asked,
+            "not_measured": dict(self.not_measured),
             "grid": dict(self.grid),
             "settings": dict(self.settings),
         }
@@ -83,13 +84,13 @@ class Premise:
     ) -> Iterator[str]:
         """What is not as it was in a document, one phrase each: versions, GPU, code, grid."""
         here = {"grid": self.grid, "settings": self.settings}
-        return _differences(_premises(environment, session), _premises(self.environment, here))
+        return _differences(_named(environment, session), _named(self.environment, here))
 
 
 def differences(before: Run, after: Run) -> Iterator[tuple[list[str], list[str]]]:
     """What is not the same for two runs, one phrase each: versions, GPU, code, grid, settings.
 
-    Cases that were written into a run later have a premise of their own. So there are several
+    Cases that were written into a run later have conditions of their own. So there are several
     pairs of ids and phrases where a run was updated; the ids are empty if all cases are meant.
     What one of the two does not say is no difference.
     """
@@ -105,7 +106,7 @@ def differences(before: Run, after: Run) -> Iterator[tuple[list[str], list[str]]
 
 
 def _parts(run: Run, shared: set[str]) -> Iterator[tuple[dict[str, Any], set[tuple[str, str]]]]:
-    """Each premise of a run, and the case ids with the instruments that rest on it.
+    """Each set of conditions in a run, and the case ids with the instruments measured under it.
 
     Instruments that the other run lacks stand for each other, under no name.
     """
@@ -118,8 +119,8 @@ def _parts(run: Run, shared: set[str]) -> Iterator[tuple[dict[str, Any], set[tup
         keys = {(case, name) for case, names in entry["cases"].items() for name in names} & left
         left -= keys
         settings = {"settings": entry.get("settings", {})}
-        yield _premises(entry["environment"], settings), named(keys)
-    yield _premises(run.environment, run.session), named(left)
+        yield _named(entry["environment"], settings), named(keys)
+    yield _named(run.environment, run.session), named(left)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -128,7 +129,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str
             yield f"{name} {old.get(name)} -> {new.get(name)}"
 
 
-def _premises(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:
+def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for numbers of two sessions to stand in one run, by name."""
     gpu = environment.get("gpu") or {}
     code = environment.get("code") or {}
@@ -154,8 +155,7 @@ def _changes(code: Mapping[str, Any]) -> str | None:
 
 def _settings(instrument: object) -> dict[str, Any]:
     """The options of an instrument, metrics by their names."""
-    assert is_dataclass(instrument)
-    found = {f.name: getattr(instrument, f.name) for f in fields(instrument)}
+    found = {f.name: getattr(instrument, f.name) for f in fields(instrument)}  # type: ignore[arg-type]
     if "metrics" in found:
         found["metrics"] = [metric.name for metric in found["metrics"]]
     return {
@@ -165,112 +165,6 @@ def _settings(instrument: object) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as it comes back from a JSON file; what JSON does not know becomes text."""
     return json.loads(json.dumps(value, default=str))
-
-
-class RunFile:
-    """The file of a session that is running: whole at any moment, ``interrupted`` until its end.
-
-    Args:
-        path: the file.
-        premise: of the session.
-        held: what holds the file against other sessions; none in a process that only writes.
-    """
-
-    def __init__(self, path: Path, premise: Premise, held: ExitStack | None = None) -> None:
-        self.path = path
-        self.premise = premise
-        self._held = held or ExitStack()
-
-    @classmethod
-    def create(cls, storage: Storage, name: str | None, device: str | None, p: Premise) -> RunFile:
-        """A new file in a storage; without a name, commit and time are its name.
-
-        Raises:
-            ConfigurationError: the storage cannot be written, or the name is none.
-        """
-        if name is None:
-            name = automatic_name(p.environment.get("code"), datetime.fromisoformat(p.started))
-        text = json.dumps(document([], p.environment, p.session(INTERRUPTED)))
-        try:
-            path = storage.allocate(name, device, text)
-        except OSError as error:
-            raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
-        try:
-            return cls._hold(storage, path, p)
-        except OSError as error:  # no room for the lock
-            path.unlink()
-            raise ConfigurationError(f"{path}: {error.strerror}") from error
-
-    @classmethod
-    def resume(cls, storage: Storage, run: Run, premise: Premise) -> tuple[RunFile, list[Outcome]]:
-        """The file of an interrupted run, to go on with it.
-
-        Returns:
-            The file, and the outcomes that need not be measured again: those that did not fail.
-
-        Raises:
-            ConfigurationError: a session is writing it, versions, code, grid or settings are
-                not what they were, or cases were written into it under another premise.
-        """
-        differences = list(premise.differences(run.environment, run.session))
-        if run.updates:
-            differences.append("cases were written into it by --dpbench-update")
-        if differences:
-            raise ConfigurationError(
-                f"{run.path} cannot be resumed, for this session differs: {'; '.join(differences)}"
-            )
-        asked = max(run.cases_asked, premise.cases_asked)
-        premise = replace(premise, earlier_seconds=run.seconds or 0.0, cases_asked=asked)
-        kept = [outcome for outcome in run.outcomes if outcome.error is None]
-        return cls._hold(storage, run.path, premise), kept
-
-    @classmethod
-    def _hold(cls, storage: Storage, path: Path, premise: Premise) -> RunFile:
-        held = ExitStack()
-        held.enter_context(storage.writing(path))
-        return cls(path, premise, held)
-
-    def write(
-        self,
-        outcomes: Sequence[Outcome],
-        *,
-        complete: bool = False,
-        regressions: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Bring the file up to date.
-
-        Raises:
-            OSError: it cannot be written; what it held is still there.
-        """
-        session = self.premise.session(COMPLETE if complete else INTERRUPTED, regressions)
-        write_json(self.path, outcomes, self.premise.environment, session)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._held.close()
-
-    def give_up(self, error: OSError) -> str:
-        """Let go of a file that could not be written; one in which no case stands is removed.
-
-        Returns:
-            What went wrong, and what is saved all the same.
-        """
-        what = f"{error.filename or self.path}: {error.strerror}"
-        try:
-            held = len(Run.load(self.path).outcomes)
-        except ConfigurationError:  # gone, or out of reach
-            self.close()
-            return what
-        if held:
-            self.close()
-            return f"{what}; the file holds {held} case{'s' if held > 1 else ''}"
-        self.discard()
-        return f"{what}; nothing is saved"
-
-    def discard(self) -> None:
-        """Remove the file, and let go of it."""
-        self.path.unlink(missing_ok=True)
-        self.close()
