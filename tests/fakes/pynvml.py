@@ -30,6 +30,7 @@ nvmlSystemGetDriverVersion = lambda: "580.159.03"
 nvmlDeviceGetHandleByIndex = int
 nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.removeprefix("GPU-"))
 nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
+nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
 nvmlDeviceGetName = lambda handle: "NVIDIA H200"
 nvmlDeviceGetComputeRunningProcesses = lambda handle: []
 nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(

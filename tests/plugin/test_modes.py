@@ -47,7 +47,7 @@ TIMED = [
     *("--ncu-kernels", "--dpbench-warmup=2", "--dpbench-active=4"),
     *("--dpbench-profile", "--dpbench-profile-dir=profiles"),
     *("--dpbench-profile-schedule=wait=1", "--dpbench-profile-threshold=0.12"),
-    *("--dpbench-compare=reference.json", "--dpbench-json=reference.json"),
+    *("--dpbench-compare=reference.json", "--dpbench-json=renewed.json"),
 ]
 SHOWN = [
     *("--dpbench-grid=cells.toml", "--dpbench-autosave"),
@@ -163,7 +163,8 @@ def test_a_reference_is_renewed_with_what_was_counted_timed_and_profiled(
     result = project(*mode, *measured, *TIMED, replayed=False)
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["standard*l2_total_bytes*+100.00%*"])
-    new = json.loads(path.read_text())
+    assert json.loads(path.read_text()) == old
+    new = json.loads((pytester.path / "renewed.json").read_text())
     assert values(new, "standard", "ncu") == values(recorded_document(), "standard")
     assert new["environment"]["gpu"]["driver"] == "580.159.03"
     by = ["ncu", "ncu_kernels", "timing", "torch_profiler"]
