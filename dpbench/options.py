@@ -261,10 +261,15 @@ def add_comparing(add: Declare, what_fails: str, prefix: str = "") -> None:
         nargs="?",
         const="",
         metavar="NUM|FILE",
-        help="compare with a saved run; without a value each case with the latest complete run of "
-        "the same device and instrument that has it and did not regress",
+        help="compare with a saved run; without a value with the latest complete one on the same "
+        "device that has what this one measures and passed its own comparison",
     )
     add_limit(add, f"--{prefix}compare-fail", what_fails)
+    add(
+        f"--{prefix}compare-first-run-ok",
+        action="store_true",
+        help="pass what a limit cannot judge because nothing like it was saved before",
+    )
 
 
 def add_limit(add: Declare, option: str, what_fails: str) -> None:

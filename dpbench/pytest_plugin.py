@@ -42,8 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.ncu:
         config.pluginmanager.register(Workers(manager.grid))
     config.addinivalue_line("markers", comparing.MARKER)
-    if manager.comparing.is_asked_for:
-        config.pluginmanager.register(manager.comparing, f"{NAME}-comparing")
+    config.pluginmanager.register(manager.comparing, f"{NAME}-comparing")  # markers have limits too
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

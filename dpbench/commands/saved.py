@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpbench.case import Grid
 from dpbench.errors import ConfigurationError
@@ -17,11 +17,11 @@ from dpbench.options import add_comparing, add_saving, add_storage
 from dpbench.results.rows import NO_HARDWARE
 
 if TYPE_CHECKING:
+    from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
-    from dpbench.results.references import References
+    from dpbench.results.run import Run
     from dpbench.results.session import RunFile
     from dpbench.results.threshold import Threshold
-    from dpbench.show.layout import Table
 
 
 def add_saved(parser: argparse.ArgumentParser) -> None:
@@ -58,19 +58,20 @@ class Saved:
         self.premise = Premise.now(found, grid, instruments, cases_asked=asked)
         self.storage = Storage(options.storage)
         self.file: RunFile | None = None
-        self.thresholds: list[Threshold] = [Threshold.parse(text) for text in options.compare_fail]
+        self.limits: list[Threshold] = [Threshold.parse(text) for text in options.compare_fail]
+        self.asked = [(case, i.name) for case in grid.cases() for i in instruments]
         hardware = {i.name for i in instruments} - {"logical"}
         self.device = (
             (gpu.name if gpu and options.device == "cuda" else "cpu") if hardware else None
         )
-        self.references = self._references(grid, instruments)
+        self.reference = self._reference(instruments)
         self.kept: list[Outcome] = self._begin()
 
-    def _references(self, grid: Grid, instruments: Sequence[Instrument]) -> References | None:
-        from dpbench.results.references import References, keys_of
+    def _reference(self, instruments: Sequence[Instrument]) -> Run | None:
+        from dpbench.results.references import choose
         from dpbench.results.run import Run
 
-        if self.options.compare is None and not self.thresholds:
+        if self.options.compare is None and not self.limits:
             return None
         names = [i.name for i in instruments]
         wanted = [(NO_HARDWARE if n == "logical" else str(self.device), n) for n in names]
@@ -79,14 +80,20 @@ class Saved:
             if not set(wanted) & set(run.sources):
                 by = f"{', '.join(names)} on {self.device or 'no hardware'}"
                 raise ConfigurationError(f"{run.path} has nothing by {by}")
-            return References.to(run)
-        references = self.storage.references(device for device, _ in wanted)
-        found = sorted(path.stem for path in references.chosen(keys_of(grid.cases(), wanted)))
-        for line in references.skipped:
+            return run
+        candidates = self.storage.candidates({device for device, _ in wanted})
+        choice = choose(candidates, wanted, self.asked)
+        for line in choice.skipped:
             self._say(line)
-        if found:
-            self._say(f"comparing with {', '.join(found)}")
-        return references
+        if choice.run is None and self.limits and not self.options.compare_first_run_ok:
+            raise ConfigurationError(
+                f"no complete run in {self.storage.directory} has any of these cases by "
+                f"{' or '.join(names)} to judge by; if this is the first, say "
+                f"--compare-first-run-ok"
+            )
+        if choice.run:
+            self._say(f"comparing with {choice.run.name}")
+        return choice.run or Run.of("the storage")
 
     def _begin(self) -> list[Outcome]:
         """Take a number, or an interrupted run's; returns what need not be measured again."""
@@ -125,58 +132,52 @@ class Saved:
 
     def end(self, outcomes: Sequence[Outcome], complete: bool) -> bool:
         """Print what changed, finish the file; returns whether something is wrong."""
+        from dpbench.results.gate import judge
+        from dpbench.results.outcome import COMPLETE, INTERRUPTED
+        from dpbench.results.run import Run
+        from dpbench.show.comparison import comparison_tables, grown_lines
         from dpbench.show.layout import as_text
 
-        tables, worse, unused = self._compare(outcomes)
+        if self.reference is None:
+            return self._finish(outcomes, complete, None)
+        session = self.premise.session(COMPLETE if complete else INTERRUPTED)
+        after = Run.of("this run", outcomes, self.premise.environment, session)
+        verdict = judge(
+            self.reference,
+            after,
+            self.limits,
+            asked=self.asked,
+            first_run_ok=self.options.compare_first_run_ok,
+        )
         try:
-            if tables:
+            if tables := comparison_tables(verdict, "Change: ", self.reference.name):
                 print(f"\n{as_text(tables)}")
-            for threshold in unused:
-                self._say(f"ERROR: {threshold}: not in both runs, so nothing was judged by it")
+            if lines := grown_lines(verdict.regressions):
+                print("\n".join(["", "What changed most:", *lines]))
+            for note in verdict.notes:
+                self._say(note)
+            for missing in verdict.unjudged:
+                self._say(f"ERROR: {missing}")
         finally:  # whether or not anybody reads that
-            wrong = self._finish(outcomes, complete, worse)
-        return wrong or bool(unused)  # a gate that was not there must not pass
+            wrong = self._finish(outcomes, complete, verdict)
+        return wrong
 
-    def _finish(
-        self, outcomes: Sequence[Outcome], complete: bool, worse: list[dict[str, Any]]
-    ) -> bool:
+    def _finish(self, outcomes: Sequence[Outcome], complete: bool, verdict: Verdict | None) -> bool:
         """Write the file for the last time, and let go of it."""
+        wrong = verdict is not None and not verdict.passed
         if self.file is None:
-            return bool(worse)
+            return wrong
         if not outcomes:
             self.file.discard()
-            return False
+            return wrong
         try:
-            self.file.write(outcomes, complete=complete, regressions=worse)
+            self.file.write(outcomes, complete=complete, **(verdict.as_json() if verdict else {}))
         except OSError as error:
             self._say(f"ERROR: {self.file.give_up(error)}")
             return True
         self.file.close()
         self._say(f"saved {self.file.path}")
-        return bool(worse)
-
-    def _compare(
-        self, outcomes: Sequence[Outcome]
-    ) -> tuple[list[Table], list[dict[str, Any]], list[Threshold]]:
-        """What changed; what got worse by too much; limits that nothing was judged by."""
-        from dpbench.results.compare import judge, regressions, unapplied, ungated
-        from dpbench.results.frame import to_frame
-        from dpbench.results.references import alone, alone_in_words, ungated_in_words
-        from dpbench.show.comparison import comparison_tables
-
-        after = to_frame(row for outcome in outcomes for row in outcome.rows)
-        if self.references is None or after.empty:
-            return [], [], []
-        changes = self.references.changes(after)
-        if without := alone(after, changes):
-            self._say(f"WARNING: {alone_in_words(without)}")
-        if changes.empty and not self.references.named:  # the first run of these cases
-            return [], [], []
-        for line in ungated_in_words(ungated(after, changes, self.thresholds)):
-            self._say(f"WARNING: {line}")
-        verdict = judge(changes, self.thresholds)
-        tables = comparison_tables(changes, verdict, "Change: ")
-        return tables, regressions(verdict), unapplied(changes, self.thresholds)
+        return wrong
 
     def _say(self, text: str) -> None:
         print(f"dpbench run: {text}", file=sys.stderr)

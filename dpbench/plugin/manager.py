@@ -103,8 +103,6 @@ class Manager:
             self.files.check()
         self.comparing = comparing.Comparing(self)
         self.saving = saving.Saving(self)  # last: takes a number only if all else is well
-        if self.saving.file:
-            self.comparing.leave_out(self.saving.file.path)
         for outcome in self.saving.kept:
             self._keep(outcome)
 
@@ -194,11 +192,11 @@ class Manager:
         from dpbench.results.report import CaseReport
 
         outcome = self._outcome(case, instruments, gpu)
+        self.comparing.asked(outcome, lambda other: self._outcome(other, instruments, gpu))
         if outcome.skipped:
             pytest.skip(outcome.message)
         if outcome.error:
             pytest.fail(_failure(outcome), pytrace=False)
-        self.comparing.asked(outcome, lambda other: self._outcome(other, instruments, gpu))
         return CaseReport.of_outcome(outcome)
 
     def _outcome(
@@ -260,13 +258,14 @@ class Manager:
             and not (session.shouldfail or session.shouldstop)
             and not self.saving.partial
         )
+        if not interrupted:
+            self.problems += self.comparing.problems()  # before the run is written, which says so
         self._write(complete)
         with self._saying_problems():
             self.saving.end(self.outcomes())
         self._write_page(complete)
         if not interrupted:
             self._update(complete)
-            self.problems += self.comparing.problems()
         if not (interrupted or self.problems or self._measured_what_was_asked()):
             self.problems.append(
                 "--ncu was given and nothing was measured; "
@@ -341,7 +340,7 @@ class Manager:
         if not outcomes and self.runs_tests:
             for named in self.files.names():
                 terminalreporter.write_line(f"dpbench: no case ran, so {named} was not written")
-        changes = self.comparing.tables(outcomes)
+        changes = self.comparing.tables()
         notes = [*self.comparing.notes, *self.saving.notes]
         if not (outcomes or self.problems or notes):
             return
@@ -360,8 +359,6 @@ class Manager:
                 terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
         for note in notes:
             terminalreporter.write_line(f"dpbench: {note}")
-        for warning in self.comparing.warnings:
-            terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
         for problem in self.problems:
             terminalreporter.write_line(f"ERROR: dpbench: {problem}", red=True)
 

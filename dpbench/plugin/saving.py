@@ -128,9 +128,14 @@ class Saving:
         """Bring the session's file up to date; `end` says if that did not succeed at last."""
         if self.file is None or not outcomes:
             return
-        regressions = self.manager.comparing.regressions
+        comparing = self.manager.comparing
         try:
-            self.file.write(outcomes, complete=complete, regressions=regressions)
+            self.file.write(
+                outcomes,
+                complete=complete,
+                regressions=comparing.regressions,
+                unjudged=comparing.unjudged,
+            )
             self.failure = None
         except OSError as error:  # what the file held is still there
             self.failure = error
@@ -138,7 +143,8 @@ class Saving:
     def session(self, complete: bool = False) -> dict[str, Any]:
         """The ``session`` part of any document that is written now."""
         status = "complete" if complete else "interrupted"
-        return self.premise.session(status, self.manager.comparing.regressions)
+        comparing = self.manager.comparing
+        return self.premise.session(status, comparing.regressions, comparing.unjudged)
 
     def end(self, outcomes: Sequence[Outcome]) -> None:
         """Let go of the file; one in which nothing stands is removed.

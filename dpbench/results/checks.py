@@ -218,6 +218,7 @@ _SESSION: dict[str, Check] = {
     "status": lambda value: _text(value) and value in STATUSES,
     "regressed": _truth,
     "regressions": _objects,
+    "unjudged": _objects,
     "workers": _count,
     "cases_asked": _count,
     "grid": _each(_axis),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import pandas as pd
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.checks import check_document, checked_frame
+from dpbench.results.frame import to_frame
 from dpbench.results.outcome import COMPLETE, PARTS, Outcome, belongs
 from dpbench.results.rows import OWN_COLUMNS, SCHEMA, Measurement
 
@@ -51,6 +52,21 @@ class Run:
             what = f"lacks {error}" if isinstance(error, KeyError) else error
             raise ConfigurationError(f"run file {path} is damaged: {what}") from error
         return cls(path, path.stem, document, frame)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        outcomes: Iterable[Outcome] = (),
+        environment: Mapping[str, Any] | None = None,
+        session: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """A session so far, which need not have a file."""
+        found = tuple(outcomes)
+        document = {"environment": environment or {}, "session": session or {}}
+        run = cls(Path(), name, document, to_frame(row for o in found for row in o.rows))
+        vars(run)["outcomes"] = found
+        return run
 
     @property
     def environment(self) -> Mapping[str, Any]:

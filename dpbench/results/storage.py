@@ -14,7 +14,6 @@ from filelock import FileLock, Timeout
 
 from dpbench.errors import ConfigurationError, check_writable, mode_of
 from dpbench.results.outcome import INTERRUPTED, write_text
-from dpbench.results.references import References, as_they_are
 from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
@@ -124,15 +123,11 @@ class Storage:
             raise ConfigurationError(f"run number {int(text):04} is both {listed}; name the file")
         return found[0]
 
-    def references(self, devices: Iterable[str]) -> References:
-        """What cases on these devices, and counted ones, are compared with unless a run is named.
-
-        Raises:
-            ConfigurationError: the storage cannot be read.
-        """
+    def candidates(self, devices: Iterable[str]) -> list[Path]:
+        """The runs on these devices, and counted ones, that no session is writing; newest first."""
         folders = {LOGICAL, *map(folder_name, devices)}
-        paths = (path for path in reversed(self.paths()) if path.parent.name in folders)
-        return References(as_they_are(paths))
+        paths = [path for path in reversed(self.paths()) if path.parent.name in folders]
+        return [path for path in paths if not is_being_written(path)]
 
     def interrupted(self, device: str | None) -> tuple[Run | None, list[str]]:
         """A device's latest run that did not come to its end and holds something, if any.
