@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from dpbench.results.compare import compare, judge
+from dpbench.results.gate import judge
 from dpbench.results.run import Run
 from dpbench.results.threshold import Threshold
 
@@ -40,10 +40,11 @@ def main() -> None:
         start = time.perf_counter()
         before, after = map(Run.load, paths)
         loaded = time.perf_counter()
-        changes = compare(before.frame, after.frame)
-        verdict = judge(changes, [Threshold.parse("dram_bytes:5%"), Threshold.parse("l2_ratio:3%")])
+        limits = [Threshold.parse("dram_bytes:5%"), Threshold.parse("l2_ratio:3%")]
+        verdict = judge(before, after, limits)
         end = time.perf_counter()
-    print(f"{len(before.frame)} rows a run, {len(changes)} numbers, {len(verdict)} judged")
+    compared, judged = len(verdict.changes), len(verdict.judged)
+    print(f"{len(before.frame)} rows a run, {compared} numbers, {judged} judged")
     print(f"load both {loaded - start:.2f} s, compare {end - loaded:.2f} s")
 
 

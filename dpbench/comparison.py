@@ -2,156 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from dpbench.case import Case
+    from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
-    from dpbench.results.references import References
+    from dpbench.results.run import Run
     from dpbench.results.threshold import Threshold
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
-
-@dataclass(frozen=True)
-class Judgement:
-    """Outcomes against their references.
-
-    Args:
-        changes: what became of each number.
-        verdict: those that a limit judges, and whether it is exceeded.
-        regressions: where it is, as plain rows.
-    """
-
-    changes: pd.DataFrame
-    verdict: pd.DataFrame
-    regressions: list[dict[str, Any]]
-
-    @property
-    def applied(self) -> set[str]:
-        """The limits that something was judged by."""
-        return set(self.verdict.threshold)
-
-    def of(self, case: Case) -> Judgement:
-        """What of this is about one case's trainer."""
-        return Judgement(
-            self.changes[self.changes.trainer == case.trainer],
-            self.verdict[self.verdict.trainer == case.trainer],
-            [row for row in self.regressions if row["trainer"] == case.trainer],
-        )
+Asked = Sequence[tuple[Case, str]]
+"""Cases that are asked for, each by an instrument."""
 
 
-@dataclass
 class Comparison:
-    """The references and limits of a session, and what its end says about them.
+    """The reference and the limits of a session.
 
     Args:
         settings: what was asked for.
-        references: what each case is compared with.
+        sources: each (device, instrument) that the session can have rows of.
     """
 
-    settings: Settings
-    references: References
-    tables: list[Table] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    limits: list[Threshold] = field(init=False)
+    def __init__(self, settings: Settings, sources: Sequence[tuple[str, str]]) -> None:
+        self.settings = settings
+        self.sources = sources
+        self.limits = limits(settings.compare_fail)
+        """Those of the command line; tests may have their own."""
+        self.named: Path | None = None
+        self.candidates: list[Path] | None = None
+        """Files that may be the reference, newest first; None until they are needed."""
+        self.asked: list[tuple[Case, str]] = []
+        """What the session is known to ask for: the reference should have it."""
+        self.tables: list[Table] = []
+        self.notes: list[str] = []
 
-    def __post_init__(self) -> None:
-        self.limits = limits(self.settings.compare_fail)
-
-    @classmethod
-    def begin(cls, settings: Settings, sources: Sequence[tuple[str, str]]) -> Comparison:
-        """With one run that was named, or for each case with the newest good one.
-
-        Args:
-            settings: what was asked for.
-            sources: each (device, instrument) that the session can have rows of.
-        """
-        from dpbench.results.references import References
-        from dpbench.results.run import Run
+    def begin(self) -> None:
+        """Find the run that was named, or those of which one may be the reference."""
         from dpbench.results.storage import Storage
 
-        storage = Storage(settings.storage)
-        if not settings.compare:
-            return cls(settings, storage.references(device for device, _ in sources))
-        run = Run.load(storage.find(_named_run(settings, settings.compare)))
-        devices = {instrument: device for device, instrument in sources}
+        settings = self.settings
+        if not settings.compares:
+            return
+        if settings.compare:
+            named = _named_run(settings, settings.compare)
+            self.named = Storage(settings.storage).find(named)
+            self._check(self.reference)
+            return
+        self.candidates = self._saved()
+        if not self.limits or settings.compare_first_run_ok:
+            return
+        if self.asked and self.reference.frame.empty:
+            names = " or ".join(dict.fromkeys(name for _, name in self.asked))
+            raise ConfigurationError(
+                f"no complete run in {settings.storage} has any of these cases by {names} to "
+                f"judge by; if this is the first, say {settings.option('compare_first_run_ok')}"
+            )
+        if not self.candidates:
+            raise ConfigurationError(
+                f"no saved run on {' or '.join(sorted({d for d, _ in self.sources}))} in "
+                f"{settings.storage} to judge by; if this is the first, say "
+                f"{settings.option('compare_first_run_ok')}"
+            )
+
+    def _saved(self) -> list[Path]:
+        from dpbench.results.storage import Storage
+
+        return Storage(self.settings.storage).candidates({device for device, _ in self.sources})
+
+    def _check(self, run: Run) -> None:
+        """Refuse a run that cannot be compared with what will be measured."""
+        devices = {instrument: device for device, instrument in self.sources}
         conflict = any(devices.get(name, device) != device for device, name in run.sources)
-        apart = conflict or not set(sources) & set(run.sources)
-        if apart and not settings.compare_across:
+        apart = conflict or not set(self.sources) & set(run.sources)
+        if apart and not self.settings.compare_across:
             there, here = (
                 "; ".join(f"{name} on {device}" for device, name in pairs) or "nothing"
-                for pairs in (run.sources, sources)
+                for pairs in (run.sources, self.sources)
             )
-            remedy = "; --dpbench-compare-across does it all the same" * settings.of_pytest
+            remedy = "; --dpbench-compare-across does it all the same" * self.settings.of_pytest
             raise ConfigurationError(
                 f"{run.path} holds {there}, this session measures {here}: not compared{remedy}"
             )
-        return cls(settings, References.to(run))
 
-    def leave_out(self, path: Path) -> None:
-        """The session writes this run file, so it is none of its references."""
-        self.references.own = path
+    @cached_property
+    def reference(self) -> Run:
+        """What the session is compared with; without rows if there is nothing."""
+        from dpbench.results.references import choose
+        from dpbench.results.run import Run
+
+        if self.named is not None:
+            return Run.load(self.named)
+        if self.candidates is None:  # only a test's own limits ask for it
+            self.candidates = self._saved()
+        choice = choose(self.candidates, self.sources, self.asked)
+        self.notes += choice.skipped
+        return choice.run or Run.of("the storage")
 
     def shared(self) -> dict[str, Any]:
         """What `join` needs, as plain types."""
-        files = {str(path): time for path, time in self.references.files.items()}
-        return {"files": files, "named": self.references.named}
+        candidates = self.candidates
+        return {
+            "named": str(self.named) if self.named else None,
+            "candidates": None if candidates is None else [str(path) for path in candidates],
+        }
 
-    @classmethod
-    def join(cls, settings: Settings, shared: Mapping[str, Any]) -> Comparison:
-        """The comparison of a session that another process has begun."""
-        from dpbench.results.references import References
+    def join(self, shared: Mapping[str, Any]) -> None:
+        """Take over what another process of the session has found."""
+        self.named = Path(shared["named"]) if shared["named"] else None
+        if shared["candidates"] is not None:
+            self.candidates = [Path(path) for path in shared["candidates"]]
 
-        files = {Path(path): time for path, time in shared["files"].items()}
-        return cls(settings, References(files, named=shared["named"]))
+    def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
+        """What was measured against the reference, by these limits. Only here is judged."""
+        from dpbench.results.gate import judge
 
-    def judge(self, outcomes: Sequence[Outcome], limits: Sequence[Threshold]) -> Judgement:
-        """These outcomes against their references, by these limits. Only here is judged."""
-        from dpbench.results.compare import judge, regressions
-        from dpbench.results.frame import to_frame
+        return judge(
+            self.reference,
+            after,
+            limits,
+            asked=asked,
+            across=self.settings.compare_across,
+            first_run_ok=self.settings.compare_first_run_ok,
+        )
 
-        after = to_frame(row for outcome in outcomes for row in outcome.rows)
-        changes = self.references.changes(after, across=self.settings.compare_across)
-        verdict = judge(changes, limits)
-        return Judgement(changes, verdict, regressions(verdict))
-
-    def finish(self, outcomes: Sequence[Outcome]) -> Judgement:
-        """The whole session: what changed in tables, and lines about what did not compare."""
-        from dpbench.results.compare import ungated
-        from dpbench.results.frame import to_frame
-        from dpbench.results.references import alone, alone_in_words, ungated_in_words
+    def show(self, verdict: Verdict) -> None:
+        """What the end of the session shows of it."""
         from dpbench.show.comparison import comparison_tables
 
-        judgement = self.judge(outcomes, self.limits)
-        changes, across = judgement.changes, self.settings.compare_across
-        after = to_frame(row for outcome in outcomes for row in outcome.rows)
-        self.notes += self.references.skipped
-        if names := sorted(changes.reference.unique()):
-            self.notes.append(f"compared with {', '.join(names)}")
-        if without := alone(after, changes, across=across):
-            self.warnings.append(alone_in_words(without))
-        if not across:  # where instruments differ, so do their metrics
-            self.warnings += ungated_in_words(ungated(after, changes, self.limits))
-        self.tables = comparison_tables(changes, judgement.verdict, "Change: ")
-        return judgement
+        if not self.reference.frame.empty:
+            self.notes.append(f"compared with {self.reference.name}")
+        self.notes += verdict.notes
+        self.tables = comparison_tables(verdict, "Change: ", self.reference.name)
 
-    def unused_limits(self, applied: Collection[str]) -> list[str]:
-        """A line for each limit that nothing was judged by: a gate that was not there."""
-        return [
-            f"{self.settings.option('compare_fail')}={limit}: nothing that was measured has this "
-            f"metric and phase in the reference too"
-            for limit in map(str, self.limits)
-            if limit not in applied
-        ]
+    @property
+    def remedy(self) -> str:
+        """What helps where there is nothing to compare with."""
+        if not self.reference.frame.empty:
+            return ""
+        option = self.settings.option("compare_first_run_ok")
+        return f" (if this is the first run, say {option})"
+
+
+def asked_for(outcomes: Sequence[Outcome]) -> list[tuple[Case, str]]:
+    """These cases by the instruments that were to measure them."""
+    return [(outcome.case, name) for outcome in outcomes for name in outcome.instruments]
 
 
 def limits(texts: Sequence[str]) -> list[Threshold]:
@@ -166,10 +167,15 @@ def limits(texts: Sequence[str]) -> list[Threshold]:
 def _named_run(settings: Settings, named: str) -> str:
     """What `Storage.find` takes: a number, or a path."""
     path = settings.directory / named
+    option = settings.option("compare")
     if path.is_dir() or path.suffix == ".py" or "::" in named:
-        option = settings.option("compare")
         raise ConfigurationError(
             f"{option} took {named!r} for a run: name tests before it, or write "
             f"{option}=NUM or {option}=FILE"
+        )
+    if path == settings.json:
+        raise ConfigurationError(
+            f"{settings.option('json')} would write over {named}, which is compared with; to "
+            f"renew a reference, leave {option} out"
         )
     return named if named.isdecimal() else str(path)

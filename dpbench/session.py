@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dpbench.instruments.base import Instrument
     from dpbench.results.conditions import Conditions
     from dpbench.results.outcome import Outcome
+    from dpbench.results.run import Run
     from dpbench.results.run_file import RunFile
     from dpbench.results.store import OutcomeStore
     from dpbench.settings import Settings
@@ -100,9 +101,11 @@ class Session:
         self.directory: Path | None = None
         """Where the session's processes leave their outcomes for each other."""
         self.file: RunFile | None = None
-        self.comparison: Comparison | None = None
+        self.comparison = Comparison(settings, self.sources)
         self.regressions: list[dict[str, Any]] = []
         """What got worse by more than it may, as plain rows."""
+        self.unjudged: list[dict[str, Any]] = []
+        """What limits could not judge, as plain rows."""
         self.extra_info: dict[tuple[str, str], dict[str, Any]] = {}
         """What tests added to their cases, by the case's id and what measured it."""
         self.unwritten: list[Outcome] = []
@@ -127,8 +130,7 @@ class Session:
         """
         for instrument in self.instruments:
             instrument.check()
-        if self.settings.compares:
-            self.comparison = Comparison.begin(self.settings, self.sources)
+        self.comparison.begin()
         if self.settings.saves:  # last: takes a number only if all else is well
             self._open_file()
 
@@ -183,8 +185,6 @@ class Session:
             raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
         else:
             self.file = RunFile.create(storage, settings.save, self.device, self.conditions)
-        if self.comparison is not None:
-            self.comparison.leave_out(self.file.path)
 
     # --- for other processes of the session --------------------------------------------------
 
@@ -195,7 +195,7 @@ class Session:
             "directory": str(self.store.directory),
             "file": str(self.file.path) if self.file else None,
             "conditions": dict(vars(self.conditions)) if writes else None,
-            "comparison": self.comparison.shared() if self.comparison else None,
+            "comparison": self.comparison.shared(),
         }
 
     def join(self, shared: Mapping[str, Any]) -> None:
@@ -209,10 +209,7 @@ class Session:
             from dpbench.results.run_file import RunFile
 
             self.file = RunFile(Path(shared["file"]))
-        if shared["comparison"]:
-            self.comparison = Comparison.join(self.settings, shared["comparison"])
-            if self.file:
-                self.comparison.leave_out(self.file.path)
+        self.comparison.join(shared["comparison"])
 
     @cached_property
     def store(self) -> OutcomeStore:
@@ -316,7 +313,9 @@ class Session:
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
 
-        session = self.conditions.session(COMPLETE if complete else INTERRUPTED, self.regressions)
+        session = self.conditions.session(
+            COMPLETE if complete else INTERRUPTED, self.regressions, self.unjudged
+        )
         made = document(outcomes, self.conditions.environment, session)
         self.update_document(made)
         return made
@@ -356,24 +355,32 @@ class Session:
         """
         complete = complete and not self._lacks_cases
         outcomes = self.outcomes()
-        if self.comparison is not None and any(outcome.rows for outcome in outcomes):
+        if outcomes and not self.settings.of_pytest and self.settings.compares:
             with self.reporting_problems():
-                self._compare(self.comparison, outcomes)
+                self._compare(outcomes)
         self.write(complete=complete)
         with self.reporting_problems():
             self._write_page(outcomes, complete)
         if self.file is not None:
             self._close(self.file, outcomes)
 
-    def _compare(self, comparison: Comparison, outcomes: Sequence[Outcome]) -> None:
-        """Compare the whole session; what pytest's tests have judged stays as they found it."""
-        judgement = comparison.finish(outcomes)
-        self.notes += comparison.notes
-        self.warnings += comparison.warnings
-        judged = comparison.references.named or not judgement.changes.empty
-        if not self.settings.of_pytest and judged:  # a first run has nothing to be judged by
-            self.regressions = judgement.regressions
-            self.problems += comparison.unused_limits(judgement.applied)
+    def _compare(self, outcomes: Sequence[Outcome]) -> None:
+        """Judge the whole session by the limits of the command line."""
+        verdict = self.comparison.judge(
+            self.as_run(outcomes), self.comparison.limits, self.comparison.asked
+        )
+        self.comparison.show(verdict)
+        self.regressions = verdict.regressions
+        self.unjudged = [missing.as_json() for missing in verdict.unjudged]
+        self.problems += [f"{missing}{self.comparison.remedy}" for missing in verdict.unjudged]
+
+    def as_run(self, outcomes: Sequence[Outcome]) -> Run:
+        """The session so far, to be compared."""
+        from dpbench.results.outcome import COMPLETE
+        from dpbench.results.run import Run
+
+        session = self.conditions.session(COMPLETE)
+        return Run.of("this session", outcomes, self.conditions.environment, session)
 
     def _close(self, file: RunFile, outcomes: Sequence[Outcome]) -> None:
         """Let go of the run's file; one in which nothing stands is removed."""
@@ -389,8 +396,7 @@ class Session:
         """Every table of the session, the comparison's last."""
         from dpbench.show.summary import summary_tables
 
-        changes = self.comparison.tables if self.comparison else []
-        return [*summary_tables(self.outcomes(), self.view), *changes]
+        return [*summary_tables(self.outcomes(), self.view), *self.comparison.tables]
 
     @property
     def failed(self) -> bool:

@@ -245,8 +245,8 @@ class Settings:
         False,
     )
     compare: str | None = _option(
-        "compare with a saved run; without a value each case with the latest complete run of the "
-        "same device and instrument that has it and did not regress",
+        "compare with a saved run; without a value with the latest complete one on the same "
+        "device that has what this one measures and passed its own comparison",
         nargs="?",
         const="",
         metavar="NUM|FILE",
@@ -257,6 +257,9 @@ class Settings:
         pytest_help=LIMIT.format(what="fail a test if what it measured got worse"),
         action="append",
         metavar="SPEC",
+    )
+    compare_first_run_ok: bool = _option(
+        "pass what a limit cannot judge because nothing like it was saved before", False
     )
     compare_across: bool = _option(
         "compare also what another device or instrument measured; it is labelled",

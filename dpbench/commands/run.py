@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     saved = parser.add_argument_group("saved runs", "dpbench list and dpbench compare read them")
     declare(
         saved.add_argument,
-        *("save", "autosave", "resume", "compare", "compare_fail", "storage"),
+        *("save", "autosave", "resume", "compare", "compare_fail"),
+        *("compare_first_run_ok", "storage"),
     )
 
 
@@ -79,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
     names = settings.instrument or _instruments_here(settings, gpu)
     session = Session(settings, chosen_instruments(settings, names), gpu)
     with closing(session):
+        session.comparison.asked = [(case, i.name) for case in cases for i in session.instruments]
         session.begin()
         session.expect([case.id for case in cases])
         try:
@@ -111,12 +113,14 @@ def _instruments_here(settings: Settings, gpu: Gpu | None) -> tuple[str, ...]:
 
 def _show(session: Session) -> None:
     """Print the tables and what there is to say; on GitHub they go into the step's summary, too."""
+    from dpbench.show.comparison import grown_lines
     from dpbench.show.export import append_step_summary
     from dpbench.show.layout import as_text, terminal_width
 
     tables = session.summary()
     warning = append_step_summary(tables)
     lines = [
+        *session.comparison.notes,
         *session.notes,
         *(f"WARNING: {text}" for text in (*session.warnings, *filter(None, [warning]))),
         *(f"ERROR: {text}" for text in session.problems),
@@ -124,3 +128,5 @@ def _show(session: Session) -> None:
     for line in lines:
         print(f"dpbench run: {line}", file=sys.stderr)
     print(as_text(tables, terminal_width()))
+    if grown := grown_lines(session.regressions):
+        print("\n".join(["", "What changed most:", *grown]))

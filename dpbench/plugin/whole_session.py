@@ -181,11 +181,12 @@ class WholeSession:
         outcomes = self.session.outcomes()
         self.session.explain(self.asked.reasons({outcome.case.id for outcome in outcomes}))
         stopped = exitstatus in UNFINISHED or session.shouldfail or session.shouldstop
+        interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
+        with self.session.reporting_problems():
+            self.each_test.judge_session(interrupted=interrupted)
         self.session.finish(complete=self.asked.all_ended and not stopped)
-        if exitstatus != pytest.ExitCode.INTERRUPTED:
-            self.each_test.check_limits()
-            if not self.session.problems:
-                self._check_measured(outcomes)
+        if not (interrupted or self.session.problems):
+            self._check_measured(outcomes)
         if self.session.problems and exitstatus in (
             pytest.ExitCode.OK,
             pytest.ExitCode.NO_TESTS_COLLECTED,
@@ -218,12 +219,12 @@ class WholeSession:
             for path in self.settings.files.values():
                 named = os.path.relpath(path, self.settings.directory)
                 say(f"dpbench: no case ran, so {named} was not written")
-        if not (outcomes or session.problems or session.notes):
+        if not (outcomes or session.problems or session.notes or session.comparison.notes):
             return
         terminalreporter.section("dpbench")
         if outcomes:
             self._show_tables(terminalreporter, outcomes)
-        for note in session.notes:
+        for note in [*session.comparison.notes, *session.notes]:
             say(f"dpbench: {printable(note)}")
         for warning in session.warnings:
             say(f"WARNING: dpbench: {printable(warning)}", yellow=True)

@@ -1,26 +1,39 @@
-"""Two runs side by side: what changed, and whether by more than it may."""
+"""Two runs side by side: what changed. `dpbench.results.gate` judges it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.case import AXES, BASELINE_TRAINER
 from dpbench.errors import ConfigurationError
-from dpbench.metrics import ratio_name
+from dpbench.metrics import RATIO, ratio_name
 from dpbench.results.frame import summarise, with_ratios
-from dpbench.results.threshold import Threshold
 
 KEYS = [*AXES, "instrument", "metric", "phase"]
 CHANGES = [*KEYS, "device", "unit", "before", "after", "change", "relative"]
 """The columns of a comparison; ``change`` is after - before, ``relative`` that over before."""
 
 
-def compare(
-    before: pd.DataFrame, after: pd.DataFrame, *, across: bool = False, checked: bool = False
-) -> pd.DataFrame:
+@dataclass(frozen=True)
+class Pairs:
+    """The numbers of two long tables, and those that stand side by side.
+
+    Args:
+        old: one row per case, instrument, device, metric (ratios among them) and phase.
+        new: the same of the other table.
+        changes: the columns `CHANGES`; ``old`` and ``new`` are the places of a pair's two numbers
+            in these tables, ``new`` NaN where the number is not there any more.
+    """
+
+    old: pd.DataFrame
+    new: pd.DataFrame
+    changes: pd.DataFrame
+
+
+def compare(before: pd.DataFrame, after: pd.DataFrame, *, across: bool = False) -> pd.DataFrame:
     """What became of each number of ``before`` whose case and instrument ``after`` has too.
 
     Args:
@@ -29,18 +42,24 @@ def compare(
         across: compare also what different devices or instruments measured. The columns
             ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand against
             DRAM bytes.
-        checked: whether the premises of the two have been compared already.
 
     Returns:
         One row per case, instrument, metric (ratios to standard among them, as ``dram_ratio``)
-        and phase, with the columns `CHANGES`. ``after`` is NaN where it is not there any more.
+        and phase, with the columns `CHANGES`. ``after`` is NaN where it is not there any more;
+        ratios stand only where both tables have the baseline.
 
     Raises:
         ConfigurationError: devices or instruments differ, and ``across`` was not asked for.
     """
-    if not (across or checked):
+    if not across:
         check_comparable(before, after)
-    old, new = _values(before), _values(after)
+    changes = pairs(before, after, across=across).changes
+    return changes[~without_baseline(changes)][CHANGES].reset_index(drop=True)
+
+
+def pairs(before: pd.DataFrame, after: pd.DataFrame, *, across: bool = False) -> Pairs:
+    """The numbers of two long tables, side by side where case and instrument agree."""
+    old, new = numbers(before), numbers(after)
     if across:
         shared = set(old.instrument) & set(new.instrument)
         parts = [
@@ -53,7 +72,12 @@ def compare(
     joined["change"] = joined.after - joined.before
     joined["relative"] = joined.change / joined.before.abs().where(joined.before != 0)
     joined.loc[(joined.before == 0) & (joined.change == 0), "relative"] = 0.0
-    return joined[CHANGES].reset_index(drop=True)
+    return Pairs(old, new, joined[[*CHANGES, "old", "new"]].reset_index(drop=True))
+
+
+def without_baseline(changes: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows are ratios that are not there any more: their baseline, or the number, is gone."""
+    return changes.metric.str.endswith(RATIO) & changes.after.isna()
 
 
 def check_comparable(before: pd.DataFrame, after: pd.DataFrame) -> None:
@@ -90,80 +114,24 @@ def describe(frame: pd.DataFrame) -> str:
     return "; ".join(f"{', '.join(n)} on {d}" for d, n in devices.items()) or "nothing"
 
 
-def judge(changes: pd.DataFrame, thresholds: Iterable[Threshold]) -> pd.DataFrame:
-    """The rows that a threshold is set for, with ``limit``, ``threshold`` and ``regressed``.
-
-    Args:
-        changes: a comparison.
-        thresholds: a row that several apply to comes several times.
-
-    Returns:
-        ``limit`` is the change that is allowed, in the metric's unit; ``threshold`` says what
-        it came from.
-    """
-    parts = []
-    for threshold in thresholds:
-        chosen = changes[(changes.metric == threshold.name) & (changes.phase == threshold.phase)]
-        verdict = threshold.exceeded(chosen.before, chosen.after)
-        parts.append(chosen.join(verdict).assign(threshold=str(threshold)))
-    columns = [*changes.columns, "limit", "regressed", "threshold"]
-    if not parts:
-        return pd.DataFrame(columns=columns)
-    return pd.concat(parts, ignore_index=True)[columns]
-
-
-def regressions(verdict: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a verdict that exceed their limit, as plain JSON types; NaN is None."""
-    worse = verdict[verdict.regressed.astype(bool)].drop(columns="regressed")
-    plain = worse.astype(object).where(worse.notna(), None)
-    return [{str(key): value for key, value in row.items()} for row in plain.to_dict("records")]
-
-
-def unapplied(changes: pd.DataFrame, thresholds: Sequence[Threshold]) -> list[Threshold]:
-    """The thresholds that no row of a comparison is about."""
-    there = set(zip(changes.metric, changes.phase, strict=True))
-    return [t for t in thresholds if (t.name, t.phase) not in there]
-
-
-def ungated(
-    after: pd.DataFrame, changes: pd.DataFrame, thresholds: Iterable[Threshold]
-) -> dict[str, list[str]]:
-    """For each threshold, the compared cases that have its number now and had none before.
-
-    Such as a ratio, of a case whose reference is a run without the baseline.
-
-    Args:
-        after: a long table.
-        changes: its comparison with what was before.
-        thresholds: what is set for it.
-
-    Returns:
-        The cases by threshold, each as one phrase; thresholds that miss none are left out.
-    """
-    columns = [*AXES, "instrument"]
-    compared = changes[columns].drop_duplicates()
-    numbers = _values(after).merge(compared, on=columns)
-    found: dict[str, list[str]] = {}
-    for threshold in thresholds:
-        now, then = (
-            frame[(frame.metric == threshold.name) & (frame.phase == threshold.phase)][list(AXES)]
-            for frame in (numbers, changes)
-        )
-        had = set(then.itertuples(index=False, name=None))
-        missing = [axes for axes in now.itertuples(index=False, name=None) if axes not in had]
-        if had and missing:  # without any, the threshold is an error
-            cases = [Case(*axes).id for axes in missing]
-            found[str(threshold)] = list(dict.fromkeys(cases))
-    return found
-
-
-def _values(frame: pd.DataFrame) -> pd.DataFrame:
+def numbers(frame: pd.DataFrame) -> pd.DataFrame:
     """A number per case, instrument, device, metric and phase; ratios as metrics of their own."""
-    summary = with_ratios(summarise(frame))
+    summary = with_ratios(summarise(_finite(frame)))
     ratios = summary[(summary.trainer != BASELINE_TRAINER) & summary.ratio.notna()]
     names = {metric: ratio_name(metric) for metric in ratios.metric.unique()}
     ratios = ratios.assign(metric=ratios.metric.map(names), value=ratios.ratio, unit="1")
-    return pd.concat([summary, ratios])[[*KEYS, "device", "unit", "value"]]
+    found = pd.concat([summary, ratios], ignore_index=True)
+    return found[[*KEYS, "device", "unit", "value"]]
+
+
+def _finite(frame: pd.DataFrame) -> pd.DataFrame:
+    """A long table without numbers of which a repeat is none: their sum or mean would be wrong."""
+    wrong = ~np.isfinite(frame.value.astype(float))
+    if not wrong.any():
+        return frame
+    keys = [*KEYS, "device"]
+    named = pd.MultiIndex.from_frame(frame[wrong][keys])
+    return frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
 
 
 def _join(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -172,9 +140,11 @@ def _join(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.DataFrame
         if frame.duplicated(keys).any():
             raise ConfigurationError("a run has one case on several devices: no one value of it")
     measured = [key for key in keys if key not in ("metric", "phase")]
-    old = old.merge(new[measured].drop_duplicates(), on=measured)
-    after = new[list(dict.fromkeys([*keys, "device", "value"]))]
-    joined = old.merge(after, on=keys, how="left", suffixes=("", "_new"))
+    after = new.rename_axis("new").reset_index()
+    after = after[list(dict.fromkeys([*keys, "device", "value", "new"]))]
+    before = old.rename_axis("old").reset_index()
+    before = before.merge(new[measured].drop_duplicates(), on=measured)
+    joined = before.merge(after, on=keys, how="left", suffixes=("", "_new"))
     if "device" not in keys:
         joined["device"] = _changed(joined.device, joined.device_new)
     return joined.rename(columns={"value": "before", "value_new": "after"})
@@ -183,12 +153,14 @@ def _join(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.DataFrame
 def _join_instruments(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     """Numbers of the same quantity by different instruments."""
     keys = [*AXES, "phase", "quantity"]
-    old, new = (
+    before, after = (
         frame.assign(quantity=frame.metric.str.replace("^logical_", "dram_", regex=True))
-        for frame in (old, new)
+        .rename_axis(name)
+        .reset_index()
+        for name, frame in (("old", old), ("new", new))
     )
-    after = new[[*keys, "instrument", "device", "value"]]
-    joined = old.merge(after, on=keys, suffixes=("", "_new"))
+    after = after[[*keys, "instrument", "device", "value", "new"]]
+    joined = before.merge(after, on=keys, suffixes=("", "_new"))
     for column in ("instrument", "device"):
         joined[column] = _changed(joined[column], joined[f"{column}_new"])
     return joined.rename(columns={"value": "before", "value_new": "after"})

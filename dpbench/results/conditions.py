@@ -63,15 +63,21 @@ class Conditions:
             cases_asked=cases_asked,
         )
 
-    def session(self, status: str, regressions: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    def session(
+        self,
+        status: str,
+        regressions: Sequence[Mapping[str, Any]] = (),
+        unjudged: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
         """The ``session`` part of a document that is written now."""
         seconds = max(0.0, time.monotonic() - self.began) + self.earlier_seconds
         return {
             "started": self.started,
             "seconds": round(seconds, 1),
             "status": status,
-            "regressed": bool(regressions),
+            "regressed": bool(regressions or unjudged),
             "regressions": list(regressions),
+            "unjudged": list(unjudged),
             "workers": self.workers,
             "cases_asked": self.cases_asked,
             "not_measured": dict(self.not_measured),
@@ -87,40 +93,20 @@ class Conditions:
         return _differences(_named(environment, session), _named(self.environment, here))
 
 
-def differences(before: Run, after: Run) -> Iterator[tuple[list[str], list[str]]]:
+def premise_differences(before: Run, after: Run) -> list[str]:
     """What is not the same for two runs, one phrase each: versions, GPU, code, grid, settings.
 
-    Cases that were written into a run later have conditions of their own. So there are several
-    pairs of ids and phrases where a run was updated; the ids are empty if all cases are meant.
-    What one of the two does not say is no difference.
+    What one of the two does not say is no difference, nor is an instrument that one lacks.
     """
-    shared = {i for _, i in before.sources} & {i for _, i in after.sources}
-    for old, old_keys in _parts(before, shared):
-        for new, new_keys in _parts(after, shared):
-            said = [name for name in old if old[name] is not None and new.get(name) is not None]
-            was, now = ({name: part[name] for name in said} for part in (old, new))
-            together = {case for case, _ in old_keys & new_keys}
-            if together and (found := list(_differences(was, now))):
-                updated = before.updates or after.updates
-                yield sorted(together) if updated else [], found
-
-
-def _parts(run: Run, shared: set[str]) -> Iterator[tuple[dict[str, Any], set[tuple[str, str]]]]:
-    """Each set of conditions in a run, and the case ids with the instruments measured under it.
-
-    Instruments that the other run lacks stand for each other, under no name.
-    """
-    left = {(row.case.id, row.instrument) for outcome in run.outcomes for row in outcome.rows}
-
-    def named(keys: set[tuple[str, str]]) -> set[tuple[str, str]]:
-        return {(case, name if name in shared else "") for case, name in keys}
-
-    for entry in run.updates:
-        keys = {(case, name) for case, names in entry["cases"].items() for name in names} & left
-        left -= keys
-        settings = {"settings": entry.get("settings", {})}
-        yield _named(entry["environment"], settings), named(keys)
-    yield _named(run.environment, run.session), named(left)
+    old, new = (_named(run.environment, run.session) for run in (before, after))
+    said = [name for name in old if old[name] is not None and new.get(name) is not None]
+    said = [name for name in said if not name.startswith("grid's ")]  # its cases are named anyway
+    found = list(_differences({n: old[n] for n in said}, {n: new[n] for n in said}))
+    if written := {case for entry in before.updates for case in entry["cases"]}:
+        found.append(
+            f"of {before.name}, {len(written)} cases were written later, under other conditions"
+        )
+    return found
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.results.outcome import COMPLETE, PARTS, Outcome, belongs
-from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, Measurement
+from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, Measurement, as_rows
 from dpbench.results.schema import HEAD, check, check_document
 
 if TYPE_CHECKING:
@@ -60,6 +60,22 @@ class Run:
         import pandas as pd
 
         return pd.DataFrame(self.document["rows"], columns=COLUMNS).astype({"value": float})
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        outcomes: Iterable[Outcome] = (),
+        environment: Mapping[str, Any] | None = None,
+        session: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """A session so far, which need not have a file."""
+        found = tuple(outcomes)
+        rows = as_rows(row for outcome in found for row in outcome.rows)
+        document = {"environment": environment or {}, "session": session or {}, "rows": rows}
+        run = cls(Path(name), document)
+        vars(run)["outcomes"] = found
+        return run
 
     @property
     def environment(self) -> Mapping[str, Any]:

@@ -125,6 +125,7 @@ HEAD: dict[str, Kind] = {
         "status": lambda value: value in STATUSES if _text(value) else False,
         "regressed": _truth,
         "regressions": [{}],
+        "unjudged": [{}],
         "workers": _count,
         "cases_asked": _count,
         "not_measured": {"*": _text},

@@ -9,15 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dpbench.errors import ConfigurationError
 from dpbench.files import Locked, check_writable, locked, mode_of, write_text
 from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Heading
-
-if TYPE_CHECKING:
-    from dpbench.results.references import References
 
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
@@ -126,17 +122,11 @@ class Storage:
             raise ConfigurationError(f"run number {int(text):04} is both {listed}; name the file")
         return found[0]
 
-    def references(self, devices: Iterable[str]) -> References:
-        """What cases on these devices, and counted ones, are compared with unless a run is named.
-
-        Raises:
-            ConfigurationError: the storage cannot be read.
-        """
-        from dpbench.results.references import References, as_they_are
-
+    def candidates(self, devices: Iterable[str]) -> list[Path]:
+        """The runs on these devices, and counted ones, that no session is writing; newest first."""
         folders = {LOGICAL, *map(folder_name, devices)}
-        paths = (path for path in reversed(self.paths()) if path.parent.name in folders)
-        return References(as_they_are(paths))
+        paths = [path for path in reversed(self.paths()) if path.parent.name in folders]
+        return [path for path in paths if not is_being_written(path)]
 
     def interrupted(self, device: str | None) -> tuple[Path | None, list[str]]:
         """A device's latest run that did not come to its end and holds something, if any.

@@ -96,17 +96,14 @@ class Threshold:
         return self.written
 
     def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
-        """For each pair of values the change that is allowed, and whether it is exceeded.
-
-        What was there before and is not there any more exceeds every limit.
-        """
+        """For each pair of numbers the change that is allowed, and whether it is exceeded."""
         allowed = (before.abs() * (self.percent or 0) / 100).clip(lower=self.amount or 0)
         change = after - before
         if self.two_sided:
             change = change.abs()
         elif self.metric in METRICS and METRICS[self.metric].higher_is_better:
             change = -change
-        return allowed.to_frame("limit").assign(regressed=(change > allowed) | after.isna())
+        return allowed.to_frame("limit").assign(regressed=change > allowed)
 
 
 def _resolve(name: str, known: Sequence[str]) -> tuple[str, bool]:

@@ -11,6 +11,7 @@ from dpbench.case import BASELINE_TRAINER, Case
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import KEYS
 from dpbench.results.frame import CONFIGURATION
+from dpbench.results.gate import Verdict
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes
 
@@ -21,32 +22,29 @@ SHOWN = (
 """Metrics of the step that are shown without a threshold."""
 
 
-def comparison_tables(changes: pd.DataFrame, verdict: pd.DataFrame, title: str = "") -> list[Table]:
-    """The step's main metrics, and whatever a threshold is set for, cell by cell.
+def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> list[Table]:
+    """The step's main metrics, and whatever a limit judged, cell by cell.
 
     Args:
-        changes: of `dpbench.results.compare.compare`, or of `References.changes`: then each
-            title says which run it was compared with.
-        verdict: of `dpbench.results.compare.judge` for the same changes.
+        verdict: what became of a run.
         title: what each table's title begins with.
+        against: the reference's name, if the titles are to say it.
     """
+    changes, judged = verdict.changes, verdict.judged
     shown = changes[changes.metric.isin(SHOWN) & (changes.phase == STEP)]
-    judged = pd.MultiIndex.from_frame(verdict[KEYS])
-    unjudged = shown[~pd.MultiIndex.from_frame(shown[KEYS]).isin(judged)]
-    rows = pd.concat([unjudged, verdict]) if not verdict.empty else unjudged
-    found = []
-    together = [
-        *CONFIGURATION,
-        "instrument",
-        "device",
-        *changes.columns.intersection(["reference"]),
+    keys = [*KEYS, "device"]
+    others = shown[
+        ~pd.MultiIndex.from_frame(shown[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
     ]
+    rows = pd.concat([others, judged]) if not judged.empty else others
+    found = []
+    together = [*CONFIGURATION, "instrument", "device"]
     for key, group in rows.groupby(together):
         cell = dict(zip(together, key, strict=True))
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
         what = f"{case.configuration}, batch {case.batch_size}, sequence {case.seq_len}"
-        against = f", against {cell['reference']}" if "reference" in cell else ""
-        name = f"{title}{what}, {cell['instrument']} on {cell['device']}{against}"
+        with_what = f", against {against}" if against else ""
+        name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []
         for row in group.sort_values(["trainer", "metric"], kind="stable", key=_rank).to_dict(
             "records"
@@ -83,11 +81,29 @@ def change_cells(row: Mapping[Any, Any]) -> list[str]:
 
 def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     """What a test's report says about the changes that made it fail, case by case."""
-    found: dict[str, list[list[str]]] = {}
+    cells: dict[str, list[list[str]]] = {}
+    growth: dict[str, list[str]] = {}
     for row in regressions:
         title = f"{Case.from_row(row).id}, against {row['reference']}"
-        found.setdefault(title, []).append(change_cells({**row, "regressed": False}))
-    return "\n\n".join(Table(title, HEADERS, cells).as_text() for title, cells in found.items())
+        cells.setdefault(title, []).append(change_cells({**row, "regressed": False}))
+        growth.setdefault(title, []).extend(grown_lines([row]))
+    parts = []
+    for title, rows in cells.items():
+        parts.append(Table(title, HEADERS, rows).as_text())
+        if growth[title]:
+            parts.append("\n".join(["What changed most:", *dict.fromkeys(growth[title])]))
+    return "\n\n".join(parts)
+
+
+def grown_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What changed most, one line an operator or kernel, e.g. ``clip: aten.clone +85.9 GB``."""
+    lines = [
+        f"  {grown['trainer']} {grown['phase']}: {grown['name']} "
+        f"{'-' if grown['bytes'] < 0 else '+'}{amount(abs(grown['bytes']), 'B')}"
+        for row in regressions
+        for grown in row.get("grown", ())
+    ]
+    return list(dict.fromkeys(lines))
 
 
 def amount(value: float, unit: str) -> str:

@@ -72,9 +72,52 @@ def test_cases_that_a_limit_cannot_judge_are_named(
     data = json.loads(GRID1.read_text())
     data["rows"] = [r for r in data["rows"] if (r["trainer"], r["seq_len"]) != ("standard", 256)]
     storage.allocate("partly", "NVIDIA H200", json.dumps(data))
-    assert main(["compare", "3", "1", "--fail", "dram_ratio:3%"]) == 0
-    said = "dpbench compare: WARNING: dram_ratio:3% judged nothing of dpsgd-bs8-seq256-"
+    assert main(["compare", "3", "1", "--fail", "dram_ratio:3%"]) == 1
+    said = "dram_ratio:3% judged nothing of dpsgd-bs8-seq256-1b-fp32, dpsgd_fgc-bs8-seq256-"
     assert said in capsys.readouterr().err
+
+
+def without(instrument: str) -> Callable[[dict[str, Any]], object]:
+    """DP-SGD has no rows by an instrument: they are another's."""
+    return lambda row: (
+        row.update(instrument="other")
+        if (row["trainer"], row["instrument"]) == ("dpsgd", instrument)
+        else None
+    )
+
+
+def renamed(row: dict[str, Any]) -> None:
+    """The trainer has another name, and reads three times as much."""
+    if row["trainer"] == "dpsgd":
+        row.update(trainer="dpsgd_v2", value=3 * row["value"])
+
+
+@pytest.mark.parametrize(
+    ("change", "session", "limit", "words"),
+    [
+        (without("ncu"), {}, "dram_bytes:5%", "fp32: without ncu in 0003_lost"),
+        (without("timing"), {}, "step_time_seconds:5%", "fp32: without timing in 0003_lost"),
+        (renamed, {}, "dram_bytes:5%", "dram_bytes:5% judged nothing of dpsgd-bs8-seq256-1b-fp32"),
+        (
+            lambda row: None,
+            {"status": "interrupted", "cases_asked": 20},
+            "dram_bytes:5%",
+            "a limit judged nothing: 0003_lost was interrupted, with 16 of 20 cases",
+        ),
+    ],
+    ids=["ncu", "timing", "renamed", "interrupted"],
+)
+def test_what_a_limit_could_not_judge_is_exit_code_1(
+    storage: Storage,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, Any]], object],
+    session: dict[str, Any],
+    limit: str,
+    words: str,
+) -> None:
+    save(storage, "lost", change, **session)
+    assert main(["compare", "1", "3", "--fail", limit]) == 1
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("storage")
@@ -109,7 +152,6 @@ def test_case_that_fails_now_is_exit_code_1(
         (["1", "9"], "no run number 0009 in .dpbench; there is 0001, 0002"),
         (["1", "absent.json"], "no run file absent.json"),
         (["1", "2", "--fail", "dram:5%"], "unknown metric 'dram'"),
-        (["1", "2", "--fail", "logical_bytes:5%"], "no case of both runs has logical_bytes:5%"),
         (["1", str(RESULTS / "h200-precisions.json")], "the two have no case in common"),
     ],
 )

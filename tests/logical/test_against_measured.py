@@ -12,10 +12,10 @@ from dpbench.case import GRIDS, Case
 from dpbench.results.frame import summarise
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
-from tests.logical.bounds import Bounds
+from tests.logical.bounds import FILE, shallow
+from tests.logical.layers import TWO_DEPTHS
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-BOUNDS = Bounds.read()
 
 
 @cache
@@ -26,9 +26,18 @@ def measured(grid: str) -> pd.Series:
     return step.set_index(["trainer", "batch_size", "seq_len"]).value / 1e9
 
 
+@cache
+def counted() -> dict[Case, float]:
+    """Logical bytes of a step in GB, of the committed shallow models."""
+    summary = summarise(Run.load(FILE).frame)
+    step = summary[(summary.metric == "logical_bytes") & (summary.phase == STEP)]
+    return {Case.from_row(row): row["value"] / 1e9 for row in step.to_dict("records")}
+
+
 def over_logical(grid: str, case: Case) -> float:
-    found = measured(grid)[case.trainer, case.batch_size, case.seq_len]
-    return float(found / BOUNDS.expected(case)[STEP])
+    one, two = (counted()[shallow(case, layers)] for layers in TWO_DEPTHS)
+    logical = one + (case.size.layers - TWO_DEPTHS[0]) * (two - one)  # see tests.logical.layers
+    return float(measured(grid)[case.trainer, case.batch_size, case.seq_len] / logical)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

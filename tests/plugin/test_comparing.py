@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.plugin.conftest import RunSuite
-from tests.plugin.saved_runs import less, recorded_document, save
+from tests.plugin.saved_runs import less, recorded_document, save, saved
 
 
 def test_marker_replaces_the_thresholds_of_the_command_line(
@@ -62,6 +62,111 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
         ]
     )
     assert "Traceback" not in result.stdout.str()
+
+
+SUITE = """
+import pytest
+from dpbench import Case
+case = Case("dpsgd", batch_size=2, seq_len=8, model_size="tiny")
+
+@pytest.fixture
+def larger():
+    return Case("dpsgd", batch_size=4, seq_len=8, model_size="tiny")
+
+def test_general(logical_io):
+    logical_io(case)
+    logical_io(case.baseline)
+
+@pytest.mark.dpbench(compare_fail=["logical_ratio:1%"])
+def test_marked(logical_io):
+    logical_io(case)
+"""
+
+LOST = """
+@pytest.mark.dpbench(compare_fail=["dram_ratio:1%"])
+def test_only_counts(logical_io):
+    logical_io(case)
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+def test_has_no_reference(logical_io, larger):
+    logical_io(larger)
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+def test_measures_nothing():
+    pass
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes@noise:1%"])
+def test_asks_for_nothing(logical_io):
+    pass
+"""
+LIMIT = "--dpbench-compare-fail=logical_bytes:1%"
+
+
+def test_limit_that_judges_nothing_fails_whoever_gave_it(
+    project: RunSuite, refused: Callable[..., str], pytester: pytest.Pytester
+) -> None:
+    def counted(*arguments: str) -> pytest.RunResult:
+        return project("-n0", *arguments, replayed=False)
+
+    pytester.makepyfile(test_suite=SUITE)
+    first = "--dpbench-compare-first-run-ok"
+    line = refused("-n0", LIMIT)
+    assert line.endswith(f".dpbench to judge by; if this is the first, say {first}")
+    nothing = counted("--dpbench-save=refused")
+    nothing.assert_outcomes(passed=1, failed=1)  # a marker's limit is no less
+    nothing.stdout.fnmatch_lines([f"*logical_ratio:1% judged nothing of dpsgd*say {first})"])
+    counted(LIMIT, first, "--dpbench-save=first").assert_outcomes(passed=2)
+    assert counted(LIMIT).ret == 0
+    assert saved(pytester.path, 1).regressed
+    assert not saved(pytester.path, 2).regressed
+
+    pytester.makepyfile(test_suite=SUITE + LOST)
+    result = counted(LIMIT, "--dpbench-compare-fail=dram_bytes:5%", "--dpbench-save=worse")
+    result.assert_outcomes(passed=2, failed=4)
+    result.stdout.fnmatch_lines(
+        [
+            "dpbench: dram_ratio:1% judged nothing: neither 0002_first nor this session has dram_*",
+            "dpbench: logical_bytes:1% judged nothing of dpsgd-bs4-*: nothing to compare with in *",
+            "dpbench: logical_bytes:1% judged nothing: *only, which was not asked for",
+            "dpbench: logical_bytes@noise:1% judged nothing: *only, which was not asked for",
+            "dpbench: compared with 0002_first",
+            "ERROR: dpbench: dram_bytes:5% judged nothing: neither 0002_first nor this session*",
+        ]
+    )
+    assert saved(pytester.path, 3).regressed
+
+
+def test_session_that_lost_its_measuring_tests_or_their_instrument_has_not_passed(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    versions = {"environment": {"versions": {"torch": "1.0"}}}
+    save(pytester.path, "good", {**recorded_document(), **versions})
+    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    result = project("-n0", limit)
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["dpbench: different from 0001_good: torch 1.0 -> *"])
+    narrowed = project("-n0", limit, "--dpbench-trainer=standard")
+    assert narrowed.ret == 0
+    narrowed.stdout.fnmatch_lines(["dpbench: not asked for*: dpsgd-bs4-seq64-tiny-fp32"])
+
+    forgotten = project("-n0", limit, replayed=False)  # without --ncu
+    assert forgotten.ret == pytest.ExitCode.USAGE_ERROR
+    forgotten.stderr.fnmatch_lines(["ERROR: dpbench: no saved run on logical (no hardware) in *"])
+
+    pytester.makepyfile(
+        test_suite="""
+        import pytest
+        def test_loses_one(dpbench_case, ncu):
+            if dpbench_case.trainer == "dpsgd":
+                pytest.skip("not today")
+            ncu(dpbench_case)
+        """
+    )
+    lost = project("-n0", limit)
+    assert lost.ret != 0
+    lost.stdout.fnmatch_lines(
+        ["ERROR: dpbench: l2_total_bytes:5% judged nothing of dpsgd-bs4-*: not in this session"]
+    )
 
 
 def test_run_of_another_gpu_is_not_compared_with(

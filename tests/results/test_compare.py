@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
 import pandas as pd
 import pytest
 from hypothesis import given, settings
@@ -12,15 +9,11 @@ from hypothesis import strategies as st
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.compare import compare, describe, judge, unapplied
+from dpbench.results.compare import compare, describe, pairs
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.run import Run
-from dpbench.results.threshold import Threshold
 
 H200 = "NVIDIA H200"
-GRID1 = Run.load(Path(__file__).parents[2] / "docs/results/h200-grid1.json").frame
-AGAIN = Run.load(Path(__file__).parents[2] / "docs/results/h200-grid1-two-steps.json").frame
 
 
 def measured(
@@ -69,52 +62,13 @@ def test_only_cases_that_both_measured_are_compared() -> None:
 def test_nothing_is_compared_with_nothing(across: bool) -> None:
     nothing, something = to_frame([]), measured(BEFORE)
     for pair in ((nothing, something), (something, nothing)):
-        found = compare(*pair, across=across, checked=True)
-        assert found.empty
-        assert judge(found, [Threshold.parse("dram_ratio:5%")]).empty
+        assert pairs(*pair, across=across).changes.empty
 
 
-def test_regressions_are_those_beyond_their_threshold() -> None:
-    found = compare(measured(BEFORE), measured(BEFORE | dram("dpsgd", 500)))
-    thresholds = [
-        Threshold.parse(text)
-        for text in ("dram_bytes:25%", "dram_bytes:24%", "dram_ratio:0.5", "dram_bytes@clip:0%")
-    ]
-    verdict = judge(found, thresholds)
-    assert {(row.trainer, row.threshold) for row in verdict[verdict.regressed].itertuples()} == {
-        ("dpsgd", "dram_bytes:24%"),
-        ("dpsgd", "dram_ratio:0.5"),
-    }
-    assert len(verdict) == 2 + 2 + 1 + 1
-    dpsgd = verdict[verdict.trainer == "dpsgd"]
-    assert dict(zip(dpsgd.threshold, dpsgd.limit, strict=True)) == {
-        "dram_bytes:25%": 100,
-        "dram_bytes:24%": 96,
-        "dram_ratio:0.5": 0.5,
-        "dram_bytes@clip:0%": 0,
-    }
-
-
-def test_number_that_is_gone_is_a_regression_and_no_zero() -> None:
-    after = {key: value for key, value in BEFORE.items() if key[2] != "clip"}
-    verdict = judge(
-        compare(measured(BEFORE), measured(after)), [Threshold.parse("dram_bytes@clip:5%")]
-    )
-    [row] = verdict.itertuples()
-    assert row.regressed
-    assert math.isnan(row.after)
-
-
-def test_ratio_without_its_baseline_cannot_pass() -> None:
+def test_ratio_without_its_baseline_is_not_shown_as_if_it_were_gone() -> None:
     alone = {key: value for key, value in BEFORE.items() if key[0] == "dpsgd"}
-    verdict = judge(compare(measured(BEFORE), measured(alone)), [Threshold.parse("dram_ratio:5%")])
-    assert verdict.regressed.all()
-
-
-def test_threshold_that_nothing_is_measured_for_is_named() -> None:
-    found = compare(measured(BEFORE), measured(BEFORE))
-    thresholds = [Threshold.parse("dram_bytes:5%"), Threshold.parse("step_time_seconds:5%")]
-    assert unapplied(found, thresholds) == thresholds[1:]
+    found = compare(measured(BEFORE), measured(alone))
+    assert set(found.metric) == {"dram_bytes", "dram_read_bytes", "dram_write_bytes"}
 
 
 # --- different premises ----------------------------------------------------------------------
@@ -167,22 +121,6 @@ some_numbers = st.fixed_dictionaries(
         for phase in (STEP, "backward")
     }
 )
-STRICT = [
-    Threshold.parse(f"{name}{where}:±0%")
-    for name in ("dram_bytes", "dram_ratio", "l2_total_bytes", "l2_ratio")
-    for where in ("", "@backward")
-]
-
-
-@settings(deadline=None, max_examples=15)
-@given(values=some_numbers)
-def test_run_compared_with_itself_never_regresses(
-    values: dict[tuple[str, str, str], float],
-) -> None:
-    run = measured(values)
-    verdict = judge(compare(run, run), STRICT)
-    assert len(verdict) == 12
-    assert not verdict.regressed.any()
 
 
 @settings(deadline=None, max_examples=15)
@@ -194,10 +132,3 @@ def test_unit_of_measurement_does_not_matter(
 ) -> None:
     scaled = [measured({k: v * 2.0**power for k, v in run.items()}) for run in (before, after)]
     assert changes(*scaled) == changes(measured(before), measured(after))
-
-
-def test_two_runs_of_grid1_on_one_gpu_agree() -> None:
-    thresholds = [Threshold.parse("dram_bytes:±1%"), Threshold.parse("dram_ratio:±1%")]
-    verdict = judge(compare(GRID1, AGAIN), thresholds)
-    assert len(verdict) == 16 + 12
-    assert not verdict.regressed.any()

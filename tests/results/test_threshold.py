@@ -124,7 +124,6 @@ def exceeded(text: str, before: float, after: float) -> bool:
         ("dram_bytes:0%", 100, 100, False),
         ("samples_per_second:5%", 100, 94, True),
         ("samples_per_second:5%", 100, 120, False),
-        ("dram_bytes:500%", 100, float("nan"), True),
     ],
 )
 def test_change_beyond_every_limit_is_a_regression(

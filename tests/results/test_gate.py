@@ -1,0 +1,389 @@
+"""With a limit given, a run passes only if the limit judged all that the reference has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpbench.case import AXES, PHASES, Case
+from dpbench.results.gate import Verdict, judge
+from dpbench.results.kernels import KernelCount
+from dpbench.results.operators import OperatorCount
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import STEP, Measurement
+from dpbench.results.run import Run
+from dpbench.results.threshold import Threshold
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+GRID1 = Run.load(RESULTS / "h200-grid1.json")
+DP = "dpsgd"
+LAST = "dpsgd_fgc-bs16-seq1024-1b-fp32"
+"""One of the twelve DP cases of Grid 1."""
+
+LIMITS = {
+    "plain": "dram_bytes:5%",
+    "either way": "dram_bytes:±5%",
+    "ratio": "dram_ratio:5%",
+    "phase": "dram_bytes@clip:5%",
+    "time": "step_time_seconds:5%",
+}
+ASKED = [(o.case, name) for o in GRID1.outcomes for name in ("ncu", "timing")]
+
+
+def limits(*texts: str) -> list[Threshold]:
+    return [Threshold.parse(text) for text in texts]
+
+
+def verdict(after: Run, *texts: str, before: Run = GRID1, **how: Any) -> Verdict:
+    return judge(before, after, limits(*texts), **how)
+
+
+def changed(
+    keep: Callable[[pd.DataFrame], Any] = lambda frame: frame.value.notna(),
+    edit: Callable[[pd.DataFrame], pd.DataFrame] = lambda frame: frame,
+    name: str = "after",
+    **session: Any,
+) -> Run:
+    """Grid 1 as another session may leave it: some of its rows, edited."""
+    frame = edit(GRID1.frame[keep(GRID1.frame)].copy())
+    there = {tuple(axes) for axes in frame[list(AXES)].itertuples(index=False)}
+    document = {
+        **GRID1.document,
+        "session": {**GRID1.session, **session},
+        "rows": frame.to_dict("records"),
+        "cases": [c for c in GRID1.document["cases"] if tuple(c[a] for a in AXES) in there],
+    }
+    return replace(GRID1, path=Path(name), document=document)
+
+
+def set_values(run: pd.DataFrame, chosen: pd.Series, factor: float) -> pd.DataFrame:
+    run.loc[chosen, "value"] *= factor
+    return run
+
+
+def renamed(frame: pd.DataFrame) -> pd.DataFrame:
+    """The trainer has another name, and reads three times as much."""
+    frame = set_values(frame, (frame.trainer == DP) & (frame.metric == "dram_read_bytes"), 3)
+    return frame.replace({"trainer": {DP: "dpsgd_v2"}})
+
+
+def failing(error: str) -> Run:
+    """Each case of a trainer ended with an error."""
+    run = changed(lambda frame: frame.trainer != DP)
+    gone = [
+        {**case, "error": error, "message": "why"}
+        for case in GRID1.document["cases"]
+        if case["trainer"] == DP
+    ]
+    return replace(run, document={**run.document, "cases": [*run.document["cases"], *gone]})
+
+
+LOSSES: dict[str, tuple[Run, set[str], str]] = {
+    "the rows of an instrument, of one trainer": (
+        changed(lambda f: (f.trainer != DP) | (f.instrument != "ncu")),
+        {"plain", "either way", "ratio", "phase"},
+        "dpsgd-bs8-seq256-1b-fp32, *: without ncu in after",
+    ),
+    "the times of one trainer": (
+        changed(lambda f: (f.trainer != DP) | (f.instrument != "timing")),
+        {"time"},
+        "without timing in after",
+    ),
+    "one case": (
+        changed(lambda f: (f.trainer != "dpsgd_fgc") | (f.batch_size != 16) | (f.seq_len != 1024)),
+        set(LIMITS),
+        f"judged nothing of {LAST}: not in after",
+    ),
+    "all DP cases but one": (
+        changed(lambda f: (f.trainer == "standard") | ((f.trainer == DP) & (f.seq_len < 1024))),
+        set(LIMITS),
+        "dpsgd_fgc-bs8-seq256-1b-fp32, *: not in after",
+    ),
+    "the baseline": (
+        changed(lambda f: f.trainer != "standard"),
+        {"plain", "either way", "ratio", "time"},
+        "standard-bs8-seq256-1b-fp32",
+    ),
+    "the baseline in one cell": (
+        changed(lambda f: (f.trainer != "standard") | (f.batch_size != 8) | (f.seq_len != 256)),
+        {"plain", "either way", "ratio", "time"},
+        "the ratio needs its baseline standard-bs8-seq256-1b-fp32, which is not in after",
+    ),
+    "a metric": (
+        changed(lambda f: f.metric != "dram_read_bytes"),
+        {"plain", "either way", "ratio", "phase"},
+        " by ncu*in after",
+    ),
+    "a phase": (
+        changed(lambda f: f.phase != "clip"),
+        {"phase"},
+        "no dram_bytes by ncu in phase clip in after",
+    ),
+    "a phase of one case": (
+        changed(lambda f: (f.phase != "clip") | (f.trainer != DP) | (f.seq_len != 256)),
+        {"phase"},
+        "dpsgd-bs8-seq256-1b-fp32, dpsgd-bs16-seq256-1b-fp32: no dram_bytes by ncu in phase clip",
+    ),
+    "a name": (
+        changed(edit=renamed),
+        set(LIMITS),
+        "judged nothing of dpsgd-bs8-seq256-1b-fp32, *: not in after",
+    ),
+    "the numbers": (
+        changed(edit=lambda f: set_values(f, f.trainer == DP, float("nan"))),
+        set(LIMITS),
+        "in after",
+    ),
+    "the GPU, in some cases": (
+        changed(edit=lambda f: f.assign(device=f.device.where(f.trainer != DP, "NVIDIA A100"))),
+        set(LIMITS),
+        "on NVIDIA A100 in after, not on NVIDIA H200",
+    ),
+    "cases that failed": (failing("CaseOutOfMemory"), set(LIMITS), "failed in after: CaseOutOfMe"),
+    "cases that do not fit": (failing("DoesNotFit"), set(LIMITS), "skipped in after: DoesNotFit"),
+    "everything": (changed(lambda f: f.value < 0), set(LIMITS), "not in after"),
+}
+
+
+@pytest.mark.parametrize("asked", [None, ASKED], ids=["compare", "session"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_lost_fails_each_limit_that_should_have_judged_it(
+    loss: str, asked: list[tuple[Case, str]] | None
+) -> None:
+    after, limited, why = LOSSES[loss]
+    found = verdict(after, *LIMITS.values(), asked=asked)
+    assert not found.passed
+    assert found.regressions == []
+    assert {missing.limit for missing in found.unjudged} == {LIMITS[name] for name in limited}
+    lines = "\n".join(map(str, found.unjudged))
+    assert all(part in lines for part in why.split("*"))
+
+
+def test_what_is_whole_passes_and_judges_everything() -> None:
+    again = Run.load(RESULTS / "h200-grid1-two-steps.json")
+    found = verdict(again, "dram_bytes:±1%", "dram_ratio:±1%", "dram_bytes@clip:5%")
+    assert found.passed
+    assert len(found.judged) == 16 + 12 + 12
+    assert len(found.judged[found.judged.threshold == "dram_ratio:±1%"]) == 12
+
+
+def test_interrupted_run_has_not_passed() -> None:
+    after = changed(status="interrupted", cases_asked=20)
+    assert not verdict(after, "dram_bytes:5%").passed
+    [missing] = verdict(after, "dram_bytes:5%").unjudged
+    assert str(missing).endswith("after was interrupted, with 16 of 20 cases")
+    assert verdict(after).passed
+    was = changed(name="before", status="interrupted")
+    assert verdict(GRID1, before=was).notes == [
+        "before was interrupted: it has what was finished until then"
+    ]
+
+
+# --- what was asked ----------------------------------------------------------------------------
+
+SMALL = [(case, name) for case, name in ASKED if case.seq_len == 256]
+SMALLER = changed(lambda f: f.seq_len == 256)
+
+
+def test_what_was_not_asked_for_is_named_and_is_no_failure() -> None:
+    found = verdict(SMALLER, *LIMITS.values(), asked=SMALL)
+    assert found.passed
+    [note] = found.notes
+    assert note.startswith("not asked for, and so not compared: ")
+    assert "-seq1024-" in note
+    assert "-seq256-" not in note
+    without_times = [(case, name) for case, name in ASKED if name == "ncu"]
+    after = changed(lambda f: f.instrument == "ncu")
+    found = verdict(after, LIMITS["plain"], asked=without_times)
+    assert found.passed
+    assert "standard-bs16-seq256-1b-fp32 (timing)" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("logical_bytes:5%", "neither h200-grid1 nor after has logical_bytes of the step"),
+        ("dram_bytes@clip:5%", "fp32 and 2 more only, which was not asked for"),
+        ("dram_ratio:5%", "only, which was not asked for"),
+    ],
+)
+def test_limit_that_judges_nothing_has_not_passed(limit: str, words: str) -> None:
+    baselines = [(case, name) for case, name in ASKED if case.trainer == "standard"]
+    after = changed(lambda f: f.trainer == "standard")
+    found = verdict(after, "dram_bytes:5%", limit, asked=baselines)
+    [missing] = found.unjudged
+    assert str(missing).startswith(f"{limit} judged nothing: ")
+    assert words in str(missing)
+
+
+EMPTY = Run.of("the storage")
+
+
+def test_first_run_passes_only_if_the_user_says_so() -> None:
+    for before in (EMPTY, SMALLER):
+        found = verdict(GRID1, "dram_bytes:5%", before=before, asked=ASKED)
+        [missing] = found.unjudged
+        assert "-seq1024-" in ", ".join(missing.cases)
+        assert missing.why == f"nothing to compare with in {before.name}"
+        first = verdict(GRID1, "dram_bytes:5%", before=before, asked=ASKED, first_run_ok=True)
+        assert first.passed
+        assert not verdict(
+            GRID1, "logical_bytes:5%", before=before, asked=ASKED, first_run_ok=True
+        ).passed
+        assert not verdict(
+            SMALLER, "dram_bytes:5%", before=GRID1, asked=ASKED, first_run_ok=True
+        ).passed
+    extra = verdict(GRID1, "dram_bytes:5%", before=SMALLER)  # compared without a session
+    assert extra.passed
+    assert extra.notes[0].startswith("not in after: ")
+
+
+def test_number_that_only_the_new_run_has_is_not_judged() -> None:
+    before = changed(lambda f: (f.phase != "clip") | (f.trainer != DP), name="before")
+    [missing] = verdict(GRID1, LIMITS["phase"], before=before).unjudged
+    assert missing.why == "before has no such number of it"
+    assert len(missing.cases) == 4
+    before = LOSSES["the baseline in one cell"][0]
+    found = verdict(GRID1, LIMITS["ratio"], before=before)
+    assert "the ratio needs its baseline standard-bs8-seq256" in found.unjudged[0].why
+
+
+# --- what is said beside it ----------------------------------------------------------------------
+
+
+def test_missing_baseline_is_said_without_a_limit() -> None:
+    found = verdict(LOSSES["the baseline"][0])
+    assert not found.changes.metric.str.endswith("_ratio").any()
+    assert any("ratios need their baseline, which after lacks" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("limit", ["dram_ratio:3%", "dram_ratio:0.1"])
+def test_baseline_that_moved_is_said_beside_a_ratio(limit: str) -> None:
+    after = changed(edit=lambda f: set_values(f, f.trainer == "standard", 2))
+    found = verdict(after, limit)
+    assert found.passed
+    moved = [note for note in found.notes if note.startswith(limit)]
+    assert len(moved) == 4
+    assert "the baseline itself moved by more than that: dram_bytes of standard-" in moved[0]
+    assert moved[0].endswith("+100.00%")
+    assert not verdict(GRID1, limit).notes
+
+
+def test_other_versions_are_named() -> None:
+    environment = {**GRID1.environment, "versions": {**GRID1.environment["versions"]}}
+    environment["versions"]["torch"] = "9.9"
+    after = replace(
+        GRID1, path=Path("after"), document={**GRID1.document, "environment": environment}
+    )
+    [note] = verdict(after).notes
+    assert note.startswith("different from h200-grid1: torch ")
+    assert note.endswith(" -> 9.9")
+
+
+def test_reference_that_did_not_pass_is_said_to_be_one() -> None:
+    before = changed(name="before", regressed=True)
+    assert verdict(GRID1, before=before).notes == ["before did not pass its own comparison"]
+
+
+# --- numbers that are made up --------------------------------------------------------------------
+
+
+def run(
+    name: str,
+    values: dict[tuple[str, str], float],
+    metric: str = "logical_read_bytes",
+    **parts: Any,
+) -> Run:
+    """A run of {(trainer, phase): value}."""
+    by = "logical" if metric.startswith("logical") else "ncu"
+    rows: dict[Case, list[Measurement]] = {}
+    for (trainer, phase), value in values.items():
+        case = Case(trainer, 8, 256)
+        row = Measurement(case, by, phase, metric, value, "B", 0, "here", "")
+        rows.setdefault(case, []).append(row)
+    made = [Outcome(case, tuple(of), 1.0, instruments=(by,)) for case, of in rows.items()]
+    return Run.of(name, [replace(outcome, **parts) for outcome in made])
+
+
+def operator(name: str, moved: int) -> OperatorCount:
+    return OperatorCount("clip", name, 1, moved, 0, 0)
+
+
+def kernel(name: str, moved: float, repeat: int) -> KernelCount:
+    return KernelCount(repeat, "clip", name, "aten::clone", 1, moved, 0.0, 0.0, 0.0)
+
+
+KERNELS = [("mul_kernel", 100), ("copy_kernel", 80)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "limit", "before", "after", "name"),
+    [
+        (
+            *("logical_read_bytes", "logical_read_bytes:5%"),
+            {"operators": (operator("aten.mul", 100),)},
+            {"operators": (operator("aten.mul", 100), operator("aten.clone", 80))},
+            "aten.clone",
+        ),
+        (
+            *("dram_read_bytes", "dram_read_bytes@clip:5%"),
+            {"kernels": (kernel("mul_kernel", 100, 0),)},
+            {"kernels": tuple(kernel(n, m, i) for n, m in KERNELS for i in (0, 1))},
+            "copy_kernel (aten::clone)",
+        ),
+    ],
+    ids=["operator", "kernel"],
+)
+def test_operator_or_kernel_that_grew_is_named(
+    metric: str, limit: str, before: dict[str, Any], after: dict[str, Any], name: str
+) -> None:
+    where = {(DP, STEP): 100.0, (DP, "clip"): 100.0}
+    more = dict.fromkeys(where, 180.0)
+    found = verdict(
+        run("b", more, metric, **after), limit, before=run("a", where, metric, **before)
+    )
+    [regression] = found.regressions
+    assert regression["grown"] == [{"trainer": DP, "phase": "clip", "name": name, "bytes": 80}]
+    assert (regression["reference"], regression["before"], regression["after"]) == ("a", 100, 180)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "passed"),
+    [(0, 0, True), (0, 1, False), (float("nan"), 1, False), (1, float("nan"), False)],
+)
+def test_nothing_and_no_number(before: float, after: float, passed: bool) -> None:
+    one, other = (run(name, {(DP, STEP): v}) for name, v in (("a", before), ("b", after)))
+    assert verdict(other, "logical_read_bytes:5%", before=one).passed is passed
+
+
+def test_other_instruments_are_judged_across_and_nothing_is_lost_there() -> None:
+    values = {(trainer, phase): 100.0 for trainer in ("standard", DP) for phase in (STEP, "clip")}
+    before = run("measured", values, "dram_read_bytes")
+    limited = ("dram_read_bytes:5%", "dram_read_ratio:5%", "dram_read_bytes@clip:5%")
+    counted = run("counted", values)
+    assert verdict(counted, *limited, before=before, across=True).passed
+    for lost in ((DP, STEP), (DP, "clip"), ("standard", STEP)):
+        partly = run("counted", {key: value for key, value in values.items() if key != lost})
+        assert not verdict(partly, *limited, before=before, across=True).passed
+    assert not verdict(counted, "logical_read_bytes:5%", before=before, across=True).passed
+
+
+some_numbers = st.fixed_dictionaries(
+    {(t, p): st.floats(1, 1e15) for t in ("standard", DP) for p in (STEP, *PHASES[:2])}
+)
+
+
+@settings(deadline=None, max_examples=10)
+@given(values=some_numbers)
+def test_run_compared_with_itself_passes(values: dict[tuple[str, str], float]) -> None:
+    same = run("same", values)
+    found = verdict(same, "logical_read_bytes:±0%", "logical_read_ratio@forward:±0%", before=same)
+    assert found.passed
+    assert len(found.judged) == 3
