@@ -165,7 +165,8 @@ class EachTest:
             return report
         found: dict[str, Any] = {}
         if call.when == "call":
-            found |= item.stash.get(FOUND, {})
+            nothing: dict[str, Any] = {}
+            found |= item.stash.get(FOUND, nothing)
         outcomes = [outcome for outcome, *_ in self._measured]
         has_own = item.get_closest_marker("dpbench") is not None
         if call.when != "teardown" and not has_own and self.comparison.limits:
