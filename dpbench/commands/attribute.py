@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.files import write_text
-    from dpbench.show.account import account, account_json, account_table, unaccounted
+    from dpbench.results.account import account, account_json, unaccounted
+    from dpbench.show.account import account_table
     from dpbench.show.layout import as_text, terminal_width
 
     case = chosen_case(options)
@@ -91,9 +92,11 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
         launches_by_phase,
         read,
     )
+    from dpbench.results.cards import known_roofs
     from dpbench.results.frame import to_frame
+    from dpbench.results.kernel_table import step_bytes
     from dpbench.results.kernels import fold, kernel_rows
-    from dpbench.show.kernels import Premise, kernel_tables, known_roofs, step_bytes
+    from dpbench.show.kernels import KernelContext, kernel_tables
     from dpbench.show.profile import copies_table
 
     ranges = read(options.ncu_dir / case.report_path, case)
@@ -114,6 +117,6 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
         *kernel_rows(case, counts, instrument="ncu_kernels", device=kernels.device, tool="ncu"),
         *profile.rows,
     ]
-    premise = Premise(case.id, step_bytes(ranges), known_roofs(kernels.device))
-    tables = kernel_tables(counts, premise, top=options.top)
+    context = KernelContext(case.id, step_bytes(ranges), known_roofs(kernels.device))
+    tables = kernel_tables(counts, context, top=options.top)
     return to_frame(rows), [*tables, *copies_table(profile.launches, profile.steps)]

@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.files import write_text
     from dpbench.gpu import child_environment, visible_gpus
     from dpbench.process.ceilings import measure_ceilings
+    from dpbench.show.roofline import ceilings_table
 
     if not visible_gpus():
         raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable_file(options.json)
     os.environ.update(child_environment())  # before CUDA numbers the GPUs
     ceilings = measure_ceilings()
-    print(ceilings.table().as_text())
+    print(ceilings_table(ceilings).as_text())
     if options.json:
         write_text(options.json, ceilings.as_json())
     return 0

@@ -26,7 +26,7 @@ from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
     from dpbench.instruments.ncu.kernel_report import KernelReport
-    from dpbench.show.kernels import Premise
+    from dpbench.show.kernels import KernelContext
     from dpbench.show.layout import Table
 
 
@@ -76,20 +76,22 @@ def _kernels(
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )
     launches += [{"report": str(path), **asdict(launch)} for launch in chosen]
-    return kernel_tables(fold(chosen), _premise(path, report), top=options.top)
+    return kernel_tables(fold(chosen), _context(path, report), top=options.top)
 
 
-def _premise(path: Path, report: KernelReport) -> Premise:
+def _context(path: Path, report: KernelReport) -> KernelContext:
     """What kernels are compared with: the case's report of ranges, if it lies where it should."""
     from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
-    from dpbench.show.kernels import Premise, known_roofs, step_bytes
+    from dpbench.results.cards import known_roofs
+    from dpbench.results.kernel_table import step_bytes
+    from dpbench.show.kernels import KernelContext
 
     place = path.resolve().parent
     ranges = place.parent / path.name
     measured = None
     if place.name == KERNELS and ranges.exists():
         measured = step_bytes(read(ranges, case_of(ranges)))
-    return Premise(f"{_title(path)}, {report.device}", measured, known_roofs(report.device))
+    return KernelContext(f"{_title(path)}, {report.device}", measured, known_roofs(report.device))
 
 
 def _speed_of_light(path: Path) -> list[Table]:

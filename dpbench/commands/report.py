@@ -15,19 +15,13 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from dpbench.commands.counting import count_cases
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
 from dpbench.settings import declare
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from dpbench.show.html.source import Source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Write the page; returns the exit code."""
     from dpbench.show.html import check_libraries
 
     check_libraries()
+    from dpbench.results.outcome import document, environment
     from dpbench.show.html.page import write_html
-    from dpbench.show.html.source import labelled
+    from dpbench.show.html.source import Source, cases_without_logical, labelled
 
     runs = [saved_run(name, options.storage) for name in options.runs]
     for run in runs:
@@ -63,29 +58,12 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
     sources = labelled((run.name, run.document) for run in runs)
     check_writable_file(options.output)
-    if options.with_logical:
-        sources += _counted(sources)
+    if options.with_logical and (cases := cases_without_logical(sources)):
+        counted = document(count_cases(cases), environment())
+        sources.append(Source.of("counted for this page", counted))
     try:
         write_html(options.output, sources)
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     print(f"{options.output}: {options.output.stat().st_size / 1e6:.1f} MB")
     return 0
-
-
-def _counted(sources: Iterable[Source]) -> list[Source]:
-    """One more run: logical counts of the measured cases that have none."""
-    from tqdm import tqdm
-
-    from dpbench.instruments.logical.instrument import Logical
-    from dpbench.results.outcome import document, environment
-    from dpbench.runner import measure
-    from dpbench.show.html.source import Source, cases_without_logical
-
-    outcomes = []
-    with tqdm(cases_without_logical(sources), unit="case", disable=None, file=sys.stderr) as cases:
-        for case in cases:
-            cases.set_description(case.id)
-            outcomes.append(measure(case, [Logical()]))
-    made: dict[str, Any] = document(outcomes, environment())
-    return [Source.of("counted for this page", made)] if outcomes else []

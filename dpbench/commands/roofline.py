@@ -17,23 +17,25 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, Case
+from dpbench.commands.counting import count_cases
 from dpbench.commands.options import add_cases, chosen_grid, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
 from dpbench.registry import resolve
 from dpbench.results.cards import CARDS, Roofs, find_card
-from dpbench.results.rows import Measurement
 from dpbench.settings import declare, one_of
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from dpbench.results.outcome import Outcome
+    from dpbench.show.layout import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    import pandas as pd
-
+    """Print the tables; returns the exit code, 1 if a case could not be counted."""
     from dpbench.files import write_text
     from dpbench.results.frame import to_frame
-    from dpbench.results.roofline import intensities, roofline_tables, under
     from dpbench.show.layout import as_markdown, as_text
 
     named = _named_roofs(options)
@@ -66,22 +65,44 @@ def run(options: argparse.Namespace) -> int:
     measured_on = sorted(set(saved[saved.instrument != "logical"].device))
     if named:
         named.require(measured_on)  # before anything is counted
-    devices: list[str | None] = [*measured_on] if measured_on else [None]
-    roofs = {device: named or _roofs_of(device) for device in devices}
-    done = set(_cases_of(saved[saved.metric == "flops"]))
-    counted, failed = _count(case for case in cases if case not in done)
-    for case in failed:
-        saved = saved[(saved[list(AXES)] != pd.Series(asdict(case))).any(axis="columns")]
-    parts = [part for part in (saved, to_frame(counted)) if len(part)]
-    table = intensities(pd.concat(parts or [saved], ignore_index=True))
-    found = []
-    for device, group in table.groupby("device", sort=False):
-        bounds = roofs.get(str(device)) or named or _roofs_of(None)
-        found += roofline_tables(under(group, bounds), bounds)
-    print(as_text(found))
+    roofs = {device: named or find_card(device).roofs() for device in measured_on}
+    if not roofs:
+        named = named or _visible_roofs()
+    has_flops = set(_cases_of(saved[saved.metric == "flops"]))
+    counted = count_cases([case for case in cases if case not in has_flops])
+    tables = _tables(_with_counts(saved, counted), roofs, named)
+    print(as_text(tables))
     if options.markdown:
-        write_text(options.markdown, as_markdown(found))
-    return 1 if failed else 0
+        write_text(options.markdown, as_markdown(tables))
+    return 1 if any(outcome.error for outcome in counted) else 0
+
+
+def _with_counts(saved: pd.DataFrame, counted: Sequence[Outcome]) -> pd.DataFrame:
+    """The saved rows and the counted ones, without the cases that could not be counted."""
+    import pandas as pd
+
+    from dpbench.results.frame import to_frame
+
+    for outcome in counted:
+        if outcome.error:
+            same = saved[list(AXES)] == pd.Series(asdict(outcome.case))
+            saved = saved[~same.all(axis="columns")]
+    parts = [saved, to_frame(row for outcome in counted for row in outcome.rows)]
+    return pd.concat([part for part in parts if len(part)] or [saved], ignore_index=True)
+
+
+def _tables(
+    frame: pd.DataFrame, roofs: Mapping[str, Roofs], elsewhere: Roofs | None
+) -> list[Table]:
+    """The tables of rows, by the device that they are of."""
+    from dpbench.results.roofline import intensities, under
+    from dpbench.show.roofline import roofline_tables
+
+    tables = []
+    for device, rows in intensities(frame).groupby("device", sort=False):
+        bounds = roofs.get(str(device)) or elsewhere or _visible_roofs()
+        tables += roofline_tables(under(rows, bounds), bounds)
+    return tables
 
 
 def _saved(options: argparse.Namespace) -> pd.DataFrame:
@@ -105,11 +126,7 @@ def _saved(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def _spelled(axis: str, value: object) -> object:
-    """A value of an axis as rows spell it.
-
-    Raises:
-        ConfigurationError: it does not exist.
-    """
+    """A value of an axis as rows spell it."""
     case: dict[str, object] = {"trainer": "standard", "batch_size": 1, "seq_len": 1, axis: value}
     return getattr(resolve(Case(**case)), axis)  # type: ignore[arg-type]
 
@@ -120,26 +137,6 @@ def _cases_of(frame: pd.DataFrame) -> list[Case]:
     return [Case(*row) for row in fields.to_numpy(object)]
 
 
-def _count(cases: Iterable[Case]) -> tuple[list[Measurement], set[Case]]:
-    """Logical rows of cases, and the cases that could not be counted."""
-    from tqdm import tqdm
-
-    from dpbench.instruments.logical.instrument import Logical
-    from dpbench.runner import measure
-
-    rows: list[Measurement] = []
-    failed: set[Case] = set()
-    with tqdm(list(cases), unit="case", disable=None, file=sys.stderr) as progress:
-        for case in progress:
-            progress.set_description(case.id)
-            outcome = measure(case, [Logical()])
-            rows += outcome.rows
-            if outcome.error:
-                failed.add(case)
-                progress.write(outcome.message, file=sys.stderr)
-    return rows, failed
-
-
 def _named_roofs(options: argparse.Namespace) -> Roofs | None:
     if options.ceilings:
         from dpbench.results.ceilings import read_ceilings
@@ -148,15 +145,13 @@ def _named_roofs(options: argparse.Namespace) -> Roofs | None:
     return find_card(options.card).roofs() if options.card else None
 
 
-def _roofs_of(device: str | None) -> Roofs:
-    """The roofs of the card that rows name, or of the GPU that is visible here."""
+def _visible_roofs() -> Roofs:
+    """The roofs of the GPU that is visible here."""
     from dpbench.gpu import visible_gpus
 
-    if device is None:
-        gpu = next(iter(visible_gpus()), None)
-        if gpu is None:
-            raise ConfigurationError(
-                f"no CUDA GPU is visible here, so name a card with --card: {one_of(CARDS)}"
-            )
-        device = gpu.name
-    return find_card(device).roofs()
+    gpu = next(iter(visible_gpus()), None)
+    if gpu is None:
+        raise ConfigurationError(
+            f"no CUDA GPU is visible here, so name a card with --card: {one_of(CARDS)}"
+        )
+    return find_card(gpu.name).roofs()

@@ -26,7 +26,6 @@ from dpbench.files import check_is_file
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
-    from dpbench.results.run import Run
     from dpbench.show.layout import Table
     from dpbench.show.view import View
 
@@ -38,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Print the tables; returns the exit code."""
     from dpbench.show.layout import as_text, terminal_width
+    from dpbench.show.summary import summary_tables
 
     view = chosen_view(options)
     runs = [name for name in options.files if Path(name).suffix != ".ncu-rep"]
@@ -48,19 +48,13 @@ def run(options: argparse.Namespace) -> int:
             f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
         )
     if runs:
-        found = _of_run(saved_run(runs[0], options.storage), view)
+        tables = summary_tables(saved_run(runs[0], options.storage).outcomes, view)
     else:
-        found = _of_reports(map(Path, options.files), view)
-    if not found:
+        tables = _of_reports(map(Path, options.files), view)
+    if not tables:
         raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
-    print(as_text(found, terminal_width()))
+    print(as_text(tables, terminal_width()))
     return 0
-
-
-def _of_run(run: Run, view: View) -> list[Table]:
-    from dpbench.show.summary import summary_tables
-
-    return summary_tables(run.outcomes, view)
 
 
 def _of_reports(files: Iterable[Path], view: View) -> list[Table]:

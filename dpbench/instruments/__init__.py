@@ -80,7 +80,7 @@ def choose(
             Logical,  # loads torch, which the others do not
         )
 
-        found.append(Logical())
+        found.append(Logical(timeout=timeout, directory=directory))
     if "torch_profiler" in chosen:
         found.append(profiler)
     return found

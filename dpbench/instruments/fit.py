@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
 from dpbench.gpu import Gpu
-from dpbench.instruments import child
-from dpbench.instruments.base import CaseFailed, InstrumentError
-from dpbench.registry import MODELS, TRAINERS, arguments
+from dpbench.instruments.base import InstrumentError
+from dpbench.results.operators import guesses
 from dpbench.results.rows import STEP
 
 COUNTING_SECONDS = 60.0
@@ -33,7 +26,8 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
 
     The peak is counted without hardware (`dpbench.instruments.logical`); on an NVIDIA H200 it
     came within 1.1 % of what PyTorch's allocator had handed out. The CUDA context and
-    fragmentation come on top, so a case that passes may still run out of memory.
+    fragmentation come on top, so a case that passes may still run out of memory. Where operators
+    without a rule of their own weigh in the count, nothing is refused.
 
     Args:
         case: what shall run.
@@ -48,48 +42,28 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
         needed = predicted_peak_bytes(case)
     except DpbenchError:  # what cannot be counted may run all the same
         return
-    if needed > gpu.memory_bytes:
+    if needed is not None and needed > gpu.memory_bytes:
         raise DoesNotFit(
             f"{case.id} does not fit: needs about {needed / 1e9:.0f} GB of "
             f"{gpu.memory_bytes / 1e9:.0f} GB ({gpu.name})"
         )
 
 
-def predicted_peak_bytes(case: Case) -> int:
-    """The most bytes that the tensors of a step take at once.
-
-    An outside trainer or model may hang or end its process, so it is counted in one of its own.
+def predicted_peak_bytes(case: Case) -> int | None:
+    """The most bytes that the tensors of a step take at once; None if that would be a guess.
 
     Raises:
         DpbenchError: the case cannot be counted.
     """
-    if TRAINERS.is_builtin(case.trainer) and MODELS.is_builtin(case.model):
-        from dpbench.instruments.logical.instrument import Logical  # loads torch
+    from dpbench.instruments.logical.instrument import Logical  # loads torch
 
-        rows = [row.as_row() for row in Logical().measure(case)]
-    else:
-        rows = _rows_of_own_process(case)
+    counting = Logical(timeout=COUNTING_SECONDS).start(case)
+    try:
+        rows = counting.rows()
+    finally:
+        counting.cancel()
+    if guesses(counting.operators):
+        return None
     return next(
-        int(row["value"])
-        for row in rows
-        if (row["phase"], row["metric"]) == (STEP, "peak_memory_bytes")
+        int(row.value) for row in rows if (row.phase, row.metric) == (STEP, "peak_memory_bytes")
     )
-
-
-def _rows_of_own_process(case: Case) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="dpbench-") as directory:
-        found = Path(directory) / "counted.json"
-        command = [sys.executable, "-m", "dpbench", "run", "--instrument", "logical"]
-        try:
-            subprocess.run(
-                [*command, *arguments(case), "--json", str(found)],
-                env={**os.environ, **child.environment(case), "GITHUB_STEP_SUMMARY": ""},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                check=True,
-                timeout=COUNTING_SECONDS,
-            )
-            rows: list[dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))["rows"]
-        except (subprocess.SubprocessError, OSError) as error:
-            raise CaseFailed(f"{case.id}: its peak memory could not be counted: {error}") from error
-    return rows

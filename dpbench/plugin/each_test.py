@@ -165,8 +165,8 @@ class EachTest:
             return report
         found: dict[str, Any] = {}
         if call.when == "call":
-            nothing: dict[str, Any] = {}
-            found |= item.stash.get(FOUND, nothing)
+            judged = item.stash.get(FOUND, None)
+            found |= judged or {}
         outcomes = [outcome for outcome, *_ in self._measured]
         has_own = item.get_closest_marker("dpbench") is not None
         if call.when != "teardown" and not has_own and self.comparison.limits:

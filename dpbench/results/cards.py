@@ -1,14 +1,13 @@
-"""Cards by name: the two roofs of each, from NVIDIA's documents.
-
-Peaks are dense. Some data sheets print tensor-core figures "with sparsity" only, twice what an
-ordinary matrix product can reach; those are halved here, visibly.
-"""
+"""Cards by name: the two roofs of each, from NVIDIA's documents (``cards.toml``)."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 
 from dpbench.case import PRECISIONS
 from dpbench.errors import ConfigurationError, unknown
@@ -46,11 +45,7 @@ class Roofs:
         return self.flops[precision] / self.bandwidth
 
     def require(self, devices: Iterable[str]) -> None:
-        """Accept rows that were measured on this card alone.
-
-        Raises:
-            ConfigurationError: some were measured on another.
-        """
+        """Refuse rows that were measured on another card."""
         others = sorted(set(devices) - set(self.devices))
         if others:
             raise ConfigurationError(
@@ -61,130 +56,64 @@ class Roofs:
 
 @dataclass(frozen=True)
 class Card:
-    """One card.
-
-    Args:
-        key: its short name.
-        devices: what NVML calls it.
-        memory: GB.
-        bandwidth: GB/s.
-        tflops: dense peaks in TFLOP/s at fp32 (without tensor cores), tf32, bf16.
-        source: of the figures before.
-        l2_mib: size of the L2 cache in MiB, where a source gives it.
-        l2_source: that source.
-    """
+    """One card: names of the driver's, bytes, B/s, dense FLOP/s, and where they are from."""
 
     key: str
     devices: tuple[str, ...]
-    memory: float
+    memory_bytes: float
     bandwidth: float
-    tflops: tuple[float, float, float]
+    flops: Mapping[str, float]
     source: Source
-    l2_mib: int | None = None
-    l2_source: Source | None = None
-
-    @property
-    def memory_bytes(self) -> float:
-        """Size of the memory, B."""
-        return self.memory * 1e9
-
-    @property
-    def l2_cache_bytes(self) -> int | None:
-        """Size of the L2 cache, B."""
-        return None if self.l2_mib is None else self.l2_mib * 2**20
+    l2_cache_bytes: int | None
+    l2_source: Source | None
 
     def roofs(self) -> Roofs:
         """The card's peaks, which no program exceeds and few reach."""
         return Roofs(
-            name=self.devices[0],
-            devices=self.devices,
-            bandwidth=self.bandwidth * 1e9,
-            flops={p: t * 1e12 for p, t in zip(PRECISIONS, self.tflops, strict=True)},
-            premise=self.source.title,
+            self.devices[0], self.devices, self.bandwidth, self.flops, premise=self.source.title
         )
 
 
-_A100 = Source(
-    "NVIDIA A100 Tensor Core GPU data sheet",
-    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
-)
-_AMPERE = Source(
-    "NVIDIA Ampere Architecture In-Depth",
-    "https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/",
-)
-_H100 = Source(
-    "NVIDIA H100 Tensor Core GPU data sheet", "https://www.nvidia.com/en-us/data-center/h100/"
-)
-_HOPPER = Source(
-    "NVIDIA H100 Tensor Core GPU Architecture",
-    "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
-)
-_H200 = Source(
-    "NVIDIA H200 Tensor Core GPU data sheet", "https://www.nvidia.com/en-us/data-center/h200/"
-)
-_H200_DRIVER = Source(
-    "cudaDeviceProp.l2CacheSize, read on an NVIDIA H200",
-    "https://docs.nvidia.com/cuda/cuda-runtime-api/structcudaDeviceProp.html",
-)
-_BLACKWELL = Source(
-    "NVIDIA Blackwell Architecture Technical Brief",
-    "https://resources.nvidia.com/en-us-blackwell-architecture",
-)
-_L40S = Source("NVIDIA L40S data sheet", "https://www.nvidia.com/en-us/data-center/l40s/")
-_L4 = Source("NVIDIA L4 Tensor Core GPU data sheet", "https://www.nvidia.com/en-us/data-center/l4/")
-_ADA_L4 = Source(
-    "NVIDIA Ada GPU Architecture, version 2.1",
-    "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/"
-    "nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf",
-)
-_ADA = Source(
-    "NVIDIA Ada GPU Architecture",
-    "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
-)
-
-_GA100 = (19.5, 156.0, 312.0)
-_GH100_SXM = (67.0, 989 / 2, 1979 / 2)
-
-CARDS = {
-    card.key: card
-    for card in (
-        Card("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 40, 1555, _GA100, _AMPERE, 40, _AMPERE),
-        Card("a100-80gb", ("NVIDIA A100-SXM4-80GB",), 80, 2039, _GA100, _A100, 40, _AMPERE),
-        Card("a100-pcie-40gb", ("NVIDIA A100-PCIE-40GB",), 40, 1555, _GA100, _A100, 40, _AMPERE),
-        Card("a100-pcie-80gb", ("NVIDIA A100 80GB PCIe",), 80, 1935, _GA100, _A100, 40, _AMPERE),
-        Card("h100", ("NVIDIA H100 80GB HBM3",), 80, 3350, _GH100_SXM, _H100, 50, _HOPPER),
-        Card(
-            "h100-pcie",
-            ("NVIDIA H100 PCIe",),
-            *(80, 2000, (51.0, 756 / 2, 1513 / 2), _H100),
-            *(50, _HOPPER),
-        ),
-        Card("h200", ("NVIDIA H200",), 141, 4800, _GH100_SXM, _H200, 60, _H200_DRIVER),
-        Card("b200", ("NVIDIA B200",), 192, 8000, (80.0, 1100.0, 2250.0), _BLACKWELL),
-        Card("l4", ("NVIDIA L4",), 24, 300, (30.3, 120 / 2, 242 / 2), _L4, 48, _ADA_L4),
-        Card("l40s", ("NVIDIA L40S",), 48, 864, (91.6, 183.0, 362.05), _L40S),
-        Card(
-            "rtx4090",
-            ("NVIDIA GeForce RTX 4090",),
-            *(24, 1008, (82.6, 82.6, 165.2), _ADA),
-            *(72, _ADA),
-        ),
+def _card(key: str, sheet: Mapping[str, Any], sources: Mapping[str, Source]) -> Card:
+    tflops = dict(sheet["tflops"])
+    tflops |= {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
+    return Card(
+        key=key,
+        devices=tuple(sheet["devices"]),
+        memory_bytes=sheet["memory"] * 1e9,
+        bandwidth=sheet["bandwidth"] * 1e9,
+        flops={precision: tflops[precision] * 1e12 for precision in PRECISIONS},
+        source=sources[sheet["source"]],
+        l2_cache_bytes=sheet["l2"] * 2**20 if "l2" in sheet else None,
+        l2_source=sources[sheet["l2_source"]] if "l2_source" in sheet else None,
     )
-}
+
+
+def _read_cards() -> dict[str, Card]:
+    text = (resources.files("dpbench.results") / "cards.toml").read_text(encoding="utf-8")
+    document = tomllib.loads(text)
+    sources = {name: Source(**source) for name, source in document["sources"].items()}
+    return {key: _card(key, sheet, sources) for key, sheet in document["cards"].items()}
+
+
+CARDS = _read_cards()
 """Cards by short name."""
 
 
 def find_card(name: str) -> Card:
-    """The card with a short name (``h200``) or a name of the driver's (``NVIDIA H200``).
-
-    Raises:
-        ConfigurationError: it is not in the table; the message lists what is.
-    """
+    """The card with a short name (``h200``) or a name of the driver's (``NVIDIA H200``)."""
     for card in CARDS.values():
         if _plain(name) in map(_plain, (card.key, *card.devices)):
             return card
     raise unknown("card", name, CARDS, "or measure this one's roofs: dpbench ceilings --json FILE")
+
+
+def known_roofs(device: str) -> Roofs | None:
+    """The roofs of a card by its name in measured rows, or None if dpbench has no data sheet."""
+    try:
+        return find_card(device).roofs()
+    except ConfigurationError:
+        return None
 
 
 def _plain(name: str) -> str:

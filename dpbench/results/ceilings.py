@@ -10,9 +10,8 @@ from typing import Any
 
 from dpbench.case import PRECISIONS
 from dpbench.errors import ConfigurationError
-from dpbench.results.cards import Roofs, find_card
+from dpbench.results.cards import Roofs
 from dpbench.results.rows import SCHEMA
-from dpbench.show.layout import Table, gigabytes
 
 
 @dataclass(frozen=True)
@@ -45,39 +44,13 @@ class Ceilings:
             premise=f"measured, torch {self.torch}",
         )
 
-    def table(self) -> Table:
-        """Measured and, if the card is known, data-sheet figures side by side."""
-        try:
-            sheet = find_card(self.device).roofs()
-        except ConfigurationError:
-            sheet = None
-        lines = [("copy, GB/s", self.bandwidth / 1e9, sheet and sheet.bandwidth / 1e9)]
-        for precision, reached in self.flops.items():
-            peak = sheet and sheet.flops[precision] / 1e12
-            lines.append((f"{precision} matrix product, TFLOP/s", reached / 1e12, peak))
-        cells = [
-            [name, f"{reached:.1f}", *([f"{peak:.4g}", f"{reached / peak:.0%}"] if peak else [])]
-            for name, reached, peak in lines
-        ]
-        headers = ["what", "measured", *(["data sheet", "share"] if sheet else [])]
-        notes = (
-            f"Copy of {gigabytes(self.copy_bytes)} GB on the device, bytes read and written; "
-            f"matrices of {self.matrix} x {self.matrix}; torch {self.torch}.",
-            f"Data sheet: {sheet.premise}." if sheet else "This card is not in dpbench's table.",
-        )
-        return Table(f"{self.device}: measured ceilings", headers, cells, notes)
-
     def as_json(self) -> str:
         """The document; it has no rows, because no case was measured."""
         return json.dumps({"schema": SCHEMA, "rows": [], "ceilings": asdict(self)}, indent=1) + "\n"
 
 
 def read_ceilings(path: Path) -> Ceilings:
-    """The ceilings in a document of `Ceilings.as_json`.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is no such document.
-    """
+    """The ceilings in a document of `Ceilings.as_json`."""
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())["ceilings"]
         found = Ceilings(**data)

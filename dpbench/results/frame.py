@@ -13,6 +13,10 @@ from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
 
+IN_CACHE_BYTES = 1e9
+"""Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
+ratios of DRAM bytes say nothing."""
+
 RATES = "ncu bytes / timing seconds"
 """The instrument of a throughput: its two factors come from two processes."""
 

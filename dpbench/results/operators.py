@@ -18,6 +18,8 @@ class OperatorCount:
         read_bytes: logical bytes read, B.
         write_bytes: logical bytes written, B.
         flops: floating-point operations, a multiply-add counting as two.
+        general_rule: whether nobody has reviewed a rule for this operator, so that its bytes
+            are a guess.
     """
 
     phase: str
@@ -26,6 +28,7 @@ class OperatorCount:
     read_bytes: int
     write_bytes: int
     flops: int
+    general_rule: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -39,7 +42,23 @@ class OperatorCount:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> OperatorCount:
         """The inverse of `as_row`; what else is in the row is left alone."""
-        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
+
+
+HEAVY = 0.01
+"""An operator with more than this part of a step's bytes is heavy."""
+
+
+def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
+    """The heavy operators that were counted by the general rule, with their part of the step."""
+    counts = list(counts)
+    total = sum(count.total_bytes for count in counts)
+    parts: dict[str, float] = {}
+    for count in counts:
+        if count.general_rule and total:
+            before = parts.get(count.operator, 0.0)
+            parts[count.operator] = before + count.total_bytes / total
+    return {name: part for name, part in parts.items() if part > HEAVY}
 
 
 def growth(before: Iterable[OperatorCount], after: Iterable[OperatorCount]) -> list[OperatorCount]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import write_text
 from dpbench.gpu import Gpu
-from dpbench.results.by_trainer import trainer_summary
+from dpbench.registry import TRAINERS
 from dpbench.results.code_state import code_state
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
@@ -188,6 +188,49 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as plain JSON types, every digit kept; None for NaN."""
     plain = frame.astype(object).where(frame.notna(), None)
     return [{str(name): value for name, value in row.items()} for row in plain.to_dict("records")]
+
+
+def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For each trainer: cases that succeeded, failed or were skipped, peak memory, and why.
+
+    Cases that were measured and cases that were counted have lines of their own. Skipped cases,
+    which cannot fit the GPU, don't count for ``success_rate``; they have their reason, too.
+    ``peak_memory_bytes`` is the largest that was measured, ``logical_peak_memory_bytes`` the
+    largest that was predicted without hardware; None where there is none.
+    """
+    groups: dict[tuple[str, tuple[str, ...]], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.case.trainer, outcome.instruments), []).append(outcome)
+    order = sorted(groups, key=lambda group: TRAINERS.rank(group[0]))
+    return [_summarise_trainer(*group, groups[group]) for group in order]
+
+
+def _summarise_trainer(
+    trainer: str, instruments: Sequence[str], outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
+    skipped = sum(outcome.skipped for outcome in outcomes)
+    failed = sum(outcome.error is not None for outcome in outcomes) - skipped
+    tried = len(outcomes) - skipped
+    return {
+        "trainer": trainer,
+        "instruments": list(instruments),
+        "ok": tried - failed,
+        "failed": failed,
+        "skipped": skipped,
+        "success_rate": (tried - failed) / tried if tried else None,
+        "peak_memory_bytes": _peak(outcomes, "timing"),
+        "logical_peak_memory_bytes": _peak(outcomes, "logical"),
+        "failures": [
+            {"case": o.case.id, "error": o.error, "message": o.message, "log": o.log}
+            for o in outcomes
+            if o.error
+        ],
+    }
+
+
+def _peak(outcomes: Sequence[Outcome], instrument: str) -> float | None:
+    rows = (row for outcome in outcomes for row in outcome.rows if row.instrument == instrument)
+    return max((row.value for row in rows if row.metric == "peak_memory_bytes"), default=None)
 
 
 def write_json(

@@ -12,11 +12,11 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
+from dpbench.results.kernel_table import kernel_frame, kernel_table
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.kernels import kernel_frame, kernel_table
 from dpbench.show.layout import as_text
 from dpbench.show.tables import tables
 
@@ -128,6 +128,7 @@ class CaseReport:
                 f"{self.case.id}: operators were not counted; logical counting sees them"
             )
         table = pd.DataFrame([asdict(count) for count in self.operator_counts])
+        table = table.drop(columns="general_rule")
         table = table.set_index(["phase", "operator"]).add_prefix("logical_")
         table = table.rename(columns={f"logical_{name}": name for name in ("calls", "flops")})
         table["logical_bytes"] = table.logical_read_bytes + table.logical_write_bytes

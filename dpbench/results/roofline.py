@@ -11,19 +11,14 @@ share a table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES
+from dpbench.case import AXES
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs
 from dpbench.results.frame import summarise
 from dpbench.results.rows import STEP
-from dpbench.show.groups import by_cell, in_order
-from dpbench.show.layout import ABSENT, Table, gigabytes
-from dpbench.show.tables import SHOWN_SHARE
 
 MEASURED_BYTES = "measured DRAM bytes"
 COUNTED_BYTES = "logical bytes"
@@ -46,9 +41,6 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
         One row per case, device and phase: the case's fields, ``device``, ``phase``,
         ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` (NaN where no
         time was measured).
-
-    Raises:
-        ConfigurationError: operations of a case or a phase were not counted.
     """
     summary = summarise(frame)
     flops = _values(summary, "flops", "flops").drop(columns="device")
@@ -108,9 +100,6 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         The table with ``bound_by``, ``least_seconds``, ``share`` (``least_seconds / seconds``),
         and what was achieved, ``flops_per_second`` and ``bytes_per_second``. The least time of
         a step is the sum over its phases, because they run one after the other.
-
-    Raises:
-        ConfigurationError: rows were measured on another card.
     """
     measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
     roofs.require(measured.device)
@@ -130,68 +119,4 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         share=least / table.seconds,
         flops_per_second=table.flops / table.seconds,
         bytes_per_second=table.bytes / table.seconds,
-    )
-
-
-def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
-    """What `under` returned, as tables to read: one per cell of the grid and kind of bytes."""
-    found = []
-    for (premise,), group in table.groupby(["bytes_are"], sort=False):
-        for title, rows in by_cell(in_order(group)):
-            precision = str(rows.precision.iloc[0])
-            found.append(
-                Table(
-                    f"{title}: roofline of {premise}",
-                    _headers(rows),
-                    list(_lines(rows)),
-                    (_note(roofs, precision),),
-                )
-            )
-    return found
-
-
-def _headers(rows: pd.DataFrame) -> list[str]:
-    headers = ["trainer\n· phase", "TFLOP", "GB", "FLOP\n/ B", "bound by", "least\nms"]
-    return [*headers, "time\nms", "% of\nroof"] if rows.seconds.notna().any() else headers
-
-
-def _lines(rows: pd.DataFrame) -> Iterator[list[str]]:
-    """For each trainer a line for the step, then one per phase that matters to any of them."""
-    timed = rows.seconds.notna().any()
-    matters = set(rows[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()].phase)
-    for trainer, group in rows.groupby("trainer", sort=False):
-        by_phase = {str(row["phase"]): row for row in group.to_dict("records")}
-        for phase in (STEP, *ALL_PHASES):
-            row = by_phase.get(phase)
-            if row is None or phase not in matters:
-                continue
-            line = [
-                str(trainer) if phase == STEP else f"· {phase}",
-                gigabytes(row["flops"] / 1e3),
-                gigabytes(row["bytes"]),
-                _number(row["intensity"], ".1f"),
-                row["bound_by"],
-                milliseconds(row["least_seconds"]),
-            ]
-            if timed:
-                line += [milliseconds(row["seconds"]), _number(row["share"], ".0%")]
-            yield line
-
-
-def _number(value: float, style: str) -> str:
-    return ABSENT if pd.isna(value) else format(value, style)
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds in milliseconds, with one digit after the point or three in all."""
-    return _number(seconds * 1e3, ".1f" if seconds >= 1e-4 else ".3g")
-
-
-def _note(roofs: Roofs, precision: str) -> str:
-    peak = roofs.flops[precision]
-    return (
-        f"Roofs of {roofs.name}: {roofs.bandwidth / 1e9:.4g} GB/s and {peak / 1e12:.4g} TFLOP/s "
-        f"at {precision}, which meet at {roofs.ridge(precision):.1f} FLOP/B ({roofs.premise}). "
-        f"FLOP are counted: matrix products and attention. The step's least time is the sum of "
-        f"its phases'."
     )

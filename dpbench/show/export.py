@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,11 +49,8 @@ def write_csv(path: Path, measurements: Iterable[Measurement]) -> None:
 
     Ratios are not in it: they are between means over the steps, and a line is one step.
     """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(as_rows(measurements))
-    write_text(path, text.getvalue())
+    frame = pd.DataFrame(as_rows(measurements), columns=COLUMNS, dtype=object)
+    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
 def write_github_benchmark(
@@ -117,17 +112,17 @@ def _entry(row: Mapping[Any, Any], column: Column) -> dict[str, Any]:
     return entry
 
 
-def append_step_summary(found: Sequence[Table]) -> str | None:
+def append_step_summary(tables: Sequence[Table]) -> str | None:
     """Append tables to GitHub's summary of a workflow step, where there is one.
 
     A summary that cannot be written spoils no measurement: what went wrong comes back as one
     line, to be shown as a warning.
     """
     name = os.environ.get(STEP_SUMMARY)
-    if not name or not found:
+    if not name or not tables:
         return None
     path = Path(name)
-    text = ("\n" + as_markdown(found)).encode("utf-8", errors="replace")
+    text = ("\n" + as_markdown(tables)).encode("utf-8", errors="replace")
     try:
         before = path.stat().st_size if path.exists() else 0
         if before + len(text) > STEP_SUMMARY_BYTES:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 WIDTH = 80
 """Columns of a terminal that says nothing about itself."""
 
 ABSENT = "-"
 """What stands for a number that was not measured."""
+
+
+Shown = tuple[str, Callable[[Any], str]]
+"""A column of a frame by name, and how its values are written."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,20 @@ class Table:
     cells: list[list[str]]
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls, title: str, rows: pd.DataFrame, columns: Mapping[str, Shown], notes: Iterable[str] = ()
+    ) -> Table:
+        """A line for each row; columns by header: the name in the frame, and how it is written."""
+        written_columns = [
+            [written(value, write) for value in rows[name]] for name, write in columns.values()
+        ]
+        cells = [list(line) for line in zip(*written_columns, strict=True)]
+        return cls(title, list(columns), cells, tuple(notes))
+
     def as_text(self, width: int = WIDTH) -> str:
         """For a terminal; columns that go beyond its width follow below, their rows named again."""
-        blocks = [self._render("simple", chosen) for chosen in self._blocks(width)]
+        blocks = [_render(*self._columns(block), "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         return "\n".join([_fill(self.title, width), "", "\n\n".join(blocks), *notes])
 
@@ -37,25 +56,28 @@ class Table:
         headers = [escaped(header) for header in self.headers]
         # A line break in a cell is inside a name, which a terminal has no room for.
         cells = [[escaped(cell.replace("\n", "")) for cell in line] for line in self.cells]
-        body = Table(self.title, headers, cells)._render("github", list(range(len(headers))))
+        body = _render(headers, cells, "github")
         return "\n\n".join([f"### {escaped(self.title)}", body, *map(escaped, self.notes)])
 
     def _blocks(self, width: int) -> Iterator[list[int]]:
         """Which columns stand side by side: the first in every block, the others once."""
         block = [0]
         for index in range(1, len(self.headers)):
-            lines = self._render("simple", [*block, index]).splitlines()
+            lines = _render(*self._columns([*block, index]), "simple").splitlines()
             if max(map(len, lines)) > width and len(block) > 1:
                 yield block
                 block = [0]
             block.append(index)
         yield block
 
-    def _render(self, style: str, columns: list[int]) -> str:
-        cells = [[line[i] for i in columns] for line in self.cells]
-        headers = [self.headers[i] for i in columns]
-        align = ["left"] + ["right"] * (len(columns) - 1)
-        return tabulate(cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
+    def _columns(self, chosen: list[int]) -> tuple[list[str], list[list[str]]]:
+        cells = [[line[i] for i in chosen] for line in self.cells]
+        return [self.headers[i] for i in chosen], cells
+
+
+def _render(headers: list[str], cells: list[list[str]], style: str) -> str:
+    align = ["left"] + ["right"] * (len(headers) - 1)
+    return tabulate(cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
 def terminal_width() -> int:
@@ -76,6 +98,16 @@ def escaped(text: str) -> str:
     return re.sub(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_line)
 
 
+def written(value: Any, write: Callable[[Any], str], absent: str = ABSENT) -> str:
+    """A value for people, or what stands for one that is None or NaN."""
+    return absent if value is None or value != value else write(value)
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, with two digits after the point."""
+    return f"{seconds * 1e3:.2f}"
+
+
 def gigabytes(value: float) -> str:
     """Bytes (or bytes per second) in units of 10⁹, with three digits or more."""
     return three_digits(value / 1e9)
@@ -89,11 +121,11 @@ def three_digits(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def as_text(found: Iterable[Table], width: int = WIDTH) -> str:
+def as_text(tables: Iterable[Table], width: int = WIDTH) -> str:
     """Tables one below the other."""
-    return "\n\n".join(table.as_text(width) for table in found)
+    return "\n\n".join(table.as_text(width) for table in tables)
 
 
-def as_markdown(found: Iterable[Table]) -> str:
+def as_markdown(tables: Iterable[Table]) -> str:
     """Tables one below the other, as Markdown."""
-    return "\n\n".join(table.as_markdown() for table in found) + "\n"
+    return "\n\n".join(table.as_markdown() for table in tables) + "\n"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES
-from dpbench.metrics import METRICS, Metric
+from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.layout import ABSENT, Table, as_text, gigabytes
+from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
 
 TOP = 20
 """Operators in a table."""
@@ -43,28 +44,19 @@ def _title(row: pd.Series[Any]) -> str:
 
 def _phases(title: str, summary: pd.DataFrame) -> Table:
     """Time, memory and copies by phase, one line a phase."""
-    found = summary.pivot(index="phase", columns="metric", values="value")
-    found = found.reindex([p for p in (*ALL_PHASES, STEP) if p in found.index])
-    shown = [m for m in METRICS.had_by("torch_profiler") if m.name in found and found[m.name].any()]
-    cells = [
-        [str(phase), *(_number(line.get(m.name), m.unit) for m in shown)]
-        for phase, line in found.iterrows()
-    ]
-    note = ""
-    if "device_time_seconds" in found:
-        ratio = found.cpu_time_seconds[STEP] / found.device_time_seconds[STEP]
-        note = f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."
-    return Table(title, ["phase", *(_header(m) for m in shown)], cells, (note,) if note else ())
-
-
-def _header(metric: Metric) -> str:
-    return metric.header + (" GB" if metric.unit == "B" else "")
-
-
-def _number(value: Any, unit: str) -> str:
-    if value is None or pd.isna(value):
-        return ABSENT
-    return gigabytes(float(value)) if unit == "B" else f"{float(value) * 1e3:.2f}"
+    wide = summary.pivot(index="phase", columns="metric", values="value")
+    wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
+    columns: dict[str, Shown] = {"phase": ("phase", str)}
+    for metric in METRICS.had_by("torch_profiler"):
+        if metric.name in wide and wide[metric.name].any():
+            in_bytes = metric.unit == "B"
+            header = f"{metric.header} GB" if in_bytes else metric.header
+            columns[header] = (metric.name, gigabytes if in_bytes else milliseconds)
+    notes = []
+    if "device_time_seconds" in wide:
+        ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
+        notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."]
+    return Table.of(title, wide.reset_index(), columns, notes)
 
 
 def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Table]:
@@ -72,20 +64,17 @@ def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Tabl
     copies = pd.DataFrame([launch for launch in launches if launch["kind"] != "kernel"])
     if copies.empty:
         return []
-    copies = copies.sort_values("bytes", ascending=False, kind="stable")
-    cells = [
-        [
-            f"{line['phase']}: {line['name'].partition(' (')[0]}",
-            f"{line['count'] / steps:g}",
-            gigabytes(line["bytes"] / steps),
-            line["operator"] or ABSENT,
-            line["called_by"] or ABSENT,
-        ]
-        for line in copies.head(TOP).to_dict("records")
-    ]
-    headers = ["copy", "count", "GB", "operator", "called by"]
+    copies = copies.sort_values("bytes", ascending=False, kind="stable").head(TOP)
+    columns: dict[str, Shown] = {
+        "copy": ("copy", str),
+        "count": ("count", lambda count: f"{count / steps:g}"),
+        "GB": ("bytes", lambda moved: gigabytes(moved / steps)),
+        "operator": ("operator", lambda name: name or ABSENT),
+        "called by": ("called_by", lambda name: name or ABSENT),
+    }
+    copies["copy"] = copies.phase + ": " + copies.name.str.partition(" (")[0]
     note = "A copy on the device reads its bytes and writes them; a memset only writes."
-    return [Table("Copies and memsets, per step", headers, cells, (note,))]
+    return [Table.of("Copies and memsets, per step", copies, columns, [note])]
 
 
 def profile_report(
@@ -141,38 +130,39 @@ def _per_step(operators: Sequence[Mapping[str, Any]], steps: int) -> pd.DataFram
 def _by(operators: pd.DataFrame, column: str, title: str) -> Table:
     """The operators with the most of something, per step."""
     chosen = operators[operators[column] > 0].nlargest(TOP, column)
+    shapes = (" " + chosen.input_shapes.astype(str)).where(chosen.input_shapes.notna(), "")
+    labelled = (chosen.name + shapes).str.slice(stop=SHAPES_WIDTH)
+    chosen = chosen.assign(label=chosen.name.where(chosen.input_shapes.isna(), labelled))
     on_gpu = bool((operators.self_device_seconds > 0).any())
+    gpu: dict[str, Shown] = {
+        "self\nGPU ms": ("self_device_seconds", milliseconds),
+        "GPU ms": ("device_seconds", milliseconds),
+    }
     memory = "self_device_memory_bytes" if on_gpu else "self_cpu_memory_bytes"
-    headers = ["operator", "calls", "self\nCPU ms", "CPU ms", "memory\nMB", "GFLOP"]
-    if on_gpu:
-        headers[2:2] = ["self\nGPU ms", "GPU ms"]
-    cells = []
-    for line in chosen.to_dict("records"):
-        shapes = line["input_shapes"]
-        name = line["name"] if pd.isna(shapes) else f"{line['name']} {shapes}"[:SHAPES_WIDTH]
-        gpu = [f"{line[c] * 1e3:.2f}" for c in ("self_device_seconds", "device_seconds")]
-        cells.append(
-            [
-                name,
-                f"{line['calls']:g}",
-                *(gpu if on_gpu else []),
-                f"{line['self_cpu_seconds'] * 1e3:.2f}",
-                f"{line['cpu_seconds'] * 1e3:.2f}",
-                f"{line[memory] / 1e6:.1f}",
-                f"{line['flops'] / 1e9:.1f}" if line["flops"] else ABSENT,
-            ]
-        )
-    return Table(f"{title}, per step", headers, cells)
+    columns: dict[str, Shown] = {
+        "operator": ("label", str),
+        "calls": ("calls", "{:g}".format),
+        **(gpu if on_gpu else {}),
+        "self\nCPU ms": ("self_cpu_seconds", milliseconds),
+        "CPU ms": ("cpu_seconds", milliseconds),
+        "memory\nMB": (memory, lambda size: f"{size / 1e6:.1f}"),
+        "GFLOP": ("flops", lambda flops: f"{flops / 1e9:.1f}" if flops else ABSENT),
+    }
+    return Table.of(f"{title}, per step", chosen, columns)
 
 
 def _bottlenecks(operators: pd.DataFrame, device: str, threshold: float) -> Table:
     """Operators that alone take at least ``threshold`` milliseconds of a step."""
     column = "self_device_seconds" if device == "GPU" else "self_cpu_seconds"
-    total = operators[column].sum()
     chosen = operators[operators[column] * 1e3 >= threshold].sort_values(column, ascending=False)
-    cells = [
-        [line["name"], f"{line[column] * 1e3:.2f}", f"{line[column] / total:.1%}"]
-        for line in chosen.to_dict("records")
-    ]
-    title = f"Bottlenecks: operators with {threshold:g} ms of a step or more on the {device}"
-    return Table(title, ["operator", f"{device} ms", "share"], cells or [["none", ABSENT, ABSENT]])
+    total = operators[column].sum()
+    table = Table.of(
+        f"Bottlenecks: operators with {threshold:g} ms of a step or more on the {device}",
+        chosen.assign(share=chosen[column] / total),
+        {
+            "operator": ("name", str),
+            f"{device} ms": (column, milliseconds),
+            "share": ("share", "{:.1%}".format),
+        },
+    )
+    return table if table.cells else replace(table, cells=[["none", ABSENT, ABSENT]])

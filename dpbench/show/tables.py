@@ -13,6 +13,7 @@ from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.results.frame import (
     CONFIGURATION,
+    IN_CACHE_BYTES,
     RATES,
     summarise,
     throughputs,
@@ -26,10 +27,6 @@ from dpbench.show.view import Column, View, column, rates, shown_by_default
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
-
-IN_CACHE_BYTES = 1e9
-"""Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
-ratios of DRAM bytes say nothing."""
 
 
 def complete(frame: pd.DataFrame) -> pd.DataFrame:

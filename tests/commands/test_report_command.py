@@ -65,7 +65,7 @@ def test_trainer_that_cannot_be_built_is_shown_as_a_failure(tmp_path: Path) -> N
     run.write_text(run.read_text().replace('"standard"', '"theirs"'))
     page = tmp_path / "report.html"
     assert main(["report", str(run), "--with-logical", "-o", str(page)]) == 0
-    assert "known from saved results only" in page.read_text(encoding="utf-8")
+    assert "unknown trainer &#39;theirs&#39;" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_every_figure_has_a_source_of_nvidias(card: Card) -> None:
     for source in filter(None, (card.source, card.l2_source)):
         assert source.title
         assert "nvidia.com/" in source.url
-    assert (card.l2_mib is None) == (card.l2_source is None)
+    assert (card.l2_cache_bytes is None) == (card.l2_source is None)
 
 
 @every_card

@@ -9,6 +9,7 @@ import pytest
 
 from dpbench import ConfigurationError
 from dpbench.results.ceilings import Ceilings, read_ceilings
+from dpbench.show.roofline import ceilings_table
 
 H200 = Ceilings("NVIDIA H200", 4.2e12, 2**32, {"fp32": 5e13, "tf32": 4e14, "bf16": 7e14}, 8192, "2")
 
@@ -27,13 +28,13 @@ def test_measured_roofs_speak_of_their_device_alone() -> None:
 
 
 def test_the_table_holds_them_against_the_data_sheet() -> None:
-    cells = {line[0]: line[1:] for line in H200.table().cells}
+    cells = {line[0]: line[1:] for line in ceilings_table(H200).cells}
     assert cells["copy, GB/s"] == ["4200.0", "4800", "88%"]
     assert cells["fp32 matrix product, TFLOP/s"] == ["50.0", "67", "75%"]
 
 
 def test_a_card_without_a_data_sheet_shows_what_was_measured() -> None:
-    table = Ceilings("NVIDIA H20", 3e12, 2**32, H200.flops, 8192, "2").table()
+    table = ceilings_table(Ceilings("NVIDIA H20", 3e12, 2**32, H200.flops, 8192, "2"))
     assert table.headers == ["what", "measured"]
     assert "not in dpbench's table" in table.as_text()
 

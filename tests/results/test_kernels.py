@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dpbench.case import PHASES, Case
 from dpbench.metrics import METRICS
+from dpbench.results.kernel_table import kernel_frame, kernel_table, step_bytes
 from dpbench.results.kernels import (
     KernelCount,
     KernelLaunch,
@@ -20,11 +21,8 @@ from dpbench.results.kernels import (
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.speed_of_light import KernelSpeed
 from dpbench.show.kernels import (
-    Premise,
-    kernel_frame,
-    kernel_table,
+    KernelContext,
     kernel_tables,
-    step_bytes,
     wrapped,
 )
 from dpbench.show.layout import as_markdown, as_text
@@ -133,7 +131,7 @@ def test_without_a_bandwidth_or_a_step_nothing_is_made_up() -> None:
 
 def test_the_text_names_the_top_kernels_and_what_has_no_category() -> None:
     many = [launch(f"kernel_{i}(int)", read_bytes=i * 1e9) for i in range(30)]
-    text = as_text(kernel_tables(fold([*many, launch(FILL)]), Premise("case"), top=3))
+    text = as_text(kernel_tables(fold([*many, launch(FILL)]), KernelContext("case"), top=3))
     assert "case: bytes by kernel (top 3 of 31)" in text
     assert "kernel_29" in text
     assert text.count("kernel_") == 3 + 30  # the table, and the note below
@@ -151,9 +149,9 @@ def test_a_wrapped_name_loses_nothing_and_fits(width: int, monkeypatch: pytest.M
 
 
 def test_markdown_keeps_each_name_whole_and_in_sight() -> None:
-    text = as_markdown(kernel_tables(fold([launch()]), Premise("case")))
+    text = as_markdown(kernel_tables(fold([launch()]), KernelContext("case")))
     assert r"| vectorized_elementwise_kernel\<FillFunctor\> |" in text
 
 
 def test_without_kernels_there_is_no_table() -> None:
-    assert kernel_tables((), Premise("case")) == []
+    assert kernel_tables((), KernelContext("case")) == []

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from dpbench.case import AXES, Case
 from dpbench.files import write_text
 from dpbench.gpu import Gpu
-from dpbench.results.by_trainer import trainer_summary
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
     document,
     environment,
+    trainer_summary,
     write_json,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
-from dpbench.show.by_trainer import trainer_table
-from dpbench.show.summary import summary_tables, write_markdown
+from dpbench.show.summary import summary_tables, trainer_table, write_markdown
 
 UNITS = {"bytes": "B", "seconds": "s"}
 FIGURES = {
@@ -326,3 +325,15 @@ def test_markdown_file_holds_every_table(tmp_path: Path) -> None:
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("#")]
     assert titles == [table.title for table in summary_tables(outcomes)]
     assert "CaseOutOfMemory: CUDA out of memory" in text
+
+
+def test_a_heavy_operator_without_a_rule_is_named_below_the_first_table() -> None:
+    guessed = [
+        OperatorCount("forward", name, 1, size, 0, 0, general_rule=known)
+        for name, size, known in (("aten.i0", 30, True), ("aten.mm", 969, False), ("a.b", 1, True))
+    ]
+    outcome = replace(counted(), operators=tuple(guessed))
+    notes = summary_tables([outcome])[0].notes
+    (warning,) = [note for note in notes if note.startswith("WARNING")]
+    assert "3% of the logical bytes are aten.i0, which has no rule of its own" in warning
+    assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome

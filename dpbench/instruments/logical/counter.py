@@ -7,20 +7,11 @@ PyTorch dispatches, below autograd: forward, backward, optimizer, whoever called
 Why fake tensors are on the CPU
     A build of PyTorch without CUDA can make a fake ``cuda`` tensor, but the autograd engine
     then asks for a CUDA device guard and ends the process. So the tensors say ``cpu``, and the
-    few choices that PyTorch makes by device are made as for CUDA where bytes depend on them:
-    optimizers use ``foreach``. Attention takes the CPU's fused kernel, which
-    has the same operands as CUDA's. Dropout is the one known exception: on CUDA one fused
-    operator, here several.
-
-Values that do not exist
-    An operator whose result's *shape* depends on data (``unique``, ``nonzero``) is given the
-    largest that it can have. A *value* that Python asks for (``loss.item()``) is 1. Both are
-    noted, each with the number that was assumed.
+    choices that PyTorch makes by device are made as for CUDA: see `as_on_cuda`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,21 +28,35 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.logical import rules
+from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
+from dpbench.instruments.logical.memory import LiveMemory
+from dpbench.instruments.logical.stand_ins import (
+    STAND_INS,
+    AssumedValues,
+    UnsupportedOperation,
+)
 
-ALLOCATION_BYTES = 512
-"""PyTorch's CUDA allocator hands out memory in multiples of this."""
+SMALL = 1024
+"""A constant of at most so many elements is known while a model is built."""
+
+CONSTANTS = frozenset(
+    {
+        torch.ops.aten.linspace.default,
+        torch.ops.aten.arange.default,
+        torch.ops.aten.arange.start,
+        torch.ops.aten.arange.start_step,
+    }
+)
+"""Constants that models are built from: the rates of stochastic depth, by layer."""
 
 NOT_WORK = frozenset({"prim", "profiler"})
 """Namespaces of operators that ask or mark something (``prim::device``) and move no data."""
-
-
-class UnsupportedOperation(Exception):
-    """A step does something that cannot be counted without running it for real."""
 
 
 @dataclass
@@ -62,41 +67,6 @@ class Count:
     read_bytes: int = 0
     write_bytes: int = 0
     flops: int = 0
-
-
-class LiveMemory:
-    """Bytes of the tensors alive now, and the most there were at once.
-
-    A tensor's memory is its storage, from the operator that returns it until nothing refers to
-    it any more. PyTorch has `torch.distributed._tools.mem_tracker.MemTracker` for this, but
-    that keeps one peak for everything rather than one a phase, rounds sizes as the CUDA
-    allocator does for tensors on CUDA only, and needs a build with torch.distributed.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def restart_peak(self) -> None:
-        """From here on, ``peak`` is the peak since here."""
-        self.peak = self.now
-
-    def see(self, tensor: Tensor) -> None:
-        """Take note of a tensor's storage and its present size."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        if key not in self._sizes:
-            self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
-        self.now += size - self._sizes.get(key, 0)
-        self._sizes[key] = size
-        self.peak = max(self.peak, self.now)
-
-    def _freed(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-        del self._references[key]
 
 
 class ByteCounter(TorchDispatchMode):
@@ -120,6 +90,8 @@ class ByteCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         converter = fake.fake_tensor_converter.meta_converter
         self._memos = (converter.tensor_memo, converter.describer.lookup_tensor)
+        self._fake = fake
+        self._values = AssumedValues()
         self.memory = LiveMemory()
         self._phase: str | None = None
         self._forget()
@@ -137,6 +109,7 @@ class ByteCounter(TorchDispatchMode):
 
     def start_step(self) -> None:
         self._forget()
+        self._values.forget()
         self._enter(OUTSIDE)
 
     def switch(self, phase: str) -> None:
@@ -169,7 +142,7 @@ class ByteCounter(TorchDispatchMode):
             return func(*args, **kwargs)
         if is_composite(func):  # reaches a mode undecomposed in inference mode
             with self:
-                return func.decompose(*args, **kwargs)
+                return INSTEAD.get(func, func.decompose)(*args, **kwargs)
         device = device_of(func, kwargs)
         out = self._run(func, args, kwargs)
         for memo in self._memos:  # their weak references would make `module.to(dtype)` fail
@@ -185,17 +158,30 @@ class ByteCounter(TorchDispatchMode):
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func in CONSTANTS and self._phase is None and out.numel() <= SMALL:
+                return self._constant(func, args, kwargs)
+            return out
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            stand_in = STAND_INS.get(func)
-            if stand_in is None:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                out = self._values.value(args[0], counted=self._phase is not None)
+                note = "a value that Python asked for was taken to be 1"
+            elif func in STAND_INS:
+                out, note = STAND_INS[func](*args, **kwargs)
+            else:
                 raise UnsupportedOperation(
                     f"what {label(func)} returns depends on data, which does not exist here"
                 ) from error
-            out, note = stand_in(*args, **kwargs)
         if self._phase is not None:
             self.notes[f"{label(func)}: {note}"] += 1
         return out
+
+    def _constant(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A tensor whose values are known, until something unknown is written to it."""
+        with no_dispatch():
+            real = func(*args, **kwargs)
+        converter = self._fake.fake_tensor_converter
+        return converter.from_real_tensor(self._fake, real, make_constant=True)
 
     def _record(
         self, phase: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -221,7 +207,7 @@ def without_data() -> Iterator[ByteCounter]:
     Real tensors from outside may be used; they are taken for their shape.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, ByteCounter(fake) as counter:
+    with as_on_cuda(), fake, ByteCounter(fake) as counter:
         yield counter
 
 
@@ -234,6 +220,8 @@ def label(func: OpOverload) -> str:
 @cache
 def is_composite(func: OpOverload) -> bool:
     """Whether an operator is nothing but calls of others, which are counted instead."""
+    if func is torch.ops.aten._fused_rms_norm.default:  # on CUDA it has a kernel of its own
+        return False
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (
         isinstance(func, OpOverload)
@@ -281,71 +269,3 @@ def _flop_formula(func: OpOverload) -> Callable[..., int] | None:
     packet = func.overloadpacket
     found: Callable[..., int] | None = flop_registry.get(same.get(packet, packet))
     return found
-
-
-def _scalar(self: Tensor) -> tuple[Any, str]:
-    one: bool | int | float = 1.0 if self.is_floating_point() or self.is_complex() else 1
-    return self.dtype is torch.bool or one, "a value that Python asked for was taken to be 1"
-
-
-def _unique_dim(
-    self: Tensor, dim: int, sorted: bool = True, inverse: bool = False, counts: bool = False
-) -> tuple[Any, str]:
-    rows = self.shape[dim]
-    out = (torch.empty_like(self), *(_index(rows if wanted else 0) for wanted in (inverse, counts)))
-    return out, f"all {rows} rows were taken to be distinct"
-
-
-def _unique(
-    self: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False
-) -> tuple[Any, str]:
-    size = self.numel()
-    wheres = _index(*self.shape) if inverse else _index(0)
-    out = (self.new_empty(size), wheres, _index(size if counts else 0))
-    return out, f"all {size} values were taken to be distinct"
-
-
-def _unique_consecutive(
-    self: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
-) -> tuple[Any, str]:
-    if dim is None:
-        return _unique(self, True, inverse, counts)
-    return _unique_dim(self, dim, True, inverse, counts)
-
-
-def _nonzero(self: Tensor) -> tuple[Any, str]:
-    return _index(self.numel(), self.dim()), f"all {self.numel()} were taken to be nonzero"
-
-
-def _masked_select(self: Tensor, mask: Tensor) -> tuple[Any, str]:
-    size = torch.broadcast_shapes(self.shape, mask.shape).numel()
-    return self.new_empty(size), f"all {size} were taken to be selected"
-
-
-def _select(self: Tensor, indices: list[Tensor | None]) -> tuple[Any, str]:
-    positions: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            positions += [_index(index.numel())] * index.dim()
-        else:
-            positions.append(index)
-    out = torch.ops.aten.index.Tensor(self, positions)
-    return out, "every element of a mask was taken to be true"
-
-
-def _index(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int64, device="cpu")
-
-
-_aten = torch.ops.aten
-STAND_INS: Mapping[OpOverload, Callable[..., tuple[Any, str]]] = {
-    _aten._local_scalar_dense.default: _scalar,
-    _aten.unique_dim.default: _unique_dim,
-    _aten._unique2.default: _unique,
-    _aten.unique_consecutive.default: _unique_consecutive,
-    _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
-    _aten.index.Tensor: _select,
-}
-"""For operators whose result depends on data: a result of the largest possible shape, and what
-that assumes. The parameters are those of the operator's schema, in its order."""

@@ -1,7 +1,7 @@
 """Logical bytes: what a step must move, counted operator by operator without a GPU.
 
-The real trainers run on tensors without data. `logical_rules` says how many bytes an operator
-must move, `logical_counter` watches the operators go by; here is the instrument.
+The real trainers run on tensors without data. `rules` says how many bytes an operator must move,
+`counter` watches the operators go by; here is the instrument.
 
 Logical bytes are the floor of an execution that keeps nothing between two operators. On an
 H200 they come within a few percent of the DRAM counters where tensors are larger than the L2
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,8 +24,13 @@ import torch
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.instruments.base import CaseFailed, Instrument, Running
+from dpbench.instruments.logical.apart import CountingApart
+from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
 from dpbench.instruments.logical.counter import ByteCounter, without_data
+from dpbench.instruments.logical.result import LogicalResult
+from dpbench.instruments.logical.stand_ins import users_line
 from dpbench.process.build import build
+from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.training.phases import observed_step
@@ -38,27 +44,8 @@ DEVICE = NO_HARDWARE
 
 
 @dataclass(frozen=True)
-class LogicalResult:
-    """All that counting a case yields.
-
-    Args:
-        rows: ``logical_read_bytes``, ``logical_write_bytes``, ``flops`` and
-            ``peak_memory_bytes``, by phase and for the step.
-        operators: the same bytes and flops by phase and operator, most bytes first.
-        notes: what was assumed about values that do not exist without data.
-        general_rule_operators: operators counted by the general rule because nobody has
-            reviewed one for them.
-    """
-
-    rows: tuple[Measurement, ...]
-    operators: tuple[OperatorCount, ...]
-    notes: tuple[str, ...]
-    general_rule_operators: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Logical(Instrument):
-    """Counts one step of a case in this process; needs neither a GPU nor the case's memory.
+    """Counts one step of a case; needs neither a GPU nor the case's memory.
 
     What counts is the first steady step: one that leaves as many bytes alive as it found, within
     `STEADY`. A step that makes something lasting (momentum, Adam's moments) is the warm-up of
@@ -67,14 +54,16 @@ class Logical(Instrument):
     Args:
         most_steps: how many steps may pass before one is steady; if none is, the last counts,
             and a note says so.
-
-    Raises:
-        ConfigurationError: no step may pass.
+        timeout: seconds that a process of its own may take, which trainers and models from
+            outside are counted in: they may end it, or never end.
+        directory: where the logs of such processes go; None to keep none.
     """
 
     name: ClassVar[str] = "logical"
 
     most_steps: int = 3
+    timeout: float = 600.0
+    directory: Path | None = None
 
     def __post_init__(self) -> None:
         if self.most_steps < 1:
@@ -83,16 +72,17 @@ class Logical(Instrument):
     def check(self) -> None:
         """See `Instrument.check`; there is nothing that could be missing."""
 
-    def start(self, case: Case) -> Counting:
-        """See `Instrument.start`; nothing runs until the rows are asked for."""
-        return Counting(self, case)
+    def start(self, case: Case) -> Running:
+        """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
+        if TRAINERS.is_builtin(case.trainer) and MODELS.is_builtin(case.model):
+            return Counting(self, case)
+        return CountingApart(case, self.most_steps, self.timeout, self.directory)
 
     def count(self, case: Case) -> LogicalResult:
-        """Count a case.
+        """Count a case in this process.
 
         Raises:
             CaseFailed: its step raised, or does what cannot be counted without data.
-            ConfigurationError: the case does not exist.
         """
         try:
             with untouched_torch(), new_objects_collected(), without_data() as counter:
@@ -100,15 +90,14 @@ class Logical(Instrument):
         except DpbenchError:
             raise
         except Exception as error:  # whatever an outside trainer can raise
+            line = users_line(error.__traceback__)
             raise CaseFailed(
                 f"{case.id}: counting logical bytes failed with {type(error).__name__}: {error}"
+                f"{line and f' ({line})'}"
             ) from error
-        return LogicalResult(
-            rows=tuple(_rows(case, counter)),
-            operators=_operators(counter),
-            notes=tuple(f"{note} ({times}×)" for note, times in sorted(counter.notes.items())),
-            general_rule_operators=tuple(sorted(counter.by_general_rule)),
-        )
+        operators = _operators(counter)
+        notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
+        return LogicalResult(tuple(_rows(case, counter)), operators, tuple(notes))
 
     def _run(self, case: Case, counter: ByteCounter) -> None:
         trainer, batches = build(case, torch.device("cpu"), self.most_steps)
@@ -116,7 +105,7 @@ class Logical(Instrument):
         after = alive(counter)
         for batch in batches:
             before = after
-            with observed_step(counter):
+            with untraced(), observed_step(counter):
                 trainer.train_step(batch)
             after = alive(counter)
             if abs(after - before) <= STEADY * before:
@@ -133,11 +122,7 @@ class Counting(Running):
     def rows(self) -> list[Measurement]:
         """The rows of `Logical.count`, which happens here, in this process."""
         result = self.instrument.count(self.case)
-        self.operators = result.operators
-        unreviewed = (
-            f"{name}: counted by the general rule" for name in result.general_rule_operators
-        )
-        self.notes = (*result.notes, *unreviewed)
+        self.operators, self.notes = result.operators, result.notes
         return list(result.rows)
 
     def cancel(self) -> None:
@@ -165,22 +150,6 @@ def new_objects_collected() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was not told otherwise use ``foreach``, its default on CUDA.
-
-    The bytes are the same; Adam's peak memory is not, because its temporary tensors then exist
-    for all parameters at once.
-    """
-    for group in optimizer.param_groups:
-        undecided = "foreach" in group and group["foreach"] is None
-        if undecided and not (
-            group.get("fused")
-            or group.get("differentiable")
-            or isinstance(group.get("lr"), torch.Tensor)
-        ):
-            group["foreach"] = True
 
 
 @contextmanager
@@ -228,7 +197,14 @@ def _rows(case: Case, counter: ByteCounter) -> Iterator[Measurement]:
 
 def _operators(counter: ByteCounter) -> tuple[OperatorCount, ...]:
     listed = [
-        OperatorCount(phase, operator, c.calls, c.read_bytes, c.write_bytes, c.flops)
-        for (phase, operator), c in counter.counts.items()
+        OperatorCount(
+            *where,
+            count.calls,
+            count.read_bytes,
+            count.write_bytes,
+            count.flops,
+            general_rule=where[1] in counter.by_general_rule,
+        )
+        for where, count in counter.counts.items()
     ]
     return tuple(sorted(listed, key=lambda count: -count.total_bytes))

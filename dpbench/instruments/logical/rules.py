@@ -38,6 +38,7 @@ Scatters in place
 Fused attention
     The kernels read query, key and value and write output and logsumexp; the backward
     reads those five and the output's gradient and writes three gradients: the general rule.
+    Dropout inside is drawn again from two numbers, and moves nothing.
 
 Scratch memory inside an operator is not counted: another kernel could do without it.
 """
@@ -89,6 +90,9 @@ UNREAD: Mapping[str, str] = {
     "nll_loss_backward": "self",
     "nll_loss2d_backward": "self",
     "native_layer_norm_backward": "bias",
+    "max_pool2d_with_indices_backward": "self",
+    "avg_pool2d_backward": "self",
+    "_adaptive_avg_pool2d_backward": "self",
 }
 """Tensor arguments that are there for their shape and dtype alone."""
 
@@ -118,10 +122,12 @@ REVIEWED = _names(
     _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
     _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
     native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
-    convolution convolution_backward
+    native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward
+    convolution convolution_backward max_pool2d_with_indices max_pool2d_with_indices_backward
+    avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
     relu threshold_backward gelu gelu_backward silu silu_backward tanh tanh_backward sigmoid
     sigmoid_backward softplus softplus_backward leaky_relu leaky_relu_backward
-    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    _softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
     nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
     mse_loss mse_loss_backward native_dropout native_dropout_backward
     embedding embedding_dense_backward index_select gather take index index_put index_add

@@ -15,11 +15,7 @@ LIBRARIES = ("plotly", "jinja2")
 
 
 def check_libraries() -> None:
-    """Find out, without importing them, whether the libraries that draw the page are there.
-
-    Raises:
-        ConfigurationError: one is missing; the message says how to install it.
-    """
+    """Refuse to draw where a library is missing, without importing those that are there."""
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         raise ConfigurationError(

@@ -9,9 +9,11 @@ from typing import cast
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
+from dpbench.results.frame import IN_CACHE_BYTES, with_logical
 from dpbench.results.rows import STEP
 from dpbench.show.html.source import KEYS
-from dpbench.show.tables import IN_CACHE_BYTES, SHOWN_SHARE
+from dpbench.show.tables import SHOWN_SHARE
+from dpbench.show.view import Column, column, shown_by_default
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,8 @@ LOGICAL = Basis(
 
 def basis_of(summary: pd.DataFrame) -> Basis | None:
     """Measured bytes where there are any, else counted ones, else None."""
-    for basis in (DRAM, LOGICAL):
-        if not bytes_of(summary, basis).empty:
-            return basis
-    return None
+    bases = (basis for basis in (DRAM, LOGICAL) if not bytes_of(summary, basis).empty)
+    return next(bases, None)
 
 
 def bytes_of(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
@@ -69,8 +69,8 @@ def bytes_of(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
 
 def step_bytes(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
     """The rows of a basis for whole steps."""
-    found = bytes_of(summary, basis)
-    return found[found.phase == STEP]
+    rows = bytes_of(summary, basis)
+    return rows[rows.phase == STEP]
 
 
 def cautions(summary: pd.DataFrame, basis: Basis) -> list[str]:
@@ -91,13 +91,12 @@ def by_phase(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
     A phase is left out if no case moves `SHOWN_SHARE` of its step there; a case that was
     measured for the whole step only has NaN in its phases.
     """
-    found = bytes_of(summary, basis)
-    wide = _pivot(found, "phase", "value")
+    rows = bytes_of(summary, basis)
+    wide = _pivot(rows, "phase", "value")
     if STEP not in wide:
         wide[STEP] = float("nan")
-    known = [name for name in ALL_PHASES if name in wide]
-    shown = [name for name in known if (wide[name] > SHOWN_SHARE * wide[STEP]).any()]
-    ratio = found[found.phase == STEP].set_index(KEYS).ratio
+    shown = [name for name in phases_of(wide) if (wide[name] > SHOWN_SHARE * wide[STEP]).any()]
+    ratio = rows[rows.phase == STEP].set_index(KEYS).ratio
     return wide[[*KEYS, *shown, STEP]].join(ratio, on=KEYS)
 
 
@@ -108,17 +107,17 @@ def phases_of(wide: pd.DataFrame) -> list[str]:
 
 def ratios(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
     """Whole-step rows of all trainers but the baseline, where there is a ratio."""
-    found = step_bytes(summary, basis)
-    return found[(found.trainer != BASELINE_TRAINER) & found.ratio.notna()]
+    rows = step_bytes(summary, basis)
+    return rows[(rows.trainer != BASELINE_TRAINER) & rows.ratio.notna()]
 
 
-def series(found: pd.DataFrame, along: str) -> Iterator[tuple[str, int, pd.DataFrame]]:
+def series(ratios: pd.DataFrame, along: str) -> Iterator[tuple[str, int, pd.DataFrame]]:
     """Ratios along one axis of the grid: title, the other axis's value, the rows.
 
     Only series in which some trainer has two points or more.
     """
     other = {"seq_len": "batch_size", "batch_size": "seq_len"}[along]
-    for key, rows in found.groupby(["title", other], sort=False):
+    for key, rows in ratios.groupby(["title", other], sort=False):
         title, value = cast("tuple[str, int]", key)
         if (rows.groupby("trainer")[along].nunique() > 1).any():
             yield title, value, rows.sort_values(along, kind="stable")
@@ -132,65 +131,36 @@ def memory_against_bytes(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
     return moved.join(peaks.rename("peak"), on=KEYS).dropna(subset="peak")
 
 
-def by_batch(found: pd.DataFrame) -> Iterator[tuple[str, int, pd.DataFrame]]:
-    """Rows by configuration and batch size, those of a trainer by sequence length."""
-    ordered = found.sort_values("seq_len", kind="stable")
-    for key, rows in ordered.groupby(["title", "batch_size"]):
-        title, batch = cast("tuple[str, int]", key)
-        yield title, batch, rows
-
-
-def with_logical(summary: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame:
-    """Logical counts of the cases that have them, by phase: one column per metric.
-
-    A case that was counted in several runs has the counts of the first: they depend on nothing
-    but the case and the versions that counted it.
-
-    Args:
-        summary: of `summary_of`.
-        metrics: the metric behind each new column.
-    """
-    counted = summary[~summary.measured & summary.metric.isin(metrics.values())]
-    keys = [*AXES, "phase"]
-    wide = counted.drop_duplicates([*keys, "metric"]).pivot(
-        index=keys, columns="metric", values="value"
-    )
-    return wide.reindex(columns=list(metrics.values())).set_axis(list(metrics), axis=1)
-
-
 def measured_against_logical(summary: pd.DataFrame) -> pd.DataFrame:
-    """Measured DRAM bytes of each step (``value``) with the ``logical`` ones of the same case.
+    """Measured DRAM bytes of each step with the ``logical`` ones of the same case.
 
-    ``over_logical`` is measured ÷ logical, as everywhere else; NaN where nothing was counted.
+    ``over_logical`` is measured ÷ logical, as everywhere else; NaN where nothing was counted. A
+    case that was counted in several runs has the counts of the first: they depend on nothing but
+    the case and the versions that counted it.
     """
-    logical = with_logical(summary, {"logical": "logical_bytes"})
-    found = step_bytes(summary, DRAM).join(logical, on=[*AXES, "phase"]).dropna(subset="logical")
-    return found.assign(over_logical=found.value / found.logical.where(found.logical != 0))
+    counted = step_bytes(summary, LOGICAL).drop_duplicates(list(AXES))
+    both = with_logical(pd.concat([step_bytes(summary, DRAM), counted]))
+    return both[both.measured].dropna(subset="logical")
 
 
-STEP_METRICS = (
-    "dram_read_bytes",
-    "dram_write_bytes",
-    "dram_bytes",
-    "logical_bytes",
-    "l2_total_bytes",
-    "peak_memory_bytes",
-    "step_time_seconds",
-    "samples_per_second",
-)
-"""What the table of cases shows of whole steps, where it was measured or counted."""
+def case_columns() -> list[Column]:
+    """What the table of cases shows of whole steps, where it was measured or counted."""
+    usual = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
+    return list(dict.fromkeys([*usual, column("samples_per_second")]))
 
 
 def by_case(summary: pd.DataFrame) -> pd.DataFrame:
-    """One row per case and premise: values of `STEP_METRICS`, and ``METRIC/ratio`` of bytes."""
-    step = summary[(summary.phase == STEP) & summary.metric.isin(STEP_METRICS)]
+    """One row per case and premise, with those of `case_columns` for which there are rows."""
+    step = summary[summary.phase == STEP]
     keys = [*KEYS, "measured"]
-    values = _pivot(step, "metric", "value", keys)
-    of_bytes = step[step.metric.isin(["dram_bytes", "logical_bytes", "l2_total_bytes"])]
-    quotients = _pivot(of_bytes, "metric", "ratio", keys).set_index(keys).add_suffix("/ratio")
-    wide = values.join(quotients, on=keys)
-    columns = [name for metric in STEP_METRICS for name in (metric, f"{metric}/ratio")]
-    return wide[[*keys, *(name for name in columns if name in wide)]]
+    parts = [
+        step.loc[step.metric == shown.metrics[0], [*keys, shown.kind]]
+        .rename(columns={shown.kind: "number"})
+        .assign(column=shown.name)
+        for shown in case_columns()
+    ]
+    wide = _pivot(pd.concat(parts).sort_index(kind="stable"), "column", "number", keys)
+    return wide[[*keys, *(shown.name for shown in case_columns() if shown.name in wide)]]
 
 
 def _pivot(

@@ -9,10 +9,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dpbench.show.html import data
-from dpbench.show.html.drawing import GIGA, ROW, Material, axis, cells, panel, trainer_axis
+from dpbench.show.html.drawing import GIGA, Material, axis, bar_panel, cells, label_trace
 from dpbench.show.html.palette import NEUTRAL, Style
-from dpbench.show.html.parts import CASE, GB, Chart, Column, DataTable, Key, Panel, lines
-from dpbench.show.html.source import cell_label
+from dpbench.show.html.parts import CASE, Chart, DataTable, Key, Panel, lines
+from dpbench.show.layout import gigabytes, written
 
 NEEDS_LOGICAL = (
     "These runs hold no logical counts of the measured cases. The option --with-logical of "
@@ -23,25 +23,22 @@ NEEDS_LOGICAL = (
 def against_logical(material: Material) -> Chart:
     """Measured against logical bytes, one panel per cell: two marks, told apart by shape."""
     title = "Measured against logical bytes"
-    found = data.measured_against_logical(material.summary)
-    if found.empty:
+    both = data.measured_against_logical(material.summary)
+    if both.empty:
         measured = not data.step_bytes(material.summary, data.DRAM).empty
         why = NEEDS_LOGICAL if measured else "No DRAM bytes were measured in these runs."
         return Chart("logical", title, missing=why)
-    longest = max(*found.value, *found.logical) / GIGA  # one scale for all panels
-    panels = [
-        _pairs(f"{what}, {cell_label(batch, seq)}", rows, longest, material.look)
-        for what, batch, seq, rows in cells(found)
-    ]
+    longest = max(*both.value, *both.logical) / GIGA  # one scale for all panels
+    panels = [_pairs(what, rows, longest, material.look) for what, rows in cells(both)]
     table = DataTable.of(
         "DRAM bytes of one step, measured, beside logical bytes, counted without hardware",
-        found,
-        [
-            *CASE,
-            Column("measured, GB", "value", GB),
-            Column("logical (counted), GB", "logical", GB),
-            Column("measured ÷ logical", "over_logical", "{:.3f}".format),
-        ],
+        both,
+        {
+            **CASE,
+            "value": "measured, GB",
+            "logical": "logical (counted), GB",
+            "over_logical": "measured ÷ logical",
+        },
     )
     keys = [
         Key("●", "measured: DRAM bytes, by hardware counters"),
@@ -57,54 +54,39 @@ def against_logical(material: Material) -> Chart:
 
 def _pairs(title: str, rows: pd.DataFrame, longest: float, look: Mapping[str, Style]) -> Panel:
     trainers = rows.trainer.tolist()
-    colours = [look[name].colour for name in rows.trainer]
-    measured, logical = (rows.value / GIGA).tolist(), (rows.logical / GIGA).tolist()
-    joined = zip(trainers, measured, logical, strict=True)
-    bars = [(x, name) for name, a, b in joined for x in (a, b, None)]
-    shared: dict[str, Any] = {"y": trainers, "hoverinfo": "text", "cliponaxis": False}
+    joined = zip(trainers, rows.value / GIGA, rows.logical / GIGA, strict=True)
+    ends = [(x, name) for name, a, b in joined for x in (a, b, None)]
+    line = go.Scatter(
+        x=[x for x, _ in ends],
+        y=[name for _, name in ends],
+        mode="lines",
+        line={"color": NEUTRAL, "width": 2},
+        hoverinfo="skip",
+    )
+    open_mark = {"symbol": "diamond-open", "size": 13, "line": {"width": 2.5}}
+    labels = [written(quotient, "   {:.2f}".format, "") for quotient in rows.over_logical]
     traces = [
-        go.Scatter(
-            x=[x for x, _ in bars],
-            y=[name for _, name in bars],
-            mode="lines",
-            line={"color": NEUTRAL, "width": 2},
-            hoverinfo="skip",
-        ),
-        go.Scatter(
-            **shared,
-            x=logical,
-            mode="markers",
-            marker={"symbol": "diamond-open", "size": 13, "color": colours, "line": {"width": 2.5}},
-            hovertext=[
-                lines(name, f"logical (counted): {GB(v)} GB")
-                for name, v in zip(rows.trainer, rows.logical, strict=True)
-            ],
-        ),
-        go.Scatter(
-            **shared,
-            x=measured,
-            mode="markers",
-            marker={"symbol": "circle", "size": 11, "color": colours},
-            hovertext=[
-                lines(name, f"measured: {GB(v)} GB")
-                for name, v in zip(rows.trainer, rows.value, strict=True)
-            ],
-        ),
-        go.Scatter(
-            y=trainers,
-            x=[longest] * len(rows),
-            mode="text",
-            textposition="middle right",
-            text=["" if pd.isna(q) else f"   {q:.2f}" for q in rows.over_logical],
-            cliponaxis=False,
-            hoverinfo="skip",
-        ),
+        line,
+        _marks(rows, "logical", "logical (counted)", look, open_mark),
+        _marks(rows, "value", "measured", look, {"symbol": "circle", "size": 11}),
+        label_trace(trainers, [longest] * len(rows), labels),
     ]
-    return panel(
-        title,
-        traces,
-        58 + ROW * len(rows),
-        margin={"l": 10, "r": 60, "t": 6, "b": 46},
-        xaxis=axis("GB per step", range=[0, longest * 1.02 or 1]),
-        yaxis=trainer_axis(trainers),
+    across = axis("GB per step", range=[0, longest * 1.02 or 1])
+    return bar_panel(title, traces, trainers, labels, xaxis=across)
+
+
+def _marks(
+    rows: pd.DataFrame, column: str, what: str, look: Mapping[str, Style], marker: dict[str, Any]
+) -> Any:
+    return go.Scatter(
+        y=rows.trainer.tolist(),
+        x=(rows[column] / GIGA).tolist(),
+        mode="markers",
+        marker={**marker, "color": [look[name].colour for name in rows.trainer]},
+        cliponaxis=False,
+        hoverinfo="text",
+        hovertext=[
+            lines(name, f"{what}: {gigabytes(value)} GB")
+            for name, value in zip(rows.trainer, rows[column], strict=True)
+        ],
     )

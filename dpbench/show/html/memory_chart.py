@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from dpbench.show.html import data
-from dpbench.show.html.drawing import GIGA, Material, axis, panel, trainer_keys
+from dpbench.show.html.drawing import (
+    GIGA,
+    Material,
+    axis,
+    level,
+    panel,
+    trainer_keys,
+    trainer_trace,
+)
 from dpbench.show.html.palette import NEUTRAL
-from dpbench.show.html.parts import CASE, GB, Chart, Column, DataTable, Panel, lines
+from dpbench.show.html.parts import CASE, Chart, DataTable, Panel, lines
 from dpbench.show.html.source import cell_label
+from dpbench.show.layout import gigabytes
 
 
 def memory(material: Material, capacity: Mapping[str, float]) -> Chart:
-    """Peak memory against bytes; one panel per configuration."""
+    """Peak memory against bytes; one panel per configuration and batch size.
+
+    Args:
+        material: of the page.
+        capacity: the memory of each device, B.
+    """
     basis = material.basis
-    found = data.memory_against_bytes(material.summary, basis)
+    points = data.memory_against_bytes(material.summary, basis)
     title = f"Peak memory against {basis.name}"
-    if found.empty:
+    if points.empty:
         return Chart(
             "memory",
             title,
@@ -30,109 +43,96 @@ def memory(material: Material, capacity: Mapping[str, float]) -> Chart:
     premise = basis.premise
     if basis.measured:
         premise = "bytes by hardware counters, peak memory in a second, unprofiled process"
-    reach = _reach(found, capacity)
+    reach = _reach(points, capacity)
     panels = [
-        _scatter(
-            f"{what}, batch {batch}",
-            rows,
-            material,
-            reach,
-            capacity.get(str(rows.device.iloc[0])),
+        _scatter(*cast("tuple[str, int]", key), rows, material, reach, capacity)
+        for key, rows in points.sort_values("seq_len", kind="stable").groupby(
+            ["title", "batch_size"]
         )
-        for what, batch, rows in data.by_batch(found)
     ]
     table = DataTable.of(
         f"Peak memory and {basis.name} of one step ({premise})",
-        found,
-        [*CASE, Column(f"{basis.name}, GB", "value", GB), Column("peak memory, GB", "peak", GB)],
+        points,
+        {**CASE, "value": f"{basis.name}, GB", "peak": "peak memory, GB"},
     )
     notes = [
         "Where a panel has several sequence lengths, they stand at the marks that there is room "
         "at, and a line joins those of a trainer, the shortest at the left."
     ]
-    keys = trainer_keys(material.look, found.trainer)
+    keys = trainer_keys(material.look, points.trainer)
     return Chart("memory", title, premise, panels, keys, table, notes)
 
 
-def _reach(found: pd.DataFrame, capacity: Mapping[str, float]) -> tuple[float, float]:
+def _reach(points: pd.DataFrame, capacity: Mapping[str, float]) -> tuple[float, float]:
     """Where the axes of all panels end, GB: of bytes, and of peak memory.
 
     The memory of a GPU is in sight where some case takes a good part of it.
     """
-    right, top = float(found.value.max()) * 1.1 / GIGA, float(found.peak.max()) * 1.15 / GIGA
-    sizes = [capacity[device] / GIGA for device in set(found.device) if device in capacity]
+    right, top = float(points.value.max()) * 1.1 / GIGA, float(points.peak.max()) * 1.15 / GIGA
+    sizes = [capacity[device] / GIGA for device in set(points.device) if device in capacity]
     return right or 1.0, max([top or 1.0, *(size * 1.12 for size in sizes if top > 0.4 * size)])
 
 
-def _apart(rows: pd.DataFrame, reach: tuple[float, float]) -> set[Any]:
-    """The rows whose sequence length there is room for beside their marks, by index."""
-    said: dict[Any, tuple[float, float]] = {}
-    for at, value, peak in zip(rows.index, rows.value, rows.peak, strict=True):
-        x, y = value / GIGA / reach[0], peak / GIGA / reach[1]
-        if all(abs(x - other) > 0.09 or abs(y - level) > 0.06 for other, level in said.values()):
-            said[at] = x, y
-    return set(said)
+def _lengths_with_room(points: pd.DataFrame, reach: tuple[float, float]) -> pd.Series[str]:
+    """The sequence length beside each mark; empty where another stands too near."""
+    if points.seq_len.nunique() == 1:
+        return pd.Series("", index=points.index)
+    placed: dict[Any, tuple[float, float]] = {}
+    for at, x, y in zip(points.index, points.x / reach[0], points.y / reach[1], strict=True):
+        if all(
+            abs(x - other) > 0.09 or abs(y - height) > 0.06 for other, height in placed.values()
+        ):
+            placed[at] = x, y
+    return points.seq_len.astype(str).where(points.index.isin(list(placed)), "")
 
 
 def _scatter(
-    title: str,
+    configuration: str,
+    batch: int,
     rows: pd.DataFrame,
     material: Material,
     reach: tuple[float, float],
-    capacity: float | None,
+    capacity: Mapping[str, float],
 ) -> Panel:
-    look = material.look
-    lengths = sorted(set(rows.seq_len))
-    if len(lengths) == 1:
-        title = f"{title} × sequence {lengths[0]}"
-    said = _apart(rows, reach) if len(lengths) > 1 else set()
-    traces = [
-        go.Scatter(
-            x=(group.value / GIGA).tolist(),
-            y=(group.peak / GIGA).tolist(),
-            mode="lines+markers+text",
-            line={"color": look[str(trainer)].colour, "dash": look[str(trainer)].dash, "width": 1},
-            marker={"symbol": look[str(trainer)].symbol, "size": 12},
-            text=[str(seq) if at in said else "" for at, seq in group.seq_len.items()],
-            textposition="top center",
-            textfont={"size": 11},
-            cliponaxis=False,
-            hoverinfo="text",
-            hovertext=[
-                lines(
-                    trainer,
-                    cell_label(row["batch_size"], row["seq_len"]),
-                    f"{GB(row['value'])} GB moved",
-                    f"{GB(row['peak'])} GB at peak",
-                )
-                for row in group.to_dict("records")
-            ],
-        )
-        for trainer, group in rows.groupby("trainer", sort=False)
-    ]
-    layout: dict[str, Any] = {}
-    if capacity and capacity / GIGA < reach[1]:
-        line = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
-        level = {"y0": capacity / GIGA, "y1": capacity / GIGA}
-        layout["shapes"] = [
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": line, **level}
-        ]
-        layout["annotations"] = [
-            {
-                "xref": "paper",
-                "x": 0.01,
-                "y": capacity / GIGA,
-                "showarrow": False,
-                "yanchor": "bottom",
-                "xanchor": "left",
-                "text": f"memory of the GPU, {GB(capacity)} GB",
-            }
-        ]
+    lengths = set(rows.seq_len)
+    title = f"batch {batch}" if len(lengths) > 1 else cell_label(batch, lengths.pop())
+    points = rows.assign(x=rows.value / GIGA, y=rows.peak / GIGA)
+    labels = _lengths_with_room(points, reach)
+    traces = []
+    for name, group in points.groupby("trainer", sort=False):
+        style, said = material.look[str(name)], [_said(row) for row in group.to_dict("records")]
+        trace = trainer_trace(group.x.tolist(), group.y.tolist(), style, 1, 12, said)
+        text = {"text": labels[group.index].tolist(), "textfont": {"size": 11}}
+        traces.append(trace.update(text, mode="lines+markers+text", textposition="top center"))
+    size = capacity.get(str(rows.device.iloc[0]))
     return panel(
-        title,
+        f"{configuration}, {title}",
         traces,
         380,
         xaxis=axis(material.basis.short, range=[0, reach[0]]),
         yaxis=axis(f"peak memory, GB ({material.basis.verb})", range=[0, reach[1]]),
-        **layout,
+        **(_capacity_line(size) if size and size / GIGA < reach[1] else {}),
     )
+
+
+def _said(row: Mapping[Any, Any]) -> str:
+    return lines(
+        row["trainer"],
+        cell_label(row["batch_size"], row["seq_len"]),
+        f"{gigabytes(row['value'])} GB moved",
+        f"{gigabytes(row['peak'])} GB at peak",
+    )
+
+
+def _capacity_line(size: float) -> dict[str, Any]:
+    """A line at the memory of the GPU, with its name upon it."""
+    note = {
+        "xref": "paper",
+        "x": 0.01,
+        "y": size / GIGA,
+        "showarrow": False,
+        "yanchor": "bottom",
+        "xanchor": "left",
+        "text": f"memory of the GPU, {gigabytes(size)} GB",
+    }
+    return {"shapes": [level(size / GIGA, NEUTRAL, "dash")], "annotations": [note]}

@@ -9,42 +9,35 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES
+from dpbench.metrics import unit
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS
 from dpbench.show.groups import in_order
 from dpbench.show.html import data
 from dpbench.show.html.data import Basis
-from dpbench.show.html.parts import (
-    CASE,
-    GB,
-    Cell,
-    Column,
-    DataTable,
-    exact,
-    milliseconds,
-    times,
-)
-from dpbench.show.html.source import COUNTED, Source, fate
-from dpbench.show.layout import ABSENT
+from dpbench.show.html.parts import CASE, Cell, DataTable, Writer, exact, milliseconds, times
+from dpbench.show.html.source import UNMEASURED, Source, fate
+from dpbench.show.layout import ABSENT, gigabytes
+from dpbench.show.view import Column
 
 
 def headline(sources: Sequence[Source], summary: pd.DataFrame) -> list[str]:
     """What the page is about, in sentences: cases, devices, premises, failures."""
     measured = summary[summary.measured]
-    counted = summary[~summary.measured]
-    sentences = []
-    for rows, what in ((measured, "measured"), (counted, "counted without hardware")):
-        if not rows.empty:
-            cases = len(rows[["run", *AXES]].drop_duplicates())
-            where = ", ".join(sorted(set(rows.device))) if what == "measured" else ""
-            on = f" on {where}" if where else ""
-            sentences.append(f"{cases} {'case' if cases == 1 else 'cases'} {what}{on}.")
-    if not sentences:
-        sentences.append("No number was measured or counted.")
+    counts = Counter(
+        {
+            f"measured on {', '.join(sorted(set(measured.device)))}": _cases_in(measured),
+            "counted without hardware": _cases_in(summary[~summary.measured]),
+        }
+    )
     fates = Counter(fate(case["error"]) for source in sources for case in source.failures)
-    for what, cases in sorted(fates.items()):
-        sentences.append(f"{cases} {'case' if cases == 1 else 'cases'} {what}.")
-    return sentences
+    said = [(n, what) for what, n in (*counts.items(), *sorted(fates.items())) if n]
+    sentences = [f"{n} {'case' if n == 1 else 'cases'} {what}." for n, what in said]
+    return sentences if counts.total() else ["No number was measured or counted.", *sentences]
+
+
+def _cases_in(summary: pd.DataFrame) -> int:
+    return len(summary[["run", *AXES]].drop_duplicates())
 
 
 def trainers(sources: Sequence[Source], summary: pd.DataFrame, basis: Basis) -> DataTable:
@@ -59,68 +52,71 @@ def trainers(sources: Sequence[Source], summary: pd.DataFrame, basis: Basis) -> 
     )
     each = cases.groupby(list(AXES), sort=False, as_index=False).failed.any()
     counts = each.groupby("trainer", sort=False).failed.agg(cases="size", failed="sum")
-    counts = counts.reset_index()
-    columns = [
-        Column("trainer", "trainer"),
-        Column("cases", "cases"),
-        Column("without a result", "failed"),
-    ]
     ratios = data.ratios(summary, basis).groupby("trainer").ratio.agg(["min", "max"])
     peaks = data.memory_against_bytes(summary, basis).groupby("trainer").peak.max()
-    counts = counts.join(ratios, on="trainer").join(peaks, on="trainer")
-    columns += [
-        Column(f"smallest {basis.name} ÷ standard", "min", times),
-        Column(f"largest {basis.name} ÷ standard", "max", times),
-        Column(f"largest peak memory, GB ({basis.verb})", "peak", GB),
-    ]
-    counts = counts.iloc[counts.trainer.map(TRAINERS.rank).argsort(kind="stable")]
-    return DataTable.of("Trainers", counts, columns)
-
-
-_HEADERS: dict[str, Column] = {
-    "dram_read_bytes": Column("DRAM read, GB", "dram_read_bytes", GB),
-    "dram_write_bytes": Column("DRAM write, GB", "dram_write_bytes", GB),
-    "dram_bytes": Column("DRAM total, GB", "dram_bytes", GB),
-    "dram_bytes/ratio": Column("DRAM ÷ standard", "dram_bytes/ratio", times),
-    "logical_bytes": Column("logical, GB (counted)", "logical_bytes", GB),
-    "logical_bytes/ratio": Column("logical ÷ standard", "logical_bytes/ratio", times),
-    "l2_total_bytes": Column("L2 total, GB", "l2_total_bytes", GB),
-    "l2_total_bytes/ratio": Column("L2 ÷ standard", "l2_total_bytes/ratio", times),
-    "peak_memory_bytes": Column("peak memory, GB", "peak_memory_bytes", GB),
-    "step_time_seconds": Column("step, ms", "step_time_seconds", milliseconds),
-    "samples_per_second": Column("samples/s", "samples_per_second", "{:.2f}".format),
-}
+    table = counts.join(ratios).join(peaks).reset_index()
+    table = table.iloc[table.trainer.map(TRAINERS.rank).argsort(kind="stable")]
+    headers = {
+        "trainer": "trainer",
+        "cases": "cases",
+        "failed": "without a result",
+        "min": f"smallest {basis.name} ÷ standard",
+        "max": f"largest {basis.name} ÷ standard",
+        "peak": f"largest peak memory, GB ({basis.verb})",
+    }
+    return DataTable.of("Trainers", table, headers)
 
 
 def cases(summary: pd.DataFrame, failed: pd.DataFrame) -> DataTable:
     """Whole steps, one line per case and premise; failed cases with their error."""
     wide = data.by_case(summary)
+    columns = [column for column in data.case_columns() if column.name in wide]
+    numbers = {column.name: _header(column) for column in columns}
     if not failed.empty:
-        names = ["run", "title", "device", *AXES, "error"]
-        found = failed[names].rename(columns={"error": "failure"})
-        wide = pd.concat([wide, found], ignore_index=True)
-        keys = ["run", "title", *AXES]  # what was measured before the failure has its own line
-        wide["failure"] = wide.groupby(keys).failure.transform("first")
-        numbers = [name for name in wide if name in _HEADERS]
-        empty = wide[numbers].isna().all(axis=1) & wide.duplicated(keys, keep=False)
-        wide = in_order(wide[~empty])
+        wide = _with_errors(wide, failed, list(numbers))
     premise = wide.measured.map({True: "measured", False: "counted"})
     wide = wide.assign(premise=premise.where(premise.notna(), ABSENT))
-    columns = [Column("run", "run")] if wide.run.nunique() > 1 else []
-    columns += [*CASE, Column("premise", "premise")]
-    columns += [column for name, column in _HEADERS.items() if name in wide]
-    if "failure" in wide:
-        columns.append(Column("error", "failure"))
+    headers = {
+        **({"run": "run"} if wide.run.nunique() > 1 else {}),
+        **CASE,
+        "premise": "premise",
+        **numbers,
+        **({} if failed.empty else {"error": "error"}),
+    }
     caption = "One step of each case: means over the steps, medians of times; exact when pointed at"
-    return DataTable.of(caption, wide, columns)
+    return DataTable.of(caption, wide, headers, **{c.name: _writer(c) for c in columns})
+
+
+def _with_errors(wide: pd.DataFrame, failed: pd.DataFrame, numbers: list[str]) -> pd.DataFrame:
+    """The cases and those that failed; what was measured before a failure has its own line."""
+    keys = ["run", "title", *AXES]
+    wide = pd.concat([wide, failed[[*keys, "device", "error"]]], ignore_index=True)
+    wide["error"] = wide.groupby(keys).error.transform("first")
+    empty = wide[numbers].isna().all(axis=1) & wide.duplicated(keys, keep=False)
+    return in_order(wide[~empty])
+
+
+def _header(column: Column) -> str:
+    """The header of a column of the tables, on one line, with its unit."""
+    header = column.header.replace("\n", " ")
+    header = header.replace("÷ std", "÷ standard").replace("mem.", "memory")
+    return f"{header}, GB" if _writer(column) is gigabytes else header
+
+
+def _writer(column: Column) -> Writer:
+    """How its numbers are written."""
+    if column.kind != "value":
+        return times
+    by_unit: dict[str, Writer] = {"B": gigabytes, "s": milliseconds}
+    return by_unit.get(unit(column.name), "{:.2f}".format)
 
 
 def failures(failed: pd.DataFrame) -> DataTable | None:
     """The cases without a result and why, or None."""
     if failed.empty:
         return None
-    columns = [Column("run", "run"), *CASE, Column("error", "error"), Column("message", "message")]
-    return DataTable.of("Cases that failed or were skipped", in_order(failed), columns)
+    headers = {"run": "run", **CASE, "error": "error", "message": "message"}
+    return DataTable.of("Cases that failed or were skipped", in_order(failed), headers)
 
 
 def every_row(sources: Sequence[Source]) -> DataTable:
@@ -132,20 +128,16 @@ def every_row(sources: Sequence[Source]) -> DataTable:
     if same and len(frame) > 1:
         caption += "; the same in all: " + ", ".join(f"{n} {frame[n].iloc[0]}" for n in same)
         names = [name for name in names if name not in same]
-    writers = {"value": exact}
-    return DataTable.of(
-        caption,
-        frame,
-        [Column(name.replace("_", " "), name, writers.get(name, str)) for name in names],
-    )
+    headers = {name: name.replace("_", " ") for name in names}
+    return DataTable.of(caption, frame, headers, value=exact)
 
 
 def environments(sources: Sequence[Source]) -> DataTable:
     """What each run was measured on and with, one column per run."""
     described = [dict(_about(source)) for source in sources]
-    names = dict.fromkeys(name for found in described for name in found)
+    names = dict.fromkeys(name for about in described for name in about)
     rows = [
-        [Cell(text, text) for text in (name, *(found.get(name, ABSENT) for found in described))]
+        [Cell(text, text) for text in (name, *(about.get(name, ABSENT) for about in described))]
         for name in names
     ]
     headers = ["", *(source.label for source in sources)]
@@ -154,7 +146,7 @@ def environments(sources: Sequence[Source]) -> DataTable:
 
 def _about(source: Source) -> Iterator[tuple[str, str]]:
     for (instrument, device), rows in source.frame.groupby(["instrument", "device"], sort=True):
-        how = "counted without hardware" if instrument == COUNTED else f"measured on {device}"
+        how = "counted without hardware" if instrument == UNMEASURED else f"measured on {device}"
         yield f"rows of {instrument}", f"{len(rows)}, {how}: {'; '.join(sorted(set(rows.tool)))}"
     yield "cases", f"{len(source.cases)}, {len(source.failures)} without a result"
     yield from _flat(source.environment)
@@ -169,7 +161,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         elif value is None:
             yield name, ABSENT
         elif str(key).endswith("_bytes") and isinstance(value, int | float):
-            yield name.removesuffix(" bytes"), f"{GB(value)} GB"
+            yield name.removesuffix(" bytes"), f"{gigabytes(value)} GB"
         elif isinstance(value, list):
             yield name, ", ".join(map(str, value)) or ABSENT
         else:

@@ -25,11 +25,7 @@ from dpbench.show.html.source import Source
 
 
 def write_html(path: Path, sources: Sequence[Source]) -> None:
-    """Write the page of some runs.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the page of some runs."""
     write_text(path, render(sources))
 
 
@@ -53,7 +49,7 @@ def render(sources: Sequence[Source]) -> str:
     return environment.get_template("report.html.j2").render(
         title=", ".join(source.label for source in sources),
         headline=overview.headline(sources, summary),
-        trainers=overview.trainers(sources, material.summary, material.basis),
+        trainers=overview.trainers(sources, summary, material.basis),
         failures=overview.failures(failed),
         charts=draw(sources, material),
         cases=overview.cases(summary, failed),

@@ -9,25 +9,33 @@ symbol and a dash of their own as well.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dpbench.case import OUTSIDE
-
-PHASE_COLOURS = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "clip": "#D55E00",
-    "noise": "#CC79A7",
-    "optimizer": "#009E73",
-    OUTSIDE: "#8C8C8C",
-}
 
 NEUTRAL = "#8C8C8C"
 """Visible on white and on black."""
 
 
-@dataclass(frozen=True)
-class Style:
+class PhaseStyle(NamedTuple):
+    """How a phase is drawn: its colour, plotly's symbol, and the same as text."""
+
+    colour: str
+    symbol: str
+    glyph: str
+
+
+PHASE_STYLES = {
+    "forward": PhaseStyle("#56B4E9", "circle", "○"),
+    "backward": PhaseStyle("#0072B2", "square", "□"),
+    "clip": PhaseStyle("#D55E00", "diamond", "◇"),
+    "noise": PhaseStyle("#CC79A7", "triangle-up", "△"),
+    "optimizer": PhaseStyle("#009E73", "triangle-down", "▽"),
+    OUTSIDE: PhaseStyle(NEUTRAL, "star", "☆"),
+}
+
+
+class Style(NamedTuple):
     """How a trainer is drawn: plotly's colour, symbol and dash, and the symbol as text."""
 
     colour: str

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from dpbench.show.layout import ABSENT, gigabytes
+from dpbench.case import ALL_PHASES
+from dpbench.results.rows import STEP
+from dpbench.show.layout import gigabytes, written
 
 LONGEST = 26
-"""Characters of a name in a chart; the tables have it whole."""
+"""Characters of a text in a chart; the tables have it whole."""
+
+LONGEST_NAME = 20
+"""Characters of a name at the left of a chart: a phone has no room for more."""
 
 
 class Cell(NamedTuple):
@@ -21,15 +26,6 @@ class Cell(NamedTuple):
 
     text: str
     value: float | str
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table: its header, where its values come from, how they are written."""
-
-    header: str
-    name: str
-    write: Callable[[Any], str] = str
 
 
 @dataclass(frozen=True)
@@ -42,15 +38,15 @@ class DataTable:
     numeric: list[bool] = field(repr=False)
 
     @classmethod
-    def of(cls, caption: str, frame: pd.DataFrame, columns: Sequence[Column]) -> DataTable:
-        """The table of a frame; a missing value is written as a dash."""
-        written = [[_cell(value, c.write) for value in frame[c.name]] for c in columns]
-        return cls(
-            caption,
-            [column.header for column in columns],
-            [list(row) for row in zip(*written, strict=True)],
-            [c.write is not str or is_numeric_dtype(frame[c.name]) for c in columns],
-        )
+    def of(
+        cls, caption: str, frame: pd.DataFrame, headers: Mapping[str, str], **write: Writer
+    ) -> DataTable:
+        """The table of a frame's columns under these headers, written as `WRITERS` says."""
+        writers = {name: {**WRITERS, **write}.get(name, str) for name in headers}
+        columns = [[_cell(v, writer) for v in frame[name]] for name, writer in writers.items()]
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        numeric = [w is not str or is_numeric_dtype(frame[name]) for name, w in writers.items()]
+        return cls(caption, list(headers.values()), rows, numeric)
 
 
 @dataclass(frozen=True)
@@ -97,17 +93,17 @@ class Chart:
     width: int = 440
 
 
-def _cell(value: Any, write: Callable[[Any], str]) -> Cell:
+def _cell(value: Any, write: Writer) -> Cell:
     if pd.isna(value):
-        return Cell(ABSENT, "")
+        return Cell(written(None, write), "")
     exact = value.item() if hasattr(value, "item") else value
     return Cell(write(exact), exact)
 
 
-def plain(text: object) -> str:
-    """Text for plotly, which would otherwise read tags and entities in it; long names are cut."""
+def plain(text: object, longest: int = LONGEST) -> str:
+    """Text for plotly, which would otherwise read tags and entities in it; long ones are cut."""
     whole = str(text)
-    shown = whole if len(whole) <= LONGEST else f"{whole[: LONGEST - 1]}…"
+    shown = whole if len(whole) <= longest else f"{whole[: longest - 1]}…"
     return html.escape(shown, quote=False)
 
 
@@ -131,12 +127,24 @@ def exact(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 2**53 else repr(value)
 
 
-CASE = [
-    Column("configuration", "title"),
-    Column("batch", "batch_size"),
-    Column("sequence", "seq_len"),
-    Column("trainer", "trainer"),
-]
-"""The columns that name a case."""
+Writer = Callable[[Any], str]
 
-GB = gigabytes
+WRITERS: dict[str, Writer] = {
+    **dict.fromkeys(("value", "logical", "peak", "bytes"), gigabytes),
+    **dict.fromkeys((*ALL_PHASES, STEP), gigabytes),
+    **dict.fromkeys(("ratio", "min", "max"), times),
+    **dict.fromkeys(("seconds", "least_seconds"), milliseconds),
+    "flops": lambda operations: gigabytes(operations / 1e3),  # TFLOP
+    "intensity": "{:.1f}".format,
+    "over_logical": "{:.3f}".format,
+    "percent": "{:.0f}".format,
+}
+"""How the page's tables write a frame's columns; text is written as it is."""
+
+CASE = {
+    "title": "configuration",
+    "batch_size": "batch",
+    "seq_len": "sequence",
+    "trainer": "trainer",
+}
+"""The columns that name a case."""

@@ -14,13 +14,21 @@ from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import COLUMNS
 from dpbench.show.groups import in_order
 
-COUNTED = "logical"
+UNMEASURED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""
+
+KEYS = ["run", "title", "device", *CONFIGURATION, "trainer"]
+"""What tells a case on the page from every other."""
 
 
 def fate(error: str) -> str:
     """What became of a case with this error: ``skipped`` before it cost anything, or ``failed``."""
     return "skipped" if error == NOT_TRIED else "failed"
+
+
+def cell_label(batch_size: int, seq_len: int) -> str:
+    """How the page names a cell of the grid."""
+    return f"batch {batch_size} × sequence {seq_len}"
 
 
 @dataclass(frozen=True)
@@ -47,11 +55,7 @@ class Source:
             {**case, "error": None, "message": ""}
             for case in frame[list(AXES)].drop_duplicates().to_dict("records")
         ]
-        about = {
-            name: value
-            for name in ("environment", "session")
-            for name, value in document.get(name, {}).items()
-        }
+        about = {**document.get("environment", {}), **document.get("session", {})}
         for number, update in enumerate(document.get("updates", ()), 1):
             of = {"started": update.get("started"), "cases": list(update["cases"])}
             about[f"update {number}"] = {**of, **update["environment"]}
@@ -65,13 +69,13 @@ class Source:
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Source]:
     """Documents under the names they came with; a name that comes again is numbered."""
-    found: list[Source] = []
+    sources: list[Source] = []
     seen: dict[str, int] = {}
     for name, document in documents:
         seen[name] = seen.get(name, 0) + 1
         label = name if seen[name] == 1 else f"{name} ({seen[name]})"
-        found.append(Source.of(label, document))
-    return found
+        sources.append(Source.of(label, document))
+    return sources
 
 
 def summary_of(sources: Sequence[Source]) -> pd.DataFrame:
@@ -90,19 +94,24 @@ def summary_of(sources: Sequence[Source]) -> pd.DataFrame:
         empty = {name: pd.Series(dtype=object) for name in (*COLUMNS, "run", "title")}
         return pd.DataFrame(empty).assign(measured=False, ratio=0.0, spread=0.0)
     summary = pd.concat(parts, ignore_index=True)
-    summary["measured"] = summary.instrument != COUNTED
+    summary["measured"] = summary.instrument != UNMEASURED
     summary["title"] = _titles(summary, summary)
     return summary
+
+
+def has_case_of(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows are of a case of which the others have a row."""
+    cases, known = (pd.MultiIndex.from_frame(frame[list(AXES)]) for frame in (rows, others))
+    return pd.Series(cases.isin(known), index=rows.index)
 
 
 def cases_without_logical(sources: Iterable[Source]) -> list[Case]:
     """The measured cases of which no run has logical counts, each once."""
     parts = [source.frame[["instrument", *AXES]] for source in sources]
     rows = pd.concat(parts, ignore_index=True).drop_duplicates()
-    counted = pd.MultiIndex.from_frame(rows.loc[rows.instrument == COUNTED, list(AXES)])
-    cases = rows.loc[rows.instrument != COUNTED, list(AXES)].drop_duplicates()
-    without = cases[~pd.MultiIndex.from_frame(cases).isin(counted)]
-    return [Case.from_row(case) for case in without.to_dict("records")]
+    without = rows[~has_case_of(rows, rows[rows.instrument == UNMEASURED])]
+    cases = without[list(AXES)].drop_duplicates().to_dict("records")
+    return [Case.from_row(case) for case in cases]
 
 
 def failures_of(sources: Sequence[Source], summary: pd.DataFrame) -> pd.DataFrame:
@@ -112,19 +121,18 @@ def failures_of(sources: Sequence[Source], summary: pd.DataFrame) -> pd.DataFram
     the run were measured; ``title`` as in the summary.
     """
     failed = pd.DataFrame(
-        [
-            {"run": source.label, **{name: case.get(name) for name in names}}
-            for source in sources
-            for case in source.failures
-            for names in [(*AXES, "error", "message")]
-        ],
+        [{"run": source.label, **case} for source in sources for case in source.failures],
         columns=["run", *AXES, "error", "message"],
     )
-    measured = summary[summary.measured] if summary.measured.any() else summary
-    devices = measured.drop_duplicates("run").set_index("run").device
+    devices = _subject(summary).drop_duplicates("run").set_index("run").device
     failed["device"] = [devices.get(run, "") for run in failed.run]
     failed["title"] = _titles(failed, summary)
     return failed
+
+
+def _subject(summary: pd.DataFrame) -> pd.DataFrame:
+    """What the page is about: measured rows where there are any."""
+    return summary[summary.measured] if summary.measured.any() else summary
 
 
 def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
@@ -132,7 +140,7 @@ def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     title = rows.model_size.astype(str) + " " + rows.precision.astype(str)
     for name, default in (("attention", "sdpa"), ("model", "simple")):
         title = title.where(rows[name] == default, title + ", " + rows[name].astype(str))
-    subject = summary[summary.measured] if summary.measured.any() else summary
+    subject = _subject(summary)
     devices = set(subject.device)
     if len(devices) > 1:
         title = title.where(~rows.device.isin(devices), title + ", " + rows.device)
@@ -140,12 +148,3 @@ def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     if again.any():  # the same case in two runs: only the run's label tells them apart
         title = title + ", " + rows.run
     return title
-
-
-def cell_label(batch_size: int, seq_len: int) -> str:
-    """How the page names a cell of the grid."""
-    return f"batch {batch_size} × sequence {seq_len}"
-
-
-KEYS = ["run", "title", "device", *CONFIGURATION, "trainer"]
-"""What tells a case on the page from every other."""

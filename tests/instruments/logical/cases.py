@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from dpbench.case import Case
-from dpbench.instruments.logical.instrument import Logical, LogicalResult
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.result import LogicalResult
 from dpbench.registry import MODELS, TRAINERS
 
 DP_TRAINERS = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")

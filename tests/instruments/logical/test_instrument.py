@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from dpbench import phase
 from dpbench.case import PHASES
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.logical.counter import ALLOCATION_BYTES, ByteCounter, without_data
+from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.instrument import DEVICE, Logical, alive
+from dpbench.instruments.logical.memory import ALLOCATION_BYTES
 from dpbench.process.build import build
 from dpbench.results.operators import growth
 from dpbench.results.rows import STEP

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from dpbench import phase
 from dpbench.case import ModelSize
 from dpbench.instruments.base import CaseFailed
+from dpbench.instruments.logical import stand_ins
+from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch
@@ -68,6 +70,32 @@ class TestValuesThatDoNotExist:
         with pytest.raises(CaseFailed, match=r"aten\.equal returns depends on data"):
             count(tiny(Compares))
 
+    def test_a_loop_that_waits_for_another_value_ends_and_names_its_line(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stand_ins, "MOST_ASKED", 200)
+        with pytest.raises(CaseFailed, match=r"does not end \(test_outside\.py:\d+: while \(tok"):
+            count(tiny(WaitsForALargerValue))
+
+    def test_initialisers_that_draw_until_all_is_well_come_to_an_end(self) -> None:
+        assert count(tiny(model=DrawsItsWeights)).notes == ()
+
+    def test_constants_that_a_model_is_built_from_are_known(self) -> None:
+        with without_data():
+            rates = torch.linspace(0, 0.5, 3)
+            assert [float(rate) for rate in rates] == rates.tolist() == [0, 0.25, 0.5]
+            assert torch.arange(4)[2].item() == 2
+            rates.normal_()
+            assert rates[1].item() == 1, "assumed, since something unknown was written"
+
+
+class WaitsForALargerValue(StandardTrainer):
+    def train_step(self, batch: Batch) -> Tensor:
+        tokens, _ = batch
+        while (tokens.max() + 1).item() < 2:  # and 1 is what is assumed
+            tokens = tokens + 1
+        return super().train_step(batch)
+
 
 class Compares(StandardTrainer):
     def train_step(self, batch: Batch) -> Tensor:
@@ -107,6 +135,15 @@ class ScaledEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(self.dropout(F.relu(self.scale(self.embedding(tokens)))))
         return logits
+
+
+class DrawsItsWeights(ScaledEmbedding):
+    def __init__(self, size: ModelSize, **options: Any) -> None:
+        super().__init__(size, **options)
+        for parameter in self.parameters():
+            nn.init.trunc_normal_(parameter, std=0.02)
+            while (parameter.data.abs() > 1).any():
+                parameter.data.normal_()
 
 
 class Scale(nn.Module):

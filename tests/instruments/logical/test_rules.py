@@ -327,6 +327,33 @@ class TestLossAndNorm:
             assert moved(counter) == (E * (2 * n * h + 2 * n + h), E * (n * h + 2 * h))
 
 
+def test_group_norm_and_its_backward() -> None:
+    b, c, hw, groups = 2, 6, 20, 3
+    n = b * c * hw
+    with without_data() as counter:
+        layer, x = nn.GroupNorm(groups, c), torch.empty(b, c, 4, 5, requires_grad=True)
+        with observed_step(counter):
+            y = layer(x)
+        assert moved(counter) == (E * (n + 2 * c), E * (n + 2 * b * groups))
+        gradient = torch.empty_like(y)
+        with observed_step(counter):
+            y.backward(gradient)
+        assert moved(counter) == (E * (2 * n + 2 * b * groups + c), E * (n + 2 * c))
+
+
+def test_pooling_reads_the_largest_ones_places_in_backward_and_not_its_input() -> None:
+    n = 2 * 3 * 8 * 8
+    with without_data() as counter:
+        x = torch.empty(2, 3, 8, 8, requires_grad=True)
+        with observed_step(counter):
+            y = F.max_pool2d(x, 2)
+        assert moved(counter) == (E * n, (E + INT64) * n // 4)
+        gradient = torch.empty_like(y)
+        with observed_step(counter):
+            y.backward(gradient)
+        assert moved(counter) == ((E + INT64) * n // 4, E * n)
+
+
 def test_attention_reads_its_three_inputs_and_keeps_logsumexp() -> None:
     shape = (2, 3, 7, 4)  # batch, heads, length, width
     n, rows = 2 * 3 * 7 * 4, 2 * 3 * 7

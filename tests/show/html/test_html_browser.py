@@ -44,6 +44,16 @@ return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => 
 }]));
 """
 
+CUT = """
+return [...document.querySelectorAll(".plot")].flatMap((plot) => {
+  const room = plot.getBoundingClientRect();
+  const beyond = ({ left, right }) => left < room.left - 1 || right > room.right + 1;
+  return [...plot.querySelectorAll("text")]
+    .filter((text) => beyond(text.getBoundingClientRect()))
+    .map((text) => text.textContent);
+});
+"""
+
 TABLE = """
 const value = (cell) => cell.dataset.value ?? cell.textContent;
 const table = document.getElementById(arguments[0]);
@@ -82,9 +92,12 @@ def show(browser: Chrome, path: Path, *documents: tuple[str, Any]) -> None:
     WebDriverWait(browser, 60, poll_frequency=0.05).until(lambda b: b.execute_script(drawn))
 
 
-@pytest.mark.skipif(
+needs_browser = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="needs Chromium and its driver (chromium, chromedriver)"
 )
+
+
+@needs_browser
 def test_page_is_drawn_and_right_in_a_browser(browser: Chrome, tmp_path: Path) -> None:
     grid1, counted = (json.loads(path.read_text()) for path in (GRID1, COUNTED))
     page = tmp_path / "report.html"
@@ -161,8 +174,8 @@ def cases_are_means_of_their_rows(browser: Chrome, rows: list[dict[str, Any]]) -
             "DRAM total, GB": of("dram_read_bytes") + of("dram_write_bytes"),
             "L2 total, GB": of("l2_total_bytes"),
             "peak memory, GB": of("peak_memory_bytes"),
-            "step, ms": of("step_time_seconds"),
-            "samples/s": of("samples_per_second"),
+            "step ms": of("step_time_seconds"),
+            "samples per s": of("samples_per_second"),
         }
 
     found = table(browser, "table-cases")
@@ -249,6 +262,7 @@ def fits_a_phone(browser: Chrome) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     fits = "return document.documentElement.scrollWidth === 390"
     WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda b: b.execute_script(fits))
+    WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda b: b.execute_script(CUT) == [])
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
@@ -262,6 +276,23 @@ def nothing_was_said_or_fetched(browser: Chrome, page: Path) -> None:
         and not message["params"]["documentURL"].startswith("chrome")  # its own first tab
     }
     assert {url for url in fetched if not url.startswith("data:")} == {page.as_uri()}
+
+
+@needs_browser
+def test_long_labels_stay_on_a_phone(browser: Chrome, tmp_path: Path) -> None:
+    """A bar of five digits, with a ratio of five, and a case that failed."""
+    grid1 = json.loads(GRID1.read_text())
+    rows = [
+        {**row, "value": row["value"] * (30 if row["trainer"] == "dpsgd_fgc" else 1)}
+        for row in grid1["rows"]
+        if row["trainer"] != "dpsgd"
+    ]
+    failed = [
+        {**case, "error": "CaseOutOfMemory"} if case["trainer"] == "dpsgd" else case
+        for case in grid1["cases"]
+    ]
+    show(browser, tmp_path / "long.html", ("grid1", {**grid1, "rows": rows, "cases": failed}))
+    fits_a_phone(browser)
 
 
 def hostile_text_stays_text(browser: Chrome, path: Path, document: dict[str, Any]) -> None:

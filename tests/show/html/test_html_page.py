@@ -18,7 +18,7 @@ from dpbench.show.html import check_libraries
 from dpbench.show.html.data import IN_CACHE
 from dpbench.show.html.drawing import Material
 from dpbench.show.html.page import draw, render
-from dpbench.show.html.palette import OURS, PHASE_COLOURS, styles
+from dpbench.show.html.palette import OURS, PHASE_STYLES, styles
 from dpbench.show.html.parts import Chart, exact, plain
 from dpbench.show.html.source import labelled
 
@@ -123,7 +123,16 @@ def test_one_cell_says_why_there_are_no_lines() -> None:
     charts = charts_of(cell())
     assert "more than one sequence length" in charts["seq_len"].missing
     assert "more than one batch size" in charts["batch_size"].missing
+    assert "in more than one cell" in charts["map"].missing
     assert len(charts["phases"].panels) == 1
+
+
+def test_map_of_a_trainer_that_ran_in_one_cell_is_left_out() -> None:
+    ghost = [row for row in cell()["rows"] if row["trainer"] == "dpsgd_ghost"]
+    others = [row for row in GRID1["rows"] if row["trainer"] in ("standard", "dpsgd")]
+    charts = charts_of({**GRID1, "rows": others + ghost})
+    assert [panel.title for panel in charts["map"].panels] == ["dpsgd, 1b fp32"]
+    assert "dpsgd_ghost" in {line[3].text for line in charts["map"].table.rows}
 
 
 def test_without_a_baseline_bytes_are_drawn_and_ratios_are_not() -> None:
@@ -152,12 +161,11 @@ def test_zero_bytes_are_drawn_without_a_ratio() -> None:
 
 
 def test_bytes_that_stay_in_the_cache_come_with_a_warning() -> None:
-    small = cell()
-    for row in small["rows"]:
-        row["value"] /= 1e6
+    small = {**GRID1, "rows": [{**row, "value": row["value"] / 1e6} for row in GRID1["rows"]]}
+    charts, large = charts_of(small), charts_of(GRID1)
     for name in ("phases", "map"):
-        assert IN_CACHE in charts_of(small)[name].notes
-        assert IN_CACHE not in charts_of(cell())[name].notes
+        assert IN_CACHE in charts[name].notes
+        assert IN_CACHE not in large[name].notes
 
 
 def test_counted_runs_say_so_in_every_chart() -> None:
@@ -235,7 +243,7 @@ def test_page_fetches_nothing_and_runs_only_its_own_scripts() -> None:
 
 
 def test_colours_are_fixed_and_different() -> None:
-    assert len(set(PHASE_COLOURS.values())) == len(PHASE_COLOURS)
+    assert len({style.colour for style in PHASE_STYLES.values()}) == len(PHASE_STYLES)
     alone, together = styles(["dpsgd"]), styles([*OURS, "mine", "yours"])
     assert alone["dpsgd"] == together["dpsgd"]
     assert len({(s.colour, s.symbol) for s in together.values()}) == 6

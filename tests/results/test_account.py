@@ -10,14 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
+from dpbench.results.account import ACCOUNT_COLUMNS, account, unaccounted
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.account import PARTS, account, account_table, unaccounted
+from dpbench.show.account import account_table
 
 CASE = Case("dpsgd", 8, 256)
 BYTES = st.integers(0, 10**12).map(float)
 PARTS_OF_A_PHASE = st.fixed_dictionaries(
-    {(instrument, metric): BYTES for instrument, metrics in PARTS.values() for metric in metrics}
+    {
+        (instrument, metric): BYTES
+        for instrument, metrics in ACCOUNT_COLUMNS.values()
+        for metric in metrics
+    }
 )
 
 
@@ -36,7 +41,7 @@ def frame(phases: dict[str, dict[tuple[str, str], float]], case: Case = CASE) ->
 
 def phase(**bytes_of: float) -> dict[tuple[str, str], float]:
     """All numbers of a phase, those that are not named zero."""
-    keys = [(i, m) for i, metrics in PARTS.values() for m in metrics]
+    keys = [(i, m) for i, metrics in ACCOUNT_COLUMNS.values() for m in metrics]
     return {(i, m): bytes_of.get(m, 0.0) for i, m in keys}
 
 

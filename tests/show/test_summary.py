@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dpbench.case import Case
-from dpbench.results.by_trainer import trainer_summary
-from dpbench.results.outcome import Outcome
+from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.by_trainer import trainer_table
+from dpbench.show.summary import trainer_table
 
 
 def outcome(

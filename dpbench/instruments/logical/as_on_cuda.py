@@ -1,0 +1,219 @@
+"""Lets a step on fake ``cpu`` tensors make the choices that PyTorch makes on CUDA.
+
+Where bytes depend on the device, `as_on_cuda` chooses for CUDA. Nothing is left of it afterwards.
+
+Dropout
+    One operator (``native_dropout``) that keeps a mask of one byte an element.
+RMSNorm
+    One operator (``_fused_rms_norm``) that keeps the reciprocal root of each row, unless weight
+    and input differ in dtype.
+Attention (``scaled_dot_product_attention``)
+    CUDA's flash kernel takes half precision, any number of key heads, values as wide as keys, and
+    no mask; its memory-efficient kernel takes single precision, masks and other widths as well,
+    but as many key as query heads. Both draw dropout again in backward and keep no mask of it.
+    What neither takes is decomposed, here as there.
+Optimizers
+    ``foreach`` unless they were told otherwise: the bytes are the same, Adam's peak is not.
+Transformers (Hugging Face)
+    Its masks stay unmade where attention can be told ``is_causal``; for a fake tensor the library
+    believes that it is being traced, and makes them.
+
+What would change the bytes, and cannot be followed here, is refused: autocast, torch.compile.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import eval_frame
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import autocast
+
+from dpbench.instruments.logical.stand_ins import UnsupportedOperation
+
+_aten = torch.ops.aten
+_attention = _aten.scaled_dot_product_attention.default
+_attention_as_products = _aten._scaled_dot_product_attention_math.default
+_efficient_attention = _aten._scaled_dot_product_efficient_attention.default
+_fused_rms_norm = _aten._fused_rms_norm.default
+
+WIDEST_FLASH_HEAD = 256
+HALF = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """In here operators, modes and libraries choose as they do on CUDA, or say that they cannot."""
+    with ExitStack() as stack:
+        library = torch.library.Library("aten", "IMPL")
+        stack.callback(library._destroy)
+        for operator, instead in INSTEAD.items():
+            library.impl(operator, instead, "AutogradCPU")
+        # With a kernel of its own the operator is recorded for backward in one piece.
+        library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
+        # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
+        # copies layers and gradients, and the process would end with a segmentation fault.
+        replace(stack, FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
+        replace(stack, autocast, "__init__", _remember_what_was_asked(autocast.__init__))
+        replace(stack, autocast, "__enter__", _refuse_autocast(autocast.__enter__))
+        replace(stack, eval_frame, "_callback_from_stance", _refuse_compiled)
+        yield
+
+
+def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was not told otherwise use ``foreach``, its default on CUDA."""
+    for group in optimizer.param_groups:
+        undecided = "foreach" in group and group["foreach"] is None
+        if undecided and not (
+            group.get("fused")
+            or group.get("differentiable")
+            or isinstance(group.get("lr"), torch.Tensor)
+        ):
+            group["foreach"] = True
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Let Hugging Face's transformers, if they are loaded, not take counting for tracing."""
+    with ExitStack() as stack:
+        if library := sys.modules.get("transformers.utils.import_utils"):
+            replace(stack, library, "is_fake_tensor", lambda tensor: False)
+        yield
+
+
+def replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
+    """Set an attribute until the stack unwinds."""
+    missing = object()
+    before = vars(place).get(name, missing)
+    setattr(place, name, value)
+    if before is missing:
+        stack.callback(delattr, place, name)
+    else:
+        stack.callback(setattr, place, name, before)
+
+
+# --- operators -------------------------------------------------------------------------------
+
+
+def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What an operator is made of, as PyTorch's own C++ has it."""
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if train and 0 < p < 1 and input.numel():
+        dropped: Tensor = _aten.native_dropout(input, p, train)[0]
+        return dropped
+    same: Tensor = _as_composed(_aten.dropout.default, input, p, train)
+    return same
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    fused = not input.is_complex() and (weight is None or weight.dtype == input.dtype)
+    normalized: Tensor = (
+        _fused_rms_norm(input, normalized_shape, weight, eps)[0]
+        if fused
+        else _as_composed(_aten.rms_norm.default, input, normalized_shape, weight, eps)
+    )
+    return normalized
+
+
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    same_width = query.shape[-1] == value.shape[-1]
+    same_heads = query.dim() == 4 and query.shape[1] == key.shape[1] == value.shape[1]
+    flash = (
+        attn_mask is None
+        and same_width
+        and query.dtype in HALF
+        and query.shape[-1] <= WIDEST_FLASH_HEAD
+    )
+    efficient = same_heads and query.dtype is not torch.float64
+    options: dict[str, Any] = {"scale": scale}
+    if query.dim() != 4 or not (flash or efficient):
+        options["enable_gqa"] = enable_gqa
+        operands = (query, key, value, attn_mask, dropout_p, is_causal)
+        mixed: Tensor = _as_composed(_attention_as_products, *operands, **options)[0]
+    elif same_width and (attn_mask is None or not attn_mask.requires_grad):
+        # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
+        options["enable_gqa"] = enable_gqa
+        operands = (query, key, value, attn_mask, 0.0, is_causal)
+        mixed = _as_composed(_attention, *operands, **options)
+    else:
+        bias = _as_bias(attn_mask, query)
+        mixed = _efficient_attention(query, key, value, bias, True, 0.0, is_causal, **options)[0]
+    return mixed
+
+
+def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask as a bias of the query's dtype, which PyTorch makes of it on CUDA."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+INSTEAD: dict[OpOverload, Callable[..., Tensor]] = {
+    _aten.dropout.default: _dropout,
+    _aten.rms_norm.default: _rms_norm,
+    _attention: _scaled_dot_product_attention,
+}
+"""What runs for an operator that is made of others on the CPU and is one on CUDA."""
+
+
+# --- what changes the bytes in a way that cannot be followed -----------------------------------
+
+
+def _remember_what_was_asked(init: Callable[..., None]) -> Callable[..., None]:
+    """Without CUDA, autocast for it switches itself off."""
+
+    def initialised(self: Any, device_type: str, *args: Any, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "CUDA is not available")
+            init(self, device_type, *args, **options)
+        asked = args[1] if len(args) > 1 else options.get("enabled", True)
+        self._asked_dpbench = bool(asked)
+
+    return initialised
+
+
+def _refuse_autocast(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def entered(self: Any) -> Any:
+        if getattr(self, "_asked_dpbench", self._enabled):
+            raise UnsupportedOperation(
+                f"torch.autocast({self.device!r}) changes the bytes of a step on a GPU, and cannot "
+                f"be counted without one; measure it, or count with --precision bf16"
+            )
+        return enter(self)
+
+    return entered
+
+
+def _refuse_compiled(callback: Any) -> Any:
+    if callback not in (None, False):
+        raise UnsupportedOperation(
+            "torch.compile fuses operators, whose bytes cannot be counted without running it; "
+            "count the step uncompiled"
+        )
+    return callback

@@ -1,0 +1,159 @@
+"""What takes the place of values and shapes that depend on data, where there is no data.
+
+A result whose *shape* depends on data (``unique``, ``nonzero``) is the largest that it can be. A
+*value* that Python asks for (``loss.item()``) is 1, or true. Both are noted, with the number that
+was assumed. A loop that waits for another value would never end: see `AssumedValues`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+MOST_ASKED = 10_000
+"""How often one line may ask for values in a step before its loop is taken to be endless."""
+
+PATIENCE = 100
+"""How often one line may hear, while a model is built, that something is true."""
+
+NOT_THE_USERS = tuple(f"{Path(path).parent}/" for path in (__file__, torch.__file__))
+"""Where the code lies that is between a line and the value that it asks for."""
+
+Place: TypeAlias = tuple[str, int]
+"""A file and a line."""
+
+
+class UnsupportedOperation(Exception):
+    """A step does something that cannot be counted without running it for real."""
+
+
+class AssumedValues:
+    """The values that Python is given, by the line that asks.
+
+    While a model is built nothing is counted, and what matters is that it comes to an end:
+    ``nn.init.trunc_normal_`` draws again until *no* value is out of bounds. A line that has heard
+    `PATIENCE` times that something is true hears true and false by turns from then on. In a step
+    every answer is the same, and a line that never stops asking is an error that names it.
+    """
+
+    def __init__(self) -> None:
+        self._asked: Counter[Place] = Counter()
+
+    def forget(self) -> None:
+        """A step begins: count its lines from 0."""
+        self._asked.clear()
+
+    def value(self, tensor: Tensor, *, counted: bool) -> bool | int | float:
+        """What a tensor of one element is taken to hold.
+
+        Args:
+            tensor: the tensor whose value is asked for.
+            counted: whether a step is being counted.
+        """
+        place = next(places(_frames(sys._getframe())), ("", 0))
+        self._asked[place] += 1
+        times = self._asked[place]
+        if times > MOST_ASKED:
+            raise UnsupportedOperation(
+                f"asked {MOST_ASKED} times for the value of a tensor, which does not exist here "
+                f"and is taken to be 1: a loop that waits for another value does not end"
+            )
+        if tensor.dtype is torch.bool:
+            return counted or times <= PATIENCE or times % 2 == 0
+        return 1.0 if tensor.is_floating_point() or tensor.is_complex() else 1
+
+
+def users_line(trace: TracebackType | None) -> str:
+    """The innermost line of an error that is neither PyTorch's nor ours, with what it says."""
+    frames: list[tuple[FrameType, int]] = []
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    for file, line in places(reversed(frames)):
+        return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
+    return ""
+
+
+def places(frames: Iterator[tuple[FrameType, int]]) -> Iterator[Place]:
+    """Of frames, those of the code whose step this is."""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith((*NOT_THE_USERS, "<")):
+            yield file, line
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _unique_dim(
+    self: Tensor, dim: int, sorted: bool = True, inverse: bool = False, counts: bool = False
+) -> tuple[Any, str]:
+    rows = self.shape[dim]
+    out = (torch.empty_like(self), *(_index(rows if wanted else 0) for wanted in (inverse, counts)))
+    return out, f"all {rows} rows were taken to be distinct"
+
+
+def _unique(
+    self: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False
+) -> tuple[Any, str]:
+    size = self.numel()
+    wheres = _index(*self.shape) if inverse else _index(0)
+    out = (self.new_empty(size), wheres, _index(size if counts else 0))
+    return out, f"all {size} values were taken to be distinct"
+
+
+def _unique_consecutive(
+    self: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
+) -> tuple[Any, str]:
+    if dim is None:
+        return _unique(self, True, inverse, counts)
+    return _unique_dim(self, dim, True, inverse, counts)
+
+
+def _nonzero(self: Tensor) -> tuple[Any, str]:
+    return _index(self.numel(), self.dim()), f"all {self.numel()} were taken to be nonzero"
+
+
+def _masked_select(self: Tensor, mask: Tensor) -> tuple[Any, str]:
+    size = torch.broadcast_shapes(self.shape, mask.shape).numel()
+    return self.new_empty(size), f"all {size} were taken to be selected"
+
+
+def _select(self: Tensor, indices: list[Tensor | None]) -> tuple[Any, str]:
+    positions: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            positions += [_index(index.numel())] * index.dim()
+        else:
+            positions.append(index)
+    out = torch.ops.aten.index.Tensor(self, positions)
+    return out, "every element of a mask was taken to be true"
+
+
+def _index(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="cpu")
+
+
+_aten = torch.ops.aten
+STAND_INS: Mapping[OpOverload, Callable[..., tuple[Any, str]]] = {
+    _aten.unique_dim.default: _unique_dim,
+    _aten._unique2.default: _unique,
+    _aten.unique_consecutive.default: _unique_consecutive,
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten.index.Tensor: _select,
+}
+"""For operators whose result depends on data: a result of the largest possible shape, and what
+that assumes. The parameters are those of the operator's schema, in its order."""
