@@ -22,7 +22,7 @@ _HOMES = {
     "dpbench.workloads.transformer": ("SimpleBigModel",),
     "dpbench.workloads.data": ("get_random_dataloader",),
     "dpbench.training.phases": ("in_phase", "phase"),
-    "dpbench.instruments.base": ("Instrument", "InstrumentError"),
+    "dpbench.instruments.base": ("Instrument", "InstrumentError", "Running"),
     "dpbench.results.rows": ("Measurement",),
     "dpbench.results.report": ("CaseReport",),
 }

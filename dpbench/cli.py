@@ -32,6 +32,11 @@ COMMANDS = (
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""
 
+LOAD_TRAINERS = ("smoke", "step", "run", "report", "attribute", "roofline")
+"""Commands that find outside trainers, models and instruments in the current directory too.
+
+It is searched last, or a file there could pass for a module of dpbench's or of a library's."""
+
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 PIPE_CLOSED = 141
@@ -77,11 +82,11 @@ def _discard(stream: TextIO) -> None:
 def _run(argv: Sequence[str] | None, name: list[str]) -> int:
     """Read the arguments and run their command; its name is added to the other."""
     directory = _current_directory()
-    if directory not in sys.path:  # as with python -m: an outside trainer may lie here
-        sys.path.insert(0, directory)
     arguments = [hyphenated(text) for text in (sys.argv[1:] if argv is None else argv)]
     options = build_parser().parse_args(arguments)
     name.append(options.command_name)
+    if options.command_name in LOAD_TRAINERS and directory not in sys.path:
+        sys.path.append(directory)
     # A batch system's signal must end the measured processes too, as Ctrl-C does.
     heard = [s for s in ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]  # not nohup's
     handlers = {s: signal.signal(s, signal.default_int_handler) for s in heard}

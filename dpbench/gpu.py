@@ -5,14 +5,17 @@ Asks the driver through NVML, which creates no CUDA context and needs no torch.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from filelock import FileLock
+from dpbench.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -41,31 +44,64 @@ def visible_gpus() -> list[Gpu]:
     """The GPUs that CUDA will number 0, 1, … in a child of this process.
 
     Follows ``CUDA_VISIBLE_DEVICES``, by index or UUID, in the order of `child_environment`.
-    Empty without a driver. A MIG slice counts as the GPU that it is cut from, because its
-    DRAM counters are that GPU's.
+    Empty without a driver that answers. A MIG slice counts as the GPU that it is cut from,
+    because its DRAM counters are that GPU's.
     """
+    return _asked_driver()[0]
+
+
+def why_no_gpu() -> str:
+    """What the driver says, where `visible_gpus` is empty."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    said = _asked_driver()[1] or "NVML shows none"
+    return said if hidden is None else f"{said} (CUDA_VISIBLE_DEVICES is {hidden!r})"
+
+
+def require_gpu() -> None:
+    """Refuse to go on without a GPU."""
+    if not visible_gpus():
+        raise ConfigurationError(
+            f"no CUDA GPU is visible here: {why_no_gpu()}; nvidia-smi lists what is"
+        )
+
+
+def _asked_driver() -> tuple[list[Gpu], str]:
+    """The visible GPUs, or none and what the driver complains of.
+
+    Of several GPUs one may have failed: CUDA's numbers are unknown then, so none is named.
+    """
+    with _nvml() as pynvml:
+        try:
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+            driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            gpus = [
+                Gpu(
+                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                    name=_text(pynvml.nvmlDeviceGetName(handle)),
+                    memory_bytes=_memory_bytes(handle),
+                    driver=driver,
+                    chip=_chip(handle),
+                )
+                for handle in handles
+            ]
+        except pynvml.NVMLError as error:
+            return [], f"NVML says {str(error)!r}"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return select(gpus, visible, _mig_parents(handles, gpus)), ""
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVIDIA's library, shut down at the end if it was initialised."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        gpus = [
-            Gpu(
-                uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                name=_text(pynvml.nvmlDeviceGetName(handle)),
-                memory_bytes=_memory_bytes(handle),
-                driver=driver,
-                chip=_chip(handle),
-            )
-            for handle in handles
-        ]
-        return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), _mig_parents(handles, gpus))
+        yield pynvml
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 @dataclass(frozen=True)
@@ -78,21 +114,15 @@ class Use:
 
 def in_use(gpu: Gpu) -> Use:
     """How a GPU is used now; nothing is known of it if the driver does not say."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return Use(None, ())
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-        free = int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    with _nvml() as pynvml:
+        try:
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+            free = int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        except pynvml.NVMLError:
+            return Use(None, ())
         return Use(free, tuple(process.pid for process in running))
-    except pynvml.NVMLError:
-        return Use(None, ())
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def select(gpus: list[Gpu], visible: str | None, mig: dict[str, Gpu] | None = None) -> list[Gpu]:
@@ -161,26 +191,75 @@ def child_environment() -> dict[str, str]:
     return {} if "CUDA_DEVICE_ORDER" in os.environ else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-WAITING = "dpbench: waiting for"
-MEASURING = "dpbench: measuring"
-"""What a child prints before and after it waits for its GPU; time-outs go by these."""
-
-NVTX_DOMAIN = "dpbench"
-"""The NVTX domain of the ranges by which a profiler knows a step's phases."""
-
-
-NVTX_END = "end"
-"""The name of the last range of a run. Nsight Compute's reader takes a truncated report for a
-shorter one; a report without this range is incomplete."""
+POLL_SECONDS = 0.05
 
 
 @contextmanager
-def exclusive(gpu: Gpu) -> Iterator[None]:
+def exclusive(
+    gpu: Gpu, purpose: str = "", waiting: Callable[[str], object] = lambda holder: None
+) -> Iterator[None]:
     """Hold a GPU alone among dpbench processes on this machine.
 
     DRAM counters are device-wide: without this, another case's traffic would be counted.
     The operating system releases the lock when the process ends, however it ends.
+
+    Args:
+        gpu: which.
+        purpose: what others are told who wait for it, such as a case's id.
+        waiting: is told whom this process waits for, whenever that is another one.
+    """
+    file = _lock_file(gpu)
+    try:
+        told = ""
+        while not _locked(file):
+            holder = _holder(file)
+            if holder not in ("", told):  # empty in the moment before it has written who it is
+                waiting(holder)
+                told = holder
+            time.sleep(POLL_SECONDS)
+        since = time.strftime("%H:%M:%S")
+        os.pwrite(file, f"process {os.getpid()} ({purpose}) since {since}\n".encode(), 0)
+        yield
+        os.ftruncate(file, 0)
+    finally:
+        os.close(file)
+
+
+def _lock_file(gpu: Gpu) -> int:
+    """The open file behind the lock, which every user may open, whoever made it.
+
+    It is not removed: whoever waits for a removed file would not see who made the next.
     """
     path = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock"
-    with FileLock(path, mode=0o666):
-        yield
+    try:
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR)  # Linux may refuse O_CREAT for another user's file
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with suppress(PermissionError):
+            os.fchmod(file, 0o666)  # whatever the umask
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: {error.strerror}; set TMPDIR to another folder"
+        ) from error
+    return file
+
+
+def _locked(file: int) -> bool:
+    """Whether this process could lock it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigurationError(
+            f"{tempfile.gettempdir()} has no file locks ({error.strerror}); "
+            f"set TMPDIR to a folder on a local disk"
+        ) from error
+    os.ftruncate(file, 0)  # of one that was killed
+    return True
+
+
+def _holder(file: int) -> str:
+    """Who holds the lock, what for and since when; empty if it is not, or not yet, written."""
+    text = os.pread(file, 1000, 0).decode(errors="replace")
+    return text.partition("\n")[0] if "\n" in text else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument, InstrumentError, Running
 from dpbench.instruments.child import log_tail
 from dpbench.instruments.fit import check_fits
+from dpbench.instruments.terminal import tell
 from dpbench.registry import resolve
 from dpbench.results.outcome import PARTS, Outcome
 from dpbench.results.rows import Measurement
@@ -38,25 +38,25 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     try:
         case = resolve(case)
         check_fits(case, gpu)
-        with _files_of(case, instruments):
-            try:
-                # All start at once and take turns on the GPU: one imports while another measures.
-                for instrument in instruments:
-                    running.append(instrument.start(case))
-                for measurement in running:
-                    rows += measurement.rows()
-                    notes += measurement.notes
-                    for part, entries in seen.items():
-                        entries += getattr(measurement, part)
-            finally:
-                for measurement in running:
-                    measurement.cancel()
+        with _files_of(case, instruments), ExitStack() as ending:
+            # All start at once and take turns on the GPU: one imports while another measures.
+            for instrument in instruments:
+                running.append(instrument.start(case))
+                ending.callback(running[-1].cancel)  # each, even if another's is interrupted
+            for measurement in running:
+                rows += measurement.rows()
+                notes += measurement.notes
+                for part, entries in seen.items():
+                    entries += getattr(measurement, part)
     except DpbenchError as error:
         failure = {"error": type(error).__name__, "message": str(error)}
         if isinstance(error, InstrumentError) and isinstance(error.log, Path):
             failure |= {"log": str(error.log), "log_tail": log_tail(error)}
     except OSError as error:  # a full disk, say
         failure = {"error": type(error).__name__, "message": f"{case.id}: {error}"}
+    except Exception as error:  # whatever an outside instrument can raise
+        kind = type(error).__name__
+        failure = {"error": kind, "message": f"{case.id}: {kind}: {error}"}
     return Outcome(
         case,
         tuple(rows),
@@ -83,7 +83,6 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
             try:
                 held.enter_context(locked(lock, wait=False))
             except Locked:
-                waiting = f"dpbench: waiting for a session that measures {case.id} in {directory}"
-                print(waiting, file=sys.stderr, flush=True)
+                tell(f"dpbench: waiting for a session that measures {case.id} in {directory}")
                 held.enter_context(locked(lock))
         yield

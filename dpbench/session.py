@@ -19,9 +19,8 @@ from dpbench.comparison import Comparison
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
 from dpbench.instruments import choose
-from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu.kernel_choice import KernelChoice
-from dpbench.instruments.ncu.ranges import Ncu, ncu_version
+from dpbench.instruments.settings import InstrumentSettings, KernelChoice
+from dpbench.process.schedule import Schedule, Steps
 from dpbench.results.rows import NO_HARDWARE
 
 if TYPE_CHECKING:
@@ -36,24 +35,25 @@ if TYPE_CHECKING:
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
-COUNTS = "logical"
-"""The instrument that needs no hardware."""
-
 
 def chosen_instruments(settings: Settings, names: Sequence[str]) -> list[Instrument]:
     """The instruments with these names, as a session was asked to set them up."""
-    return choose(
-        names,
+    return choose(names, instrument_settings(settings)) if names else []
+
+
+def instrument_settings(settings: Settings) -> InstrumentSettings:
+    """What a session was asked for, as far as its instruments go."""
+    return InstrumentSettings(
         directory=settings.ncu_dir,
         ncu_path=settings.ncu_path,
-        metrics=settings.ncu_metrics,
+        metrics=tuple(settings.ncu_metrics or ()),
         device=settings.device,
         timing_steps=Steps(settings.warmup, settings.active),
         ncu_steps=Steps(settings.ncu_warmup, settings.ncu_active),
         timeout=settings.timeout,
         kernels=kernel_choice(settings),
         profile_directory=settings.profile_dir,
-        profile_schedule=settings.profile_schedule,
+        profile_schedule=Schedule.parse(settings.profile_schedule),
         profile_threshold=settings.profile_threshold,
     )
 
@@ -137,7 +137,7 @@ class Session:
     @property
     def device(self) -> str | None:
         """What the instruments measure on; None without hardware."""
-        if not any(instrument.name != COUNTS for instrument in self.instruments):
+        if not any(instrument.hardware for instrument in self.instruments):
             return None
         return self.gpu.name if self.gpu and self.settings.device == "cuda" else "cpu"
 
@@ -145,10 +145,9 @@ class Session:
     def sources(self) -> list[tuple[str, str]]:
         """Each (device, instrument) that the session can have rows of."""
         pairs = [
-            (NO_HARDWARE if i.name == COUNTS else str(self.device), i.name)
-            for i in self.instruments
+            (str(self.device) if i.hardware else NO_HARDWARE, i.name) for i in self.instruments
         ]
-        return list(dict.fromkeys([*pairs, *([(NO_HARDWARE, COUNTS)] if self.counts else [])]))
+        return list(dict.fromkeys([*pairs, *([(NO_HARDWARE, "logical")] if self.counts else [])]))
 
     @cached_property
     def conditions(self) -> Conditions:
@@ -156,10 +155,10 @@ class Session:
         from dpbench.results.conditions import Conditions
         from dpbench.results.outcome import environment
 
-        paths = [i.path for i in self.instruments if isinstance(i, Ncu)]
+        ncu = [i.versions["ncu"] for i in self.instruments if "ncu" in i.versions]
         found = environment(
             self.gpu if self.device else None,
-            ncu=ncu_version(paths[0]) if paths else None,
+            ncu=ncu[0] if ncu else None,
             project=self.settings.directory.absolute(),
         )
         self.update_environment(found)
@@ -241,7 +240,7 @@ class Session:
         from dpbench.runner import measure
 
         chosen = self.instruments if instruments is None else instruments
-        on_gpu = self.settings.device == "cuda" and any(i.name != COUNTS for i in chosen)
+        on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
         gpu = self.gpu if on_gpu and not self.settings.try_anyway else None
         fresh: list[Outcome] = []
 

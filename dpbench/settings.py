@@ -16,10 +16,8 @@ from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_distinct_files, check_writable_file
 from dpbench.instruments import INSTRUMENTS
-from dpbench.instruments.ncu.ranges import Ncu
-from dpbench.instruments.ncu.speed_of_light import SETS, SpeedOfLight
-from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.instruments.settings import SETS, KernelChoice
+from dpbench.instruments.settings import InstrumentSettings as How
 from dpbench.registry import MODELS, TRAINERS, chosen_grid
 from dpbench.results.rows import STORAGE
 from dpbench.show.view import COLUMNS_HELP, EXPECT_HELP, GROUP_BY_HELP, SORT_HELP, TOP, View
@@ -130,10 +128,11 @@ class Settings:
 
     # how it is measured
     instrument: list[str] | None = _option(
-        "repeatable; default timing and ncu, without a GPU logical",
+        f"{one_of(INSTRUMENTS)}, or package.module:Class; repeatable; default timing and ncu, "
+        "without a GPU logical",
         pytest=NOWHERE,
         action="append",
-        choices=INSTRUMENTS,
+        metavar="NAME",
     )
     device: str = _option(
         "for timing and torch_profiler", "cuda", pytest=NOWHERE, choices=("cuda", "cpu")
@@ -181,36 +180,37 @@ class Settings:
         metavar="NAMES",
     )
     ncu_set_kernels: int = _ncu(
-        "how many kernels these are", SpeedOfLight.kernels, type=int, metavar="N"
+        "how many kernels these are", KernelChoice.set_kernels, type=int, metavar="N"
     )
-    warmup: int = _number("warmup steps of the unprofiled process", Timing.steps.warmup)
-    active: int = _number("active steps of the unprofiled process", Timing.steps.active)
+    warmup: int = _number("warmup steps of the unprofiled process", How.timing_steps.warmup)
+    active: int = _number("active steps of the unprofiled process", How.timing_steps.active)
     ncu_warmup: int = _number(
-        "warmup steps of the profiled process", Ncu.steps.warmup, pytest="--{name}"
+        "warmup steps of the profiled process", How.ncu_steps.warmup, pytest="--{name}"
     )
     ncu_active: int = _number(
-        "active steps of the profiled process", Ncu.steps.active, pytest="--{name}"
+        "active steps of the profiled process", How.ncu_steps.active, pytest="--{name}"
     )
     profile_dir: Path = _option(
         "where the PyTorch profiler's files go, one folder a case",
-        TorchProfiler.directory,
+        How.profile_directory,
         type=Path,
         metavar="DIR",
     )
     profile_schedule: str = _option(
         "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
-        str(TorchProfiler.schedule),
+        str(How.profile_schedule),
         metavar="NAME=N,…",
     )
     profile_threshold: float = _option(
         "list operators with this many ms of a step or more",
-        TorchProfiler.threshold,
+        How.profile_threshold,
         type=float,
         metavar="MS",
     )
     timeout: float = _option(
-        "end a measured process after this long on the GPU",
-        Timing.timeout,
+        "end a measured process after this long on the GPU, and stop waiting for another "
+        "session's process after as long",
+        How.timeout,
         type=float,
         metavar="SECONDS",
     )

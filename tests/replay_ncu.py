@@ -9,10 +9,12 @@ was recorded fails as a crashed process does.
 
 from __future__ import annotations
 
-import json
 import lzma
+import os
 import sys
 from pathlib import Path
+
+from dpbench.process.messages import MARK, print_record
 
 DATA = Path(__file__).parent / "data"
 
@@ -33,6 +35,11 @@ def read(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else lzma.decompress(Path(f"{path}.xz").read_bytes())
 
 
+def marked(log: str) -> str:
+    """A recorded log, with the mark of this start before the process's record."""
+    return log.replace('{"dpbench"', os.environ.get(MARK, "") + '{"dpbench"')
+
+
 def main() -> int:
     """Replay."""
     arguments = sys.argv[1:]
@@ -46,7 +53,7 @@ def main() -> int:
     folder = recording(arguments)
     recorded = DATA / folder / f"report_{trainer}_bs4_seq64.ncu-rep"
     if folder.endswith("clip") and trainer == "standard":  # which does not clip
-        print((DATA / "ncu_output/success.txt").read_text())
+        print(marked((DATA / "ncu_output/success.txt").read_text()))
         print("==WARNING== No kernels were profiled.")
         export.write_bytes((DATA / "ncu_output/nothing.ncu-rep").read_bytes())
         return 0
@@ -54,11 +61,11 @@ def main() -> int:
         export.write_bytes(read(recorded))
     except FileNotFoundError:
         error = {"kind": "RuntimeError", "message": f"no recording of {trainer}"}
-        print(json.dumps({"dpbench": "0", "error": error}))
+        print_record(error=error)
         return 1
     in_ranges = folder == "tiny-fp32"
     log = DATA / "ncu_output/success.txt" if in_ranges else recorded.with_suffix(".log")
-    print(read(log).decode())
+    print(marked(read(log).decode()))
     return 0
 
 

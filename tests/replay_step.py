@@ -17,6 +17,7 @@ from typing import Any
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.instruments.torch_profiler import files as profile_files
+from dpbench.process.messages import print_record
 from dpbench.process.schedule import Schedule
 
 DATA = Path(__file__).parent / "data"
@@ -45,13 +46,13 @@ def main() -> int:
     for name, value in {"case": vars(case), **asked(options)}.items():
         if record[name] != value:
             error = {"kind": "RuntimeError", "message": f"no recording of {name} {value}"}
-            print(json.dumps({"dpbench": "0", "error": error}))
+            print_record(error=error)
             return 1
     if options.profile:
         profile_files.prepare(options.profile)
         shutil.copytree(path.parent, options.profile, dirs_exist_ok=True)
         profile_files.write_summary(case, record, options.profile, options.profile_threshold)
-    print(json.dumps({"dpbench": "0", **record}))
+    print_record(**record)
     return 0
 
 

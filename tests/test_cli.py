@@ -79,14 +79,13 @@ REPLAYED += ["--model-size=tiny", "--batch-size=4", "--seq-len=64"]
 
 WITH_A_GPU = """
 import sys
-import dpbench.gpu, dpbench.instruments.ncu.ranges
+import dpbench.gpu
 from dpbench.cli import main
 
 def one_gpu():
     return [dpbench.gpu.Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
 
-for module in (dpbench.gpu, dpbench.instruments.ncu.ranges):
-    module.visible_gpus = one_gpu
+dpbench.gpu.visible_gpus = one_gpu
 sys.exit(main())
 """
 
@@ -295,9 +294,8 @@ def test_options_replace_axes_of_the_grid(elsewhere: Path) -> None:
 def test_failures_of_every_kind_leave_the_other_cases_running(
     elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("dpbench.gpu", "dpbench.instruments.ncu.ranges"):
-        gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
-        monkeypatch.setattr(f"{module}.visible_gpus", lambda gpus=gpus: gpus)
+    gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
+    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: gpus)
     names = ["Crashing", "Hanging", "Greedy"]
     trainers = [f"--trainer=outside:{name}" for name in names]
     assert main([*REPLAYED, *trainers, "--trainer=standard", "--timeout=1.5"]) == 1
@@ -398,6 +396,15 @@ def test_the_installed_command_finds_a_trainer_in_the_current_directory(elsewher
         check=False,
     )
     assert result.stdout == "[TEST OK] Drifting passed local test.\n", result.stderr
+
+
+def test_a_file_in_the_current_directory_does_not_pass_for_a_library(elsewhere: Path) -> None:
+    for library in ("pandas", "json", "torch"):
+        (elsewhere / f"{library}.py").write_text("raise SystemExit('taken for a library')")
+    listed = dpbench("list")
+    assert "taken for" not in listed.stdout + listed.stderr
+    smoke = dpbench("smoke", "--trainer", "outside:Drifting")
+    assert smoke.stdout == "[TEST OK] Drifting passed local test.\n", smoke.stderr
 
 
 def test_show_prints_tables_from_saved_reports(capsys: pytest.CaptureFixture[str]) -> None:

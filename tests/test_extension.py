@@ -32,9 +32,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a replaying ``ncu``, on a machine with a GPU."""
     program(tmp_path / "ncu", REPLAY)
     monkeypatch.chdir(tmp_path)
-    for module in ("dpbench.gpu", "dpbench.instruments", "dpbench.instruments.ncu.ranges"):
-        gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
-        monkeypatch.setattr(f"{module}.visible_gpus", lambda gpus=gpus: gpus)
+    gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
+    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: gpus)
     return tmp_path
 
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pynvml
 import pytest
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.gpu import Gpu, child_environment, chip_of, exclusive, select, visible_gpus
+from dpbench.errors import ConfigurationError
+from dpbench.gpu import (
+    Gpu,
+    child_environment,
+    chip_of,
+    exclusive,
+    require_gpu,
+    select,
+    visible_gpus,
+)
 
 GPUS = [Gpu(f"GPU-{i}d7c-{i}", f"card {i}", 10**9, "580.0") for i in range(4)]
 
@@ -164,6 +178,54 @@ def test_gpu_is_held_across_processes_and_free_when_the_holder_is_killed(locks: 
     assert _is_free(path)
     with exclusive(GPUS[0]):
         assert not _is_free(path)
+
+
+@pytest.mark.usefixtures("locks")
+def test_whoever_waits_is_told_who_holds_the_gpu_for_what_and_since_when() -> None:
+    told: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        with exclusive(GPUS[0], "dpsgd-bs8"):
+            waiting = pool.submit(_wait_for, GPUS[0], told)
+            while not told:
+                time.sleep(0.01)
+        waiting.result(timeout=20)
+    [line] = told
+    assert re.fullmatch(rf"process {os.getpid()} \(dpsgd-bs8\) since \d\d:\d\d:\d\d", line)
+
+
+def _wait_for(gpu: Gpu, told: list[str]) -> None:
+    with exclusive(gpu, waiting=told.append):
+        pass
+
+
+def test_a_folder_that_cannot_hold_the_lock_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with (
+        pytest.raises(ConfigurationError, match="set TMPDIR to another folder"),
+        exclusive(GPUS[0]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("failing", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetUUID"])
+def test_a_driver_that_answers_with_an_error_is_one_line(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that has fallen off the bus, say; what needs no GPU goes on."""
+
+    def fails(*arguments: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    for name in ("nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda *arguments: 0)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580")
+    monkeypatch.setattr(pynvml, failing, fails)
+    assert visible_gpus() == []
+    with pytest.raises(ConfigurationError, match="no CUDA GPU is visible here: NVML says 'GPU is"):
+        require_gpu()
 
 
 def _is_free(path: Path) -> bool:

@@ -23,6 +23,7 @@ from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_writable_file
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
+from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.torch_profiler.files import operators_of, read_summary
 from dpbench.settings import declare
 from dpbench.show.view import check_top
@@ -68,13 +69,13 @@ def _measure(case: Case, options: argparse.Namespace) -> None:
     """Measure the case; what was found is in the files that it leaves."""
     from dpbench.runner import measure
 
-    instruments = choose(
-        ("ncu", "ncu_kernels", "torch_profiler"),
+    settings = InstrumentSettings(
         directory=options.ncu_dir,
         ncu_path=options.ncu_path,
         timeout=options.timeout,
         profile_directory=options.profile_dir,
     )
+    instruments = choose(("ncu", "ncu_kernels", "torch_profiler"), settings)
     for instrument in instruments:
         instrument.check()
     outcome = measure(case, instruments, gpu=next(iter(visible_gpus()), None))
@@ -88,9 +89,9 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
     from dpbench.instruments.ncu.kernel_report import read_kernels
     from dpbench.instruments.ncu.range_report import (
         KERNELS,
-        kernel_report_path,
         launches_by_phase,
         read,
+        report_path,
     )
     from dpbench.results.cards import known_roofs
     from dpbench.results.frame import to_frame
@@ -100,7 +101,7 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
     from dpbench.show.profile import copies_table
 
     ranges = read(options.ncu_dir / case.report_path, case)
-    path = options.ncu_dir / kernel_report_path(case, KERNELS)
+    path = options.ncu_dir / report_path(case, KERNELS)
     kernels = read_kernels(path)
     launched = launches_by_phase(options.ncu_dir / case.report_path)
     profiled = {launch.phase for launch in kernels.launches}

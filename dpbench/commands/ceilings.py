@@ -14,7 +14,6 @@ import argparse
 import os
 from pathlib import Path
 
-from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
 
 
@@ -26,12 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.files import write_text
-    from dpbench.gpu import child_environment, visible_gpus
+    from dpbench.gpu import child_environment, require_gpu
     from dpbench.process.ceilings import measure_ceilings
     from dpbench.show.roofline import ceilings_table
 
-    if not visible_gpus():
-        raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
+    require_gpu()
     if options.json:
         check_writable_file(options.json)
     os.environ.update(child_environment())  # before CUDA numbers the GPUs

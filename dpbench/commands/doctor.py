@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.doctor import FAILED, Setup, examine
-    from dpbench.instruments import check_timeout
+    from dpbench.instruments.settings import check_timeout
 
     check_timeout(options.timeout)
     findings = []

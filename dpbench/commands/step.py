@@ -17,15 +17,14 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.instruments.child import Steps
-from dpbench.process.schedule import Schedule
+from dpbench.process.messages import print_record
+from dpbench.process.schedule import Schedule, Steps
 from dpbench.settings import declare
 
 
@@ -71,9 +70,9 @@ def run(options: argparse.Namespace) -> int:
         kind = type(error).__name__
         first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
         message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
-        _print_record(error={"kind": kind, "message": message})
+        print_record(error={"kind": kind, "message": message})
         raise
-    _print_record(**record)
+    print_record(**record)
     return 0
 
 
@@ -98,9 +97,3 @@ def _profile(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     record = profile_case(case, device=options.device, schedule=schedule, directory=options.profile)
     write_summary(case, record, options.profile, options.profile_threshold)
     return record
-
-
-def _print_record(**record: Any) -> None:
-    from dpbench import __version__
-
-    print(json.dumps({"dpbench": __version__, **record}), flush=True)

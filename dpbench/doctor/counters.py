@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from dpbench.case import Case
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
 from dpbench.errors import DpbenchError
 from dpbench.gpu import Use, in_use, visible_gpus
-from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, lacking, on_chip
-from dpbench.instruments.ncu.range_report import MetricMissing, read
-from dpbench.instruments.ncu.ranges import (
+from dpbench.instruments.ncu.program import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
-    Ncu,
     NcuNotFound,
     find_ncu,
+    known_counters,
 )
+from dpbench.instruments.ncu.range_report import MetricMissing, read
+from dpbench.instruments.ncu.ranges import Ncu
+from dpbench.process.schedule import Steps
 from dpbench.show.layout import gigabytes
 
 COPIES = "dpbench.doctor.copying:CopyTrainer"
@@ -60,19 +62,26 @@ def counters(setup: Setup) -> Iterator[Finding]:
         yield from (Finding(check, WARNING, f"not tried: {error}") for check in goods)
         return
     findings = {check: Finding(check, OK, good) for check, good in goods.items()}
+    if missing := not_there(instrument.metrics, known_counters(instrument.path)):
+        remedy = "measure the others with --ncu-metrics; what it has may go by another name"
+        findings["metrics"] = Finding("metrics", FAILED, missing, remedy)
+        # Whether the others can be read is worth knowing all the same.
+        there = (m for m in instrument.metrics if not _missing(m, known_counters(instrument.path)))
+        instrument = replace(instrument, metrics=tuple(there))
     case = Case(COPIES, FEW, 1, "tiny")
     try:
         instrument.check()
         instrument.measure(case)
     except MetricMissing as error:  # then everything before it went well
         present = {row.metric for row in read(instrument.directory / case.report_path, case)}
-        missing = ", ".join(name for name in metrics if name not in present)
-        words = f"this GPU lacks the counters of {missing}"
-        findings["metrics"] = Finding("metrics", FAILED, words, error.remedy)
+        absent = ", ".join(name for name in metrics if name not in present)
+        text = f"this GPU lacks the counters of {absent}"
+        findings["metrics"] = Finding("metrics", FAILED, text, error.remedy)
     except DpbenchError as error:
         blamed = next((name for kind, name in _BLAME if isinstance(error, kind)), "profiling")
         unknown = f"unknown, because {blamed} failed"
-        findings = {check: Finding(check, WARNING, unknown) for check in goods}
+        lacks = {check: f for check, f in findings.items() if f.status == FAILED}
+        findings = {check: Finding(check, WARNING, unknown) for check in goods} | lacks
         findings[blamed] = Finding.of_error(blamed, error)
     yield from findings.values()
 
@@ -89,11 +98,37 @@ def calibration(setup: Setup) -> Iterator[Finding]:
     except CannotTry as error:
         yield Finding("calibration", WARNING, f"not tried: {error}")
         return
+    if missing := not_there(metrics, known_counters(instrument.path)):
+        yield Finding("calibration", WARNING, f"not tried: {missing}")
+        return
     case = Case(COPIES, examples_that_fit(in_use(visible_gpus()[0])), 1, "tiny")
     instrument.check()
     rows = instrument.measure(case)
     counted = {row.metric: row.value for row in rows if row.phase == "forward"}
     yield judge(case.batch_size, counted)
+
+
+def not_there(metrics: Iterable[NcuMetric], known: Collection[str]) -> str:
+    """Which metrics a GPU has no counters for, and what else it counts there; empty if none.
+
+    Args:
+        metrics: what would be measured.
+        known: the GPU's counters, without ``.sum``; none if ncu does not say.
+    """
+    missing = [metric for metric in metrics if known and _missing(metric, known)]
+    if not missing:
+        return ""
+    units = dict.fromkeys(c.partition("__")[0] for m in missing for c in _missing(m, known))
+    there = []
+    for unit in units:
+        bytes_of_unit = sorted(c for c in known if c.startswith(f"{unit}__") and "bytes" in c)
+        there.append(", ".join(bytes_of_unit[:6]) or f"no {unit}__*bytes*")
+    names = ", ".join(metric.name for metric in missing)
+    return f"this GPU lacks the counters of {names}; it has {'; '.join(there)}"
+
+
+def _missing(metric: NcuMetric, known: Collection[str]) -> list[str]:
+    return [name for name in metric.counters if name.removesuffix(".sum") not in known]
 
 
 def judge(examples: int, counted: Mapping[str, float]) -> Finding:
@@ -146,4 +181,4 @@ def _instrument(setup: Setup, metrics: tuple[NcuMetric, ...]) -> Ncu:
     except NcuNotFound as error:
         raise CannotTry("there is no ncu") from error
     steps = Steps(warmup=1, active=1)  # the first copy leaves the cache as the second finds it
-    return Ncu(setup.directory / "doctor", path, metrics, steps, setup.timeout)
+    return Ncu(setup.directory / "doctor", path, steps, setup.timeout, metrics)

@@ -15,7 +15,7 @@ from dpbench.case import Case
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
 from dpbench.files import check_writable
 from dpbench.gpu import in_use, visible_gpus
-from dpbench.instruments.ncu.ranges import find_ncu, ncu_version
+from dpbench.instruments.ncu.program import find_ncu, ncu_version
 from dpbench.results.rows import STEP
 from dpbench.show.layout import gigabytes
 

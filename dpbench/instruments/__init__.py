@@ -1,96 +1,54 @@
-"""How it is measured: one file per instrument, behind the interface in ``base``."""
+"""How it is measured: one file or folder per instrument, behind the interface in ``base``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from importlib.metadata import entry_points
 
 from dpbench.errors import ConfigurationError
-from dpbench.gpu import visible_gpus
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu.kernel_choice import KernelChoice
-from dpbench.instruments.ncu.metrics import on_chip, resolve
-from dpbench.instruments.ncu.ranges import Ncu, find_ncu
-from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler.instrument import TorchProfiler
-from dpbench.process.schedule import Schedule
+from dpbench.instruments.settings import InstrumentSettings
+from dpbench.registry import Registry
 
-INSTRUMENTS = ("timing", "ncu", "ncu_kernels", "logical", "torch_profiler")
-"""The names of the instruments."""
+INSTRUMENTS = Registry(
+    "instrument",
+    {
+        "timing": "dpbench.instruments.timing:Timing",
+        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
+        "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
+        "logical": "dpbench.instruments.logical.instrument:Logical",
+        "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
+    },
+)
+"""Instruments by name, in the order in which they measure. Others are named by import target, or
+by an entry point of the group `ENTRY_POINTS`."""
+
+ENTRY_POINTS = "dpbench.instruments"
 
 ON_GPU = ("timing", "ncu")
 """What measures a case on a GPU: times without a profiler, and bytes with it."""
 
 
-def choose(
-    names: Iterable[str],
-    *,
-    directory: Path,
-    ncu_path: str | None = None,
-    metrics: Iterable[str] | None = None,
-    device: str = "cuda",
-    timing_steps: Steps = Timing.steps,
-    ncu_steps: Steps = Ncu.steps,
-    timeout: float = Timing.timeout,
-    kernels: KernelChoice | None = None,
-    profile_directory: Path = TorchProfiler.directory,
-    profile_schedule: str = "",
-    profile_threshold: float = TorchProfiler.threshold,
-) -> list[Instrument]:
-    """The instruments with these names, set up from what a user can say on a command line.
+def choose(names: Iterable[str], settings: InstrumentSettings) -> list[Instrument]:
+    """The instruments with these names, as the settings have them, each once."""
+    asked = [_canonical(name) for name in (*names, *settings.kernels.instruments)]
+    return [_class(name).from_settings(settings) for name in INSTRUMENTS if name in asked]
 
-    Args:
-        names: some of `INSTRUMENTS`.
-        directory: where reports and logs go.
-        ncu_path: the ``ncu`` program, or None to look for it.
-        metrics: metric names, possibly several to a string with commas; None for all of ours.
-        device: ``cuda`` or ``cpu``, for timing and profiling; counters exist on CUDA only.
-        timing_steps: warm-up and active steps of unprofiled children.
-        ncu_steps: warm-up and active steps of profiled children.
-        timeout: seconds a child may take.
-        kernels: what to profile kernel by kernel beside that.
-        profile_directory: where the PyTorch profiler's folders go, one a case.
-        profile_schedule: which steps it records, as in ``wait=1,active=3``.
-        profile_threshold: milliseconds from which an operator is a bottleneck.
 
-    Raises:
-        DpbenchError: a metric, phase or set does not exist, or ``ncu`` was not found.
-    """
-    check_timeout(timeout)
-    chosen = set(names)
-    found: list[Instrument] = []
-    # What was said for one that was not chosen must be right as well.
-    schedule = Schedule.parse(profile_schedule)
-    profiler = TorchProfiler(profile_directory, device, schedule, profile_threshold, timeout)
-    asked = [name.strip() for text in metrics or () for name in text.split(",")]
-    if asked and not any(asked):
-        raise ConfigurationError(f"--ncu-metrics names no metric; try {', '.join(on_chip())}")
-    chip = next((gpu.chip for gpu in visible_gpus()), "") if "ncu" in chosen else ""
-    resolved = tuple(resolve([*filter(None, asked)] or None, chip))
-    if "timing" in chosen:
-        found.append(Timing(directory, device, timing_steps, timeout))
-    if "ncu" in chosen:
-        found.append(Ncu(directory, find_ncu(ncu_path), resolved, ncu_steps, timeout))
-    if "ncu_kernels" in chosen or (kernels and kernels.wanted):
-        what = kernels or KernelChoice()
-        found += what.instruments(directory, find_ncu(ncu_path), timeout)
-    if "logical" in chosen:
-        from dpbench.instruments.logical.instrument import (
-            Logical,  # loads torch, which the others do not
-        )
+def _canonical(spelling: str) -> str:
+    """The short name for any spelling of an instrument's."""
+    try:
+        return INSTRUMENTS.canonical(spelling)
+    except ConfigurationError:  # nothing of dpbench's own: look what else is installed
+        for entry in entry_points(group=ENTRY_POINTS):
+            if entry.name not in INSTRUMENTS:
+                INSTRUMENTS.register(entry.name, entry.value)
+        return INSTRUMENTS.canonical(spelling)
 
-        found.append(Logical(timeout=timeout, directory=directory))
-    if "torch_profiler" in chosen:
-        found.append(profiler)
+
+def _class(name: str) -> type[Instrument]:
+    found = INSTRUMENTS[name]
+    if not (isinstance(found, type) and issubclass(found, Instrument)):
+        raise ConfigurationError(f"instrument {name!r} is no subclass of dpbench.Instrument")
     return found
-
-
-def check_timeout(seconds: float) -> None:
-    """Refuse a time-out that ends everything at once.
-
-    Raises:
-        ConfigurationError: it is not positive.
-    """
-    if not seconds > 0:
-        raise ConfigurationError(f"the time-out must be positive, not {seconds:g} s")

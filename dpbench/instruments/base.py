@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
+from dpbench.files import check_writable
+from dpbench.gpu import require_gpu
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
 from dpbench.results.speed_of_light import KernelSpeed
+
+if TYPE_CHECKING:
+    from dpbench.instruments.settings import InstrumentSettings
 
 
 class Instrument(ABC):
     """One way to measure a case. Implementations are small frozen dataclasses of options."""
 
     name: ClassVar[str]
+    """What its rows say as ``instrument``."""
 
-    @abstractmethod
-    def check(self) -> None:
-        """Find out, before any case runs, whether this instrument can work here.
+    hardware: ClassVar[bool] = True
+    """Whether its numbers are those of a machine; what is counted is the same on all."""
 
-        Raises:
-            DpbenchError: it cannot; the message says what would help.
-        """
+    @classmethod
+    def from_settings(cls, settings: InstrumentSettings) -> Self:
+        """The instrument as a session's options have it."""
+        return cls()
+
+    def check(self) -> None:  # noqa: B027
+        """Find out, before any case runs, whether it can work here; raises what would help."""
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of tools that its numbers depend on, beside torch: kept with a saved run."""
+        return {}
 
     @abstractmethod
     def start(self, case: Case) -> Running:
@@ -36,11 +50,7 @@ class Instrument(ABC):
         """
 
     def measure(self, case: Case) -> list[Measurement]:
-        """Measure one case.
-
-        Raises:
-            InstrumentError: the case could not be measured.
-        """
+        """Measure one case; an `InstrumentError` says why it could not be."""
         running = self.start(case)
         try:
             return running.rows()
@@ -65,15 +75,17 @@ class Running(ABC):
 
     @abstractmethod
     def rows(self) -> list[Measurement]:
-        """Wait for it to end, and return what was measured.
+        """Wait for it to end, and return what was measured; or raise an `InstrumentError`."""
 
-        Raises:
-            InstrumentError: the case could not be measured.
-        """
-
-    @abstractmethod
-    def cancel(self) -> None:
+    def cancel(self) -> None:  # noqa: B027
         """End it, with all its processes, if it has not ended."""
+
+
+def check_place(directory: Path, *, on_gpu: bool) -> None:
+    """Refuse to begin without a GPU, if it needs one, or a directory that can be written."""
+    if on_gpu:
+        require_gpu()
+    check_writable(directory)
 
 
 class InstrumentError(DpbenchError):
@@ -96,6 +108,12 @@ class CaseTimedOut(InstrumentError):
     """The case ran longer than its time-out and was ended, with all its processes."""
 
     remedy = "raise the time-out, or look in the log for where it hung"
+
+
+class GpuBusy(InstrumentError):
+    """Another process held the GPU for longer than the case's time-out."""
+
+    remedy = "end that process, or raise the time-out"
 
 
 class CaseFailed(InstrumentError):

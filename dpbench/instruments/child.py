@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -11,50 +12,38 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError
-from dpbench.gpu import MEASURING, WAITING, child_environment
+from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
     CaseFailed,
     CaseOutOfMemory,
     CaseTimedOut,
+    GpuBusy,
     InstrumentError,
     Running,
 )
+from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
+from dpbench.instruments.terminal import tell
+from dpbench.process.messages import MARK, MEASURING, WAITING, last_record
+from dpbench.process.schedule import Steps
 from dpbench.registry import MODELS, TRAINERS, arguments, child_python_path
 from dpbench.results.rows import Measurement
 
-POLL_SECONDS = 0.05
-GRACE_SECONDS = 5.0
-"""How long a process group has to end by itself before it is killed."""
+PATIENCE_SECONDS = 3.0
+"""For how long a GPU that another session uses is waited for in silence."""
 
 
-@dataclass(frozen=True)
-class Steps:
-    """How many steps a child runs before it is observed, and how many while it is.
-
-    Raises:
-        ConfigurationError: no active step, or fewer than no warm-up steps.
-    """
-
-    warmup: int
-    active: int
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0 or self.active < 1:
-            raise ConfigurationError(
-                f"steps: needs warm-up >= 0 and active >= 1, not {self.warmup} and {self.active}"
-            )
-
-
-def step_command(case: Case, steps: Steps, *, device: str, nvtx: bool = False) -> list[str]:
+def step_command(
+    case: Case, steps: Steps | None = None, *, device: str, nvtx: bool = False
+) -> list[str]:
     """The argument list that runs one case: ``python -m dpbench step …``."""
-    command = [sys.executable, "-m", "dpbench", "step", *arguments(case)]
-    command += ["--device", device, "--warmup", str(steps.warmup), "--active", str(steps.active)]
+    command = [sys.executable, "-m", "dpbench", "step", *arguments(case), "--device", device]
+    if steps:
+        command += ["--warmup", str(steps.warmup), "--active", str(steps.active)]
     return [*command, "--nvtx"] if nvtx else command
 
 
@@ -69,17 +58,20 @@ class Child(Running):
     """The process of one case, from its start to its record.
 
     Everything that it prints goes to ``log``, after its command. Its whole process group ends
-    with it, with its time-out, and with `cancel`.
+    with it, with its time-out, with `cancel`, and with this process.
 
     Args:
         command: an argument list; never a shell string, because ids may hold brackets.
         case: whose command it is.
         log: the file to write.
-        timeout: seconds from when the child has its GPU until it is ended; setting up before
-            that (imports) has as many seconds of its own, waiting for the GPU any number.
+        timeout: seconds from when the child has its GPU until it is ended. Setting up before
+            that (imports) has as many seconds of its own, and so has each other process that
+            holds the GPU meanwhile.
         read: makes rows of the record that the child printed.
         watch: is given each new piece of the log while the child is waited for.
     """
+
+    _all: ClassVar[WeakSet[Child]] = WeakSet()
 
     def __init__(
         self,
@@ -91,109 +83,134 @@ class Child(Running):
         read: Callable[[Child], list[Measurement]],
         watch: Callable[[str], None] | None = None,
     ) -> None:
-        self.case, self.log, self.timeout, self.read = case, log, timeout, read
-        self.watch = watch
-        self._ended = False
+        self.case, self.log, self.timeout, self.read, self.watch = case, log, timeout, read, watch
+        self._mark = f"{secrets.token_hex(8)} "
         added = environment(case)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
         print(f"$ {pasteable}", file=sys.stderr, flush=True)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as stream:
+        log.unlink(missing_ok=True)  # what still writes to an earlier one shall not write here
+        with log.open("x", encoding="utf-8") as stream:
             stream.write(f"$ {pasteable}\n")
             stream.flush()
-            self.process = subprocess.Popen(
+            self._output = stream.tell()
+            self.group = ProcessGroup(
                 command,
-                stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **added},
-                start_new_session=True,
+                env={**inherited, **added, MARK: self._mark},
             )
+        self._all.add(self)
 
     def rows(self) -> list[Measurement]:
-        """Wait for the process, and make rows of its record; see `Running.rows`."""
-        return self.read(self)
+        """Wait for the process, and make rows of its record."""
+        try:
+            return self.read(self)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            message = f"{self.case.id}: its record cannot be read ({what})"
+            raise CaseFailed(message, log=self.log) from error
 
     def record(self) -> dict[str, Any]:
-        """Wait for the process, and return the record that it printed.
-
-        Raises:
-            CaseOutOfMemory, CaseTimedOut, CaseFailed: what the name says; each names the log.
-        """
+        """Wait for the process, and return the record that it printed; or say why it failed."""
         try:
-            in_time = self._wait()
+            self._wait()
         finally:
             self.cancel()
-        if not in_time:
-            message = f"{self.case.id} did not finish within {self.timeout:g} s"
-            raise CaseTimedOut(message, log=self.log)
-        return _record(self.case, self.process.returncode, self.log)
+        lines = log_lines(self.log)
+        record, code = last_record(lines, self._mark), self.group.process.returncode
+        error = record.get("error")
+        if record and not error and not code:
+            return record
+        if not error:  # it was ended before it could say why
+            error = {"kind": "", "message": f"the process {describe_exit(code)}"}
+            if any("torch.OutOfMemoryError" in line for line in lines):
+                error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
+        kind = CaseOutOfMemory if error["kind"] == "OutOfMemory" else CaseFailed
+        raise kind(f"{self.case.id}: {error['message']}", log=self.log)
 
-    def _wait(self) -> bool:
-        """Wait for the process; False if it outlasts its time-out."""
-        deadline = time.monotonic() + self.timeout
-        waiting = started = False
+    def _wait(self) -> None:
+        """Wait for the process, but not longer than its time-out."""
+        clock = _Clock(self.case, self.timeout, self._others)
+        rest = ""
         with self.log.open(encoding="utf-8", errors="replace") as stream:
-            while self.process.poll() is None:
+            stream.seek(self._output)
+            while self.group.process.poll() is None:
                 text = stream.read()
                 if self.watch and text:
                     self.watch(text)
-                if MEASURING in text and not started:
-                    started, deadline = True, time.monotonic() + self.timeout
-                waiting = not started and (waiting or WAITING in text)
-                if not waiting and time.monotonic() > deadline:
-                    return False
+                *lines, rest = (rest + text).split("\n")
+                for line in lines:
+                    clock.hear(line)
+                if error := clock.error():
+                    error.log = self.log
+                    raise error
                 time.sleep(POLL_SECONDS)
-        return True
+
+    def _others(self, process_id: int) -> bool:
+        """Whether a process is no child of this session."""
+        try:
+            group = os.getpgid(process_id)
+        except ProcessLookupError:  # of another container
+            return True
+        return all(child.group.process.pid != group for child in self._all)
 
     def cancel(self) -> None:
-        """End what is left of the process group: first politely, then for good."""
-        if self._ended:
+        """End what is left of the process group."""
+        self.group.end()
+
+
+class _Clock:
+    """What a child does with its time: it sets up, waits for its GPU, and measures.
+
+    Args:
+        case: what it measures.
+        timeout: seconds that each of these may take, waiting for each other process apart.
+        others: whether a process belongs to another session.
+    """
+
+    def __init__(self, case: Case, timeout: float, others: Callable[[int], bool]) -> None:
+        self.case, self.timeout, self.others = case, timeout, others
+        self.start = self.deadline_from = time.monotonic()
+        self.holder = ""
+        self.told: str | None = None
+        self.measuring = False
+
+    def hear(self, line: str) -> None:
+        """Take the next line of the child's log."""
+        if self.measuring or not (WAITING in line or MEASURING in line):
             return
-        self._ended = True
-        for ending in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, ending)
-            except ProcessLookupError:
-                break
-            deadline = time.monotonic() + GRACE_SECONDS
-            while time.monotonic() < deadline and self._group_lives():
-                time.sleep(POLL_SECONDS)
-        self.process.wait()
+        now = self.deadline_from = time.monotonic()
+        if WAITING in line:
+            self.start = self.start if self.holder else now
+            self.holder = line.partition(WAITING)[2].strip()
+        else:
+            self.measuring = True
+            if self.told:
+                tell(f"{self.case.id} waited {now - self.start:.0f} s for its GPU")
 
-    def _group_lives(self) -> bool:
-        self.process.poll()  # reap the leader, which counts as a member until then
-        try:
-            os.killpg(self.process.pid, 0)
-        except (ProcessLookupError, PermissionError):
-            return False
-        return True
-
-
-def _record(case: Case, returncode: int, log: Path) -> dict[str, Any]:
-    """The record in the log, or the error that the log describes."""
-    records = [line for line in log_lines(log) if line.startswith('{"dpbench"')]
-    try:
-        record: dict[str, Any] = json.loads(records[-1]) if records else {}
-    except json.JSONDecodeError:
-        record = {}
-    error = record.get("error")
-    text = log.read_text(encoding="utf-8", errors="replace")
-    if (error or {}).get("kind") == "OutOfMemory" or "torch.OutOfMemoryError" in text:
-        detail = error["message"] if error else "CUDA out of memory"
-        raise CaseOutOfMemory(f"{case.id}: {detail}", log=log)
-    if error:
-        raise CaseFailed(f"{case.id}: {error['message']}", log=log)
-    if returncode or not record:
-        raise CaseFailed(f"{case.id}: the process {describe_exit(returncode)}", log=log)
-    return record
+    def error(self) -> InstrumentError | None:
+        """What to end the child with, if its time is up. Says whom it waits for, once."""
+        waited = time.monotonic() - self.deadline_from
+        waiting = self.holder and not self.measuring
+        if waiting and waited > PATIENCE_SECONDS and self.told != self.holder:
+            process = re.search(r"held by process (\d+)", self.holder)
+            if process and self.others(int(process[1])):
+                self.told = self.holder
+                tell(f"{self.case.id} waits for {self.holder}")
+        if waited <= self.timeout:
+            return None
+        if waiting:
+            return GpuBusy(f"{self.case.id} waited {self.timeout:g} s for {self.holder}")
+        return CaseTimedOut(f"{self.case.id} did not finish within {self.timeout:g} s")
 
 
 def describe_exit(returncode: int) -> str:
     """An exit status in words."""
-    if returncode < 0:
-        return f"was killed by {signal.Signals(-returncode).name}"
+    if returncode < 0:  # a real-time signal has no name
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
     return f"ended with exit code {returncode}" if returncode else "printed no record"
 
 

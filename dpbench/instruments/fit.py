@@ -32,9 +32,6 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
     Args:
         case: what shall run.
         gpu: where; without one, or if it does not say how much memory it has, nothing is refused.
-
-    Raises:
-        DoesNotFit: it cannot; the message says what it needs and what there is.
     """
     if gpu is None or gpu.memory_bytes is None:
         return

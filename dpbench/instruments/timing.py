@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable
-from dpbench.gpu import visible_gpus
 from dpbench.instruments import child
-from dpbench.instruments.base import Instrument
+from dpbench.instruments.base import Instrument, check_place
+from dpbench.instruments.settings import InstrumentSettings
+from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
 
 
@@ -30,14 +29,17 @@ class Timing(Instrument):
 
     directory: Path
     device: str = "cuda"
-    steps: child.Steps = child.Steps(warmup=3, active=5)
-    timeout: float = 1800.0
+    steps: Steps = InstrumentSettings.timing_steps
+    timeout: float = InstrumentSettings.timeout
+
+    @classmethod
+    def from_settings(cls, settings: InstrumentSettings) -> Timing:
+        """As ``--warmup``, ``--active`` and the like say."""
+        return cls(settings.directory, settings.device, settings.timing_steps, settings.timeout)
 
     def check(self) -> None:
-        """See `Instrument.check`."""
-        if self.device == "cuda" and not visible_gpus():
-            raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
-        check_writable(self.directory)
+        """There are the device and a directory that can hold logs."""
+        check_place(self.directory, on_gpu=self.device == "cuda")
 
     def start(self, case: Case) -> child.Child:
         """Start a process whose rows are times by phase, samples per second, peak memory."""

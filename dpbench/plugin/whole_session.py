@@ -12,7 +12,7 @@ import pytest
 from dpbench.case import Case
 from dpbench.files import printable
 from dpbench.gpu import visible_gpus
-from dpbench.instruments.ncu.progress import shown_on
+from dpbench.instruments.terminal import shown_on
 from dpbench.plugin.asked import AskedCases
 from dpbench.plugin.each_test import EachTest
 from dpbench.plugin.terminal import open_terminal
@@ -78,7 +78,7 @@ class WholeSession:
         self.each_test = EachTest(self.session)
         self.asked = AskedCases({})
         self.terminal: TextIO | None = None
-        """Where kernels are counted as they are profiled; no xdist worker's, one of many."""
+        """What a person shall see while a test still runs: whom it waits for, progress."""
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -86,8 +86,8 @@ class WholeSession:
             if self.measures:
                 # A batch system's signal must end the measured processes too, as Ctrl-C does.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
-                if self.settings.profiles_kernels:
-                    self.terminal = open_terminal()
+        if self.measures:
+            self.terminal = open_terminal()
 
     def _instruments(self) -> list[str]:
         """The names of what the ``ncu`` fixture measures with; none without ``--ncu``."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch.utils.benchmark import Timer
 
 from dpbench import gpu
 from dpbench.case import PRECISIONS
-from dpbench.process.step import pick_device
+from dpbench.process.step import alone, pick_device
 from dpbench.results.ceilings import Ceilings
 
 COPY_BYTES = 4 * 2**30
@@ -37,13 +37,10 @@ def measure_ceilings(
         copy_bytes: size of the buffer to copy; less if half the free memory is less.
         matrix: side of the square matrices.
         seconds: how long each measurement lasts at least.
-
-    Raises:
-        ConfigurationError: the device is not there.
     """
     target = pick_device(device)
     card = gpu.visible_gpus()[0] if target.type == "cuda" else None
-    with gpu.exclusive(card) if card else nullcontext():
+    with alone(target, "dpbench ceilings"):
         if card:
             copy_bytes = min(copy_bytes, torch.cuda.mem_get_info()[0] // 4)
         bandwidth = _copy(copy_bytes, target, seconds)

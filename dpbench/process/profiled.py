@@ -84,14 +84,10 @@ def profile_case(
     Returns:
         What was done, as plain JSON types; ``phase_peaks`` are bytes by phase for each recorded
         step, null on the CPU, whose allocator keeps no peaks.
-
-    Raises:
-        ConfigurationError: the case or the device does not exist.
-        OutOfMemory: it does not fit.
     """
     target = pick_device(device)
     import_everything(case, nvtx=False)
-    return alone_on(target, lambda: _profile(case, target, schedule, directory))
+    return alone_on(case, target, lambda: _profile(case, target, schedule, directory))
 
 
 def _profile(

@@ -1,10 +1,24 @@
-"""Which steps the PyTorch profiler records: skipped, waiting, warm-up, active, repeated."""
+"""How many steps a process takes, and which of them the PyTorch profiler records."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
 from dpbench.errors import ConfigurationError, unknown
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps a child runs before it is observed, and how many while it is."""
+
+    warmup: int
+    active: int
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.active < 1:
+            raise ConfigurationError(
+                f"steps: needs warm-up >= 0 and active >= 1, not {self.warmup} and {self.active}"
+            )
 
 
 @dataclass(frozen=True)
@@ -17,9 +31,6 @@ class Schedule:
         warmup: steps of each cycle that it traces and throws away.
         active: steps of each cycle that it records.
         repeat: cycles.
-
-    Raises:
-        ConfigurationError: no active step or no cycle, or less than none of the others.
     """
 
     skip_first: int = 1
@@ -38,11 +49,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """A schedule such as ``wait=1,active=3``; what is left out keeps its default.
-
-        Raises:
-            ConfigurationError: an unknown name, or a value that is no whole number.
-        """
+        """A schedule such as ``wait=1,active=3``; what is left out keeps its default."""
         known = [field.name for field in fields(cls)]
         values: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):

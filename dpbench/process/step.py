@@ -25,6 +25,7 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.process.build import build
+from dpbench.process.messages import MEASURING, NVTX_DOMAIN, NVTX_END, WAITING
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.training.base import TrainerBase
 from dpbench.training.phases import PhaseListener, observed_step
@@ -45,7 +46,7 @@ class NvtxRanges:
     def __init__(self) -> None:
         import nvtx
 
-        self.domain = nvtx.get_domain(gpu.NVTX_DOMAIN)
+        self.domain = nvtx.get_domain(NVTX_DOMAIN)
         self.step = -1
         self.range: Any = None
 
@@ -63,7 +64,7 @@ class NvtxRanges:
 
     def finish(self) -> None:
         """Mark the end of the last step, by which a reader knows that nothing is missing."""
-        self._start_range(gpu.NVTX_END)
+        self._start_range(NVTX_END)
         self._end()
 
     def _start(self, phase: str) -> None:
@@ -113,11 +114,7 @@ class PhaseTimes:
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda`` as a device.
-
-    Raises:
-        ConfigurationError: CUDA was asked for and is not there.
-    """
+    """``auto``, ``cpu`` or ``cuda`` as a device."""
     if name == "auto":
         name = "cuda" if gpu.visible_gpus() else "cpu"
     if name == "cuda" and not (torch.backends.cuda.is_built() and gpu.visible_gpus()):
@@ -144,31 +141,18 @@ def run_case(
     Returns:
         What was done, as plain JSON types; seconds, bytes. ``peak_memory_bytes`` is what the
         allocator had handed out at most during the active steps; null on the CPU.
-
-    Raises:
-        ConfigurationError: the case or the device does not exist.
-        OutOfMemory: it does not fit.
     """
     target = pick_device(device)
     import_everything(case, nvtx)
-    return alone_on(target, lambda: _run(case, target, warmup, active, nvtx))
+    return alone_on(case, target, lambda: _run(case, target, warmup, active, nvtx))
 
 
-def alone_on(device: torch.device, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run while no other dpbench process uses the GPU, and leave its memory free.
-
-    Raises:
-        OutOfMemory: it does not fit.
-    """
-    alone: AbstractContextManager[None] = nullcontext()
-    if device.type == "cuda":
-        card = gpu.visible_gpus()[0]
-        print(f"{gpu.WAITING} {card.uuid}", file=sys.stderr, flush=True)
-        alone = gpu.exclusive(card)
+def alone_on(case: Case, device: torch.device, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a case while no other dpbench process uses the GPU, and leave its memory free."""
     start = time.monotonic()
-    with alone:  # before the first CUDA call
+    with alone(device, case.id):  # before the first CUDA call
         waited = time.monotonic() - start
-        print(f"{gpu.MEASURING}, after {waited:.1f} s", file=sys.stderr, flush=True)
+        print(f"{MEASURING}, after {waited:.1f} s", file=sys.stderr, flush=True)
         try:
             return run()
         except Exception as error:
@@ -180,6 +164,19 @@ def alone_on(device: torch.device, run: Callable[[], dict[str, Any]]) -> dict[st
             if device.type == "cuda":  # before the next process gets the GPU
                 gc.collect()
                 torch.cuda.empty_cache()
+
+
+def alone(device: torch.device, purpose: str) -> AbstractContextManager[None]:
+    """Hold a device alone among dpbench's processes, saying whom this one waits for."""
+    if device.type != "cuda":
+        return nullcontext()
+    card = gpu.visible_gpus()[0]
+
+    def say(what: str) -> None:
+        print(f"{WAITING} {what}", file=sys.stderr, flush=True)
+
+    say(card.uuid)
+    return gpu.exclusive(card, purpose, lambda holder: say(f"{card.uuid}, held by {holder}"))
 
 
 def import_everything(case: Case, nvtx: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from dpbench import Case
 from dpbench.cli import main
-from dpbench.instruments.ncu.range_report import KERNELS, kernel_report_path
+from dpbench.instruments.ncu.range_report import KERNELS, report_path
 from dpbench.instruments.torch_profiler.files import write_summary
 from tests.recorded import RANGES, unpacked
 
@@ -65,7 +65,7 @@ def test_kernels_of_one_phase_are_no_account(
     saved: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clip = unpacked(f"kernels/clip/{DPSGD.report_path.name}", tmp_path / "clip")
-    shutil.copy(clip, tmp_path / kernel_report_path(DPSGD, KERNELS))
+    shutil.copy(clip, tmp_path / report_path(DPSGD, KERNELS))
     shutil.copy(RANGES / DPSGD.report_path.name, tmp_path / DPSGD.report_path)
     assert main(["attribute", *OPTIONS, "--trainer=dpsgd", *saved]) == 2
     said = capsys.readouterr().err

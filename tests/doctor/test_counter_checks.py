@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench import Case
+from dpbench import Case, gpu
 from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, counters, examine
 from dpbench.doctor.copying import CopyTrainer
 from dpbench.doctor.counters import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
 from dpbench.gpu import Gpu, Use
 from dpbench.instruments.logical.instrument import Logical
-from dpbench.instruments.ncu import ranges as ncu
 from dpbench.metrics import METRICS, Metric
 from dpbench.process.build import build
 from dpbench.process.step import run_case
@@ -23,8 +22,9 @@ DATA = Path(__file__).parents[1] / "data"
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
 CHECKS = ("profiling", "permission", "other profiler", "metrics")
 
-STAND_IN = """
+STAND_IN = f"""
 import shutil, sys, time
+sys.path.append({str(DATA.parents[1])!r})
 if sys.argv[1:] == ["--version"]:
     print("Version 2025.3.1.0 (build 36398880) (public-release)")
     sys.exit()
@@ -32,7 +32,8 @@ export = sys.argv[sys.argv.index("--export") + 1]
 """
 SUCCEED = f"""
 shutil.copy({str(DATA / "tiny-fp32" / "report_standard_bs4_seq64.ncu-rep")!r}, export)
-print(open({str(DATA / "ncu_output" / "success.txt")!r}).read())
+from tests.replay_ncu import marked
+print(marked(open({str(DATA / "ncu_output" / "success.txt")!r}).read()))
 """
 
 
@@ -43,7 +44,7 @@ def say(name: str) -> str:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (counters, ncu):
+    for module in (counters, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
 
 
@@ -97,6 +98,50 @@ def test_counters_that_a_chip_lacks_are_all_named(
     assert found["metrics"].status == FAILED
     assert "lacks the counters of l2_flown_bytes, l2_swum_bytes" in found["metrics"].detail
     assert found["permission"].status == OK
+
+
+QUERIED = """
+if sys.argv[1:] == ["--query-metrics"]:
+    print("Device NVIDIA GeForce RTX 5090 (GB202)\\n" + "-" * 80)
+    for name in {names!r}:
+        print(f"{{name:60}}  Counter  byte  # of bytes")
+    sys.exit()
+"""
+L1_AND_L2 = [
+    *(f"lts__t_sectors_op_{operation}" for operation in ("read", "write", "atom", "red")),
+    *(f"l1tex__t_bytes_pipe_lsu_mem_global_op_{operation}" for operation in ("ld", "st")),
+    "lts__t_bytes",
+]
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["dram__bytes_op_read", "dram__bytes_op_write"], "dram__bytes_op_read, dram__bytes_op_w"),
+        ([], "it has no dram__*bytes*"),
+    ],
+    ids=["GB202", "GB10B"],
+)
+def test_what_a_chip_lacks_is_told_and_the_rest_is_tried(
+    names: list[str], words: str, tmp_path: Path
+) -> None:
+    """As ncu itself lists the counters of GB202 and GB10B."""
+    query = QUERIED.format(names=L1_AND_L2 + names)
+    text = STAND_IN.replace("export =", f"{query}\nexport =")
+    path = program(tmp_path / "ncu", f"{text}\n{SUCCEED}\nopen('asked', 'w').write(str(sys.argv))")
+    setup = Setup(tmp_path / "reports", str(path), 20.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        found = found_by(setup)
+    assert found["metrics"].status == FAILED
+    assert "lacks the counters of dram_read_bytes, dram_write_bytes" in found["metrics"].detail
+    assert words in found["metrics"].detail
+    assert found["permission"].status == found["profiling"].status == OK
+    assert "dram__bytes" not in (tmp_path / "asked").read_text()
+    [calibration] = counters.calibration(setup)
+    assert calibration.status == WARNING
+    assert "not tried: this GPU lacks" in calibration.detail
 
 
 @pytest.mark.usefixtures("one_gpu")

@@ -14,8 +14,8 @@ import torch
 
 from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, machine
 from dpbench.gpu import Gpu, Use, in_use
-from dpbench.instruments.ncu import ranges as ncu
-from dpbench.instruments.ncu.ranges import NcuNotFound
+from dpbench.instruments.ncu import program as ncu
+from dpbench.instruments.ncu.program import NcuNotFound
 from tests.programs import program
 
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
@@ -172,7 +172,7 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     path = tmp_path / "ncu"
     path.write_text(f"#!/bin/sh\nexec 9>'{tmp_path}/alive'\nsleep 100\n")
     path.chmod(0o755)
-    monkeypatch.setattr(ncu, "VERSION_SECONDS", 1.0)
+    monkeypatch.setattr(ncu, "ANSWER_SECONDS", 1.0)
     assert only(machine.ncu, Setup(ncu_path=str(path))).status == FAILED
     readable, _, _ = select.select([alive], [], [], 30)
     assert readable, "a process still holds the pipe open"

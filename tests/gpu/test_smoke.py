@@ -8,8 +8,8 @@ import pytest
 
 from dpbench import TRAINERS, Case
 from dpbench.case import PRECISIONS
-from dpbench.instruments.child import Steps
 from dpbench.instruments.timing import Timing
+from dpbench.process.schedule import Steps
 from dpbench.results.report import CaseReport
 
 pytestmark = pytest.mark.gpu

@@ -7,14 +7,23 @@ import os
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from dpbench import Case, ConfigurationError
-from dpbench.gpu import MEASURING, WAITING
-from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, CaseTimedOut, InstrumentError
-from dpbench.instruments.child import Child, Steps, log_tail, step_command
+from dpbench import Case, ConfigurationError, __version__
+from dpbench.instruments.base import (
+    CaseFailed,
+    CaseOutOfMemory,
+    CaseTimedOut,
+    GpuBusy,
+    InstrumentError,
+)
+from dpbench.instruments.child import Child, log_tail, step_command
+from dpbench.instruments.terminal import shown_on, tell
+from dpbench.process.messages import MEASURING, WAITING
+from dpbench.process.schedule import Steps
 
 CASE = Case("dpsgd", 4, 32, "tiny")
 
@@ -31,7 +40,8 @@ def fails(program: str, tmp_path: Path, timeout: float = 20.0) -> InstrumentErro
 
 
 def says(**record: object) -> str:
-    return f"print({json.dumps({'dpbench': '0', **record})!r})"
+    """A program's text that prints a record."""
+    return f"from dpbench.process.messages import print_record; print_record(**{record!r})"
 
 
 def test_the_command_is_an_argument_list_that_names_every_field() -> None:
@@ -70,14 +80,14 @@ def test_the_log_and_the_terminal_show_a_command_to_paste(
     first = log.read_text().splitlines()[0]
     assert first in capfd.readouterr().err
     pasted = subprocess.run(first.removeprefix("$ "), shell=True, capture_output=True, check=True)
-    assert json.loads(pasted.stdout) == {"dpbench": "0"}
+    assert json.loads(pasted.stdout) == {"dpbench": __version__}
 
 
 def test_pytest_and_xdist_variables_do_not_reach_the_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw7")
-    program = "import os, json; print(json.dumps({'dpbench': '0', 'names': list(os.environ)}))"
+    program = f"import os; {says(names='')}".replace("**{'names': ''}", "names=list(os.environ)")
     names = start(program, tmp_path / "log").record()["names"]
     assert not [name for name in names if name.startswith("PYTEST_")]
 
@@ -111,7 +121,9 @@ def test_running_out_of_memory_is_recognised_when_the_child_was_killed_meanwhile
         ("exit(7)", "exit code 7"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
         ("pass", "printed no record"),
-        ("""print('{"dpbench": "0", "trunc')""", "printed no record"),
+        ("import os; print(os.environ['DPBENCH_RECORD_MARK'] + '{\"trunc')", "printed no record"),
+        ('print(\'{"dpbench": "0", "loss": 1}\')', "printed no record"),
+        ("import os; os.kill(os.getpid(), 40)", "killed by signal 40"),
     ],
 )
 def test_a_crash_is_told_in_words(program: str, words: str, tmp_path: Path) -> None:
@@ -138,7 +150,7 @@ def lives(process_id: int) -> bool:
 def test_a_time_out_ends_the_whole_process_group(
     stubborn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpbench.instruments.child.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("dpbench.instruments.processes.GRACE_SECONDS", 0.2)
     ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stubborn else ""
     program = (
         f"print({WAITING!r}, flush=True);"  # stops the clock
@@ -156,17 +168,84 @@ def test_a_time_out_ends_the_whole_process_group(
     assert not lives(grandchild)
 
 
-def test_waiting_for_the_gpu_does_not_count_against_the_time_out(tmp_path: Path) -> None:
-    program = (
-        "import time;"
-        f"print(*{WAITING.split()}, 'GPU-0', flush=True); time.sleep(1.0);"
-        f"print(*{MEASURING.split()}, flush=True); {says(loss=3)}"
+def waits(seconds: float, holder: int, *more: str) -> str:
+    """A program's text that waits for a GPU of another process's."""
+    words = f"{WAITING} GPU-0, held by process {holder} (dpsgd) since 12:03:04"
+    return "; ".join([f"import time; print({words!r}, flush=True); time.sleep({seconds})", *more])
+
+
+GETS_IT = f"print({MEASURING!r}, flush=True)"
+
+
+def test_each_process_that_holds_the_gpu_may_take_as_long_as_the_case(tmp_path: Path) -> None:
+    program = "; ".join([waits(0.8, 1), waits(0.8, 2), GETS_IT, "time.sleep(0.8)", says(loss=3)])
+    assert start(program, tmp_path / "log", timeout=1.4).record()["loss"] == 3
+
+
+def test_a_gpu_that_does_not_get_free_is_told_with_who_holds_it(tmp_path: Path) -> None:
+    error = fails(waits(60, os.getpid()), tmp_path, timeout=0.5)
+    assert isinstance(error, GpuBusy)
+    assert f"waited 0.5 s for GPU-0, held by process {os.getpid()} (dpsgd) since" in str(error)
+    assert "end that process, or raise the time-out" in str(error)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["another session's", "the session's own"])
+def test_whoever_waits_for_another_session_is_told(
+    own: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("dpbench.instruments.child.PATIENCE_SECONDS", 0.1)
+    holder = start("import time; time.sleep(60)", tmp_path / "holder")
+    process = holder.group.process.pid if own else os.getpid()
+    start(waits(0.6, process, GETS_IT, says()), tmp_path / "log").record()
+    holder.cancel()
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dpbench:")]
+    waiting = (
+        f"dpbench: {CASE.id} waits for GPU-0, held by process {process} (dpsgd) since 12:03:04"
     )
-    assert start(program, tmp_path / "log", timeout=0.8).record()["loss"] == 3
+    assert told == ([] if own else [waiting, f"dpbench: {CASE.id} waited 1 s for its GPU"])
+
+
+def test_what_is_told_reaches_the_terminal_of_a_test_runner(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal = StringIO()
+    with shown_on(terminal):
+        tell("it waits")
+    assert terminal.getvalue() == "\ndpbench: it waits\n"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_trainer_that_leaves_a_line_open_keeps_its_record(tmp_path: Path) -> None:
+    assert start(f"print('loss 2.3', end=''); {says(loss=2)}", tmp_path / "log").record()
+
+
+def test_an_error_in_the_log_of_a_case_that_went_well_is_no_failure(tmp_path: Path) -> None:
+    program = f"print('torch.OutOfMemoryError: retrying with less'); {says(loss=2)}"
+    assert start(program, tmp_path / "log").record()["loss"] == 2
+
+
+def test_what_an_orphan_still_prints_is_not_in_the_next_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as orphan:
+        start(says(loss=2), log).record()
+        orphan.write("late\n")
+    assert "late" not in log.read_text()
+
+
+def test_a_record_that_lacks_something_fails_its_case_only(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", says(loss=2)]
+    child = Child(
+        command, case=CASE, log=tmp_path / "log", timeout=20, read=lambda c: c.record()["rows"]
+    )
+    with pytest.raises(CaseFailed, match=r"record cannot be read \(KeyError: 'rows'\)"):
+        child.rows()
 
 
 def test_cancelling_ends_a_child_at_once(tmp_path: Path) -> None:
     child = start("import time; time.sleep(60)", tmp_path / "log")
     child.cancel()
-    assert child.process.returncode is not None
+    assert child.group.process.returncode is not None
     child.cancel()  # and again does nothing

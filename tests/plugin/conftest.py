@@ -14,8 +14,7 @@ from types import ModuleType
 import pytest
 
 from dpbench import MODELS, TRAINERS
-from dpbench.instruments import child
-from dpbench.instruments.torch_profiler import instrument as torch_profiler
+from dpbench.instruments import INSTRUMENTS, child
 from tests.programs import program
 
 REPLAYS = {name: Path(__file__).parents[1] / f"replay_{name}.py" for name in ("ncu", "step")}
@@ -26,7 +25,6 @@ FAKES = Path(__file__).parents[1] / "fakes"
 CONFTEST = """
 import os, pathlib, sys
 import dpbench.instruments.child
-import dpbench.instruments.torch_profiler.instrument
 
 class Interpreter:
     executable = str(pathlib.Path(__file__).with_name("step"))
@@ -34,8 +32,7 @@ class Interpreter:
     def __getattr__(self, name):
         return getattr(sys, name)
 
-for module in (dpbench.instruments.child, dpbench.instruments.torch_profiler.instrument):
-    module.sys = Interpreter()
+dpbench.instruments.child.sys = Interpreter()
 """
 
 SUITE = """
@@ -167,9 +164,8 @@ def in_this_process(
     """Run a session and leave this process as it was: registries, signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (child, torch_profiler):
-            patch.setattr(module, "sys", sys)
-        for registry in (TRAINERS, MODELS):
+        patch.setattr(child, "sys", sys)
+        for registry in (TRAINERS, MODELS, INSTRUMENTS):
             patch.setattr(registry, "_targets", dict(registry._targets))
         try:
             return pytester.runpytest_inprocess(*arguments, plugins=[imports])

@@ -8,12 +8,11 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
-from importlib.metadata import version
-from typing import Any
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
 from dpbench.instruments.logical.instrument import Logical
+from dpbench.process.messages import print_record
 from dpbench.registry import resolve
 
 
@@ -25,13 +24,9 @@ def main(spelled: str, most_steps: str) -> None:
         counted = Logical(int(most_steps)).count(case)
     except DpbenchError as error:
         message = str(error).removeprefix(f"{case.id}: ")  # the parent says whose it is
-        _print_record(error={"kind": type(error).__name__, "message": message})
+        print_record(error={"kind": type(error).__name__, "message": message})
     else:
-        _print_record(counted=counted.as_json())
-
-
-def _print_record(**record: Any) -> None:
-    print(f"\n{json.dumps({'dpbench': version('dpbench'), **record})}", flush=True)
+        print_record(counted=counted.as_json())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.result import LogicalResult
 from dpbench.instruments.logical.stand_ins import users_line
+from dpbench.instruments.settings import InstrumentSettings
 from dpbench.process.build import build
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.operators import OperatorCount
@@ -60,6 +61,7 @@ class Logical(Instrument):
     """
 
     name: ClassVar[str] = "logical"
+    hardware: ClassVar[bool] = False
 
     most_steps: int = 3
     timeout: float = 600.0
@@ -69,8 +71,9 @@ class Logical(Instrument):
         if self.most_steps < 1:
             raise ConfigurationError(f"logical: needs at least one step, not {self.most_steps}")
 
-    def check(self) -> None:
-        """See `Instrument.check`; there is nothing that could be missing."""
+    @classmethod
+    def from_settings(cls, settings: InstrumentSettings) -> Logical:
+        return cls(timeout=settings.timeout, directory=settings.directory)
 
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""

@@ -20,6 +20,7 @@ from typing import Any
 from dpbench.case import ALL_PHASES, OUTSIDE
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.ncu.range_report import (
+    DEVICE,
     MetricMissing,
     NothingProfiled,
     ReportUnreadable,
@@ -66,13 +67,6 @@ def read_kernels(path: Path) -> KernelReport:
     """A report of kernels, one launch after the other.
 
     A kernel outside every phase, in a report of whatever program, counts as `OUTSIDE`.
-
-    Raises:
-        ReportUnreadable: there is no such report, or ncu's log beside it (same name, ``.log``)
-            tells of more kernels than it holds.
-        WrongReplay: it holds ranges.
-        NothingProfiled: it holds nothing.
-        MetricMissing: one of `COUNTERS` was not collected.
     """
     total = check_complete(path)
     if total <= PART:
@@ -86,15 +80,17 @@ def read_kernels(path: Path) -> KernelReport:
 
 
 def check_complete(path: Path) -> int:
-    """How many kernels a report holds; see `read_kernels` for what is raised."""
+    """How many kernels a report holds: as many as ncu's log beside it tells of, if that is there.
+
+    The library reads a truncated file as a report with fewer kernels, without an error.
+    """
     total = count_actions(path)
     if not total:
         raise NothingProfiled(f"{path}: the report holds no kernel")
-    # The library reads a truncated file as a report with fewer kernels, without an error.
     log = path.with_suffix(".log")
     if log.exists() and (told := profiled_in(log)) != total:
         raise ReportUnreadable(
-            f"{path}: the report is incomplete, it holds {total} of {told} kernels"
+            f"{path}: the report of kernels is incomplete, it holds {total} of {told}"
         )
     return total
 
@@ -106,7 +102,7 @@ def profiled_in(log: Path) -> int:
 
 def plain_actions(actions: Iterable[Any]) -> list[dict[str, Any]]:
     """What is read of each action, as plain JSON types; None for a counter that is missing."""
-    names = [*(name for name, _ in COUNTERS.values()), *GRID, "device__attribute_display_name"]
+    names = [*(name for name, _ in COUNTERS.values()), *GRID, DEVICE]
     plain = []
     for action in actions:
         metrics = {name: action.metric_by_name(name) for name in names}
@@ -115,7 +111,7 @@ def plain_actions(actions: Iterable[Any]) -> list[dict[str, Any]]:
             {
                 "kernel": full_name(action) if is_kernel(action) else None,
                 "label": label(action),
-                "device": values.pop("device__attribute_display_name"),
+                "device": values.pop(DEVICE),
                 "values": values,
             }
         )
@@ -129,8 +125,10 @@ def _launches(plain: Iterable[dict[str, Any]], path: Path) -> Iterator[KernelLau
             raise WrongReplay(f"{path}: it holds ranges, not kernels; dpbench show reads it")
         values = action["values"]
         if missing := [name for name, value in values.items() if value is None]:
-            if places:  # the kernels before it have them
-                raise ReportUnreadable(f"{path}: the report is incomplete, it ends in a kernel")
+            if places or action["device"] is None:  # the kernels before it have them
+                raise ReportUnreadable(
+                    f"{path}: the report of kernels is incomplete, it ends in a kernel"
+                )
             raise MetricMissing(f"{path}: the report has no {missing[0]}")
         place = phase_of(action["label"])
         x, y, z = (int(values[name]) for name in GRID)

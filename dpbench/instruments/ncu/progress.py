@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 from dpbench.instruments.ncu.kernel_report import PROFILING
+from dpbench.instruments.terminal import begin_line, place
 
 
 @dataclass
@@ -33,27 +33,11 @@ class LaunchCounter:
         self._rest = text[-len(PROFILING) :]
 
 
-_terminal: ContextVar[TextIO | None] = ContextVar("terminal", default=None)
-
-
-@contextmanager
-def shown_on(terminal: TextIO | None) -> Iterator[None]:
-    """Let progress bars appear on a terminal, where standard error is caught; None changes nothing.
-
-    They begin a line of their own: the last one may hold what a test runner has printed.
-    """
-    if terminal is not None:
-        terminal.write("\n")
-    token = _terminal.set(terminal)
-    try:
-        yield
-    finally:
-        _terminal.reset(token)
-
-
 @contextmanager
 def launch_progress(description: str, total: int | None) -> Iterator[LaunchCounter]:
     """A progress bar with the time left, on a terminal; without a total only the count.
+
+    None in an xdist worker, one of many.
 
     Args:
         description: what is measured.
@@ -61,12 +45,10 @@ def launch_progress(description: str, total: int | None) -> Iterator[LaunchCount
     """
     from tqdm import tqdm
 
+    hidden = "PYTEST_XDIST_WORKER" in os.environ or not place().isatty()
+    if not hidden:
+        begin_line()
     with tqdm(
-        total=total,
-        desc=description,
-        unit="kernel",
-        leave=False,
-        disable=None,
-        file=_terminal.get() or sys.stderr,
+        total=total, desc=description, unit="kernel", leave=False, disable=hidden, file=place()
     ) as bar:
         yield LaunchCounter(bar)

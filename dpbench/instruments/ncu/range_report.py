@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import ATTENTIONS, Case
 from dpbench.errors import ConfigurationError
-from dpbench.gpu import NVTX_DOMAIN, NVTX_END
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
+from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.results.rows import STEP, Measurement
 
 REPORT_MAGIC = b"NVR\0"
@@ -24,14 +24,17 @@ REPORT_MAGIC = b"NVR\0"
 KERNELS = "kernels"
 """The folder of kernel-replay reports, beside the reports of ranges."""
 
+DEVICE = "device__attribute_display_name"
+"""What a report calls the name of the GPU."""
+
 SPEED_OF_LIGHT = "sol"
 """The folder of reports with many metrics of a few kernels."""
 
 KERNEL_FOLDERS = (KERNELS, SPEED_OF_LIGHT)
 
 
-def kernel_report_path(case: Case, folder: str) -> Path:
-    """Where a case's report of kernels lies below the report directory."""
+def report_path(case: Case, folder: str = "") -> Path:
+    """Where a case's report lies below the report directory."""
     return case.report_path.parent / folder / case.report_path.name
 
 
@@ -83,9 +86,6 @@ def read(
         metrics: what to read; by default every byte metric of which the report holds all
             counters.
         tool: what made the report, for the rows.
-
-    Raises:
-        ReportUnreadable, ForeignReport, NothingProfiled, MetricMissing: what the name says.
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
@@ -111,7 +111,7 @@ def read(
             value=value,
             unit=metric.unit or counter(first, metric.name, path).unit(),
             repeat=step,
-            device=str(counter(first, "device__attribute_display_name", path).value()),
+            device=str(counter(first, DEVICE, path).value()),
             tool=tool,
         )
         for (step, phase, metric), value in sums.items()
@@ -121,10 +121,7 @@ def read(
 def case_of(path: Path) -> Case:
     """The case that a report's path names: ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``.
 
-    Reports of kernels lie one folder deeper; see `kernel_report_path`.
-
-    Raises:
-        ForeignReport: the path has another form.
+    Reports of kernels lie one folder deeper; see `report_path`.
     """
     name = re.fullmatch(r"report_(?P<trainer>\w+)_bs(?P<bs>\d+)_seq(?P<seq>\d+)", path.stem)
     place = path.resolve().parent
@@ -145,14 +142,15 @@ def case_of(path: Path) -> Case:
 def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     """Step number, phase and ncu's action object of each range that dpbench marked."""
     actions = load_actions(path)
-    if any(is_kernel(action) for action in actions):
+    if actions and holds_kernels(actions, path):
         raise WrongReplay(f"{path}: it holds kernels, not ranges; dpbench kernels reads it")
     labels = [label(action) for action in actions]
-    if None in labels:
+    if None in (labels[:-1] or labels):  # the last may be cut off
         raise ForeignReport(f"{path}: it holds a range without dpbench's mark")
-    # The library reads a truncated file as a report with fewer ranges, without an error.
     if actions and labels[-1] != NVTX_END:
-        raise ReportUnreadable(f"{path}: the report is incomplete, its last range is missing")
+        raise ReportUnreadable(
+            f"{path}: the report of ranges is incomplete, its last range is missing"
+        )
     if len(actions) < 2:
         raise NothingProfiled(f"{path}: the report holds no range, or is cut off")
     for action, name in zip(actions[:-1], labels[:-1], strict=True):
@@ -167,9 +165,6 @@ def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
         path: an ``.ncu-rep`` file.
         part: which of ``parts`` consecutive parts of the report to load, from 0.
         parts: of about as many actions each.
-
-    Raises:
-        ReportUnreadable: there is no such file, or it is not a report.
     """
     with _opened(path) as ranges:
         places = [(profiled, i) for profiled in ranges for i in range(profiled.num_actions())]
@@ -178,7 +173,7 @@ def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
 
 
 def count_actions(path: Path) -> int:
-    """How many ranges or kernels a report holds; see `load_actions` for what is raised."""
+    """How many ranges or kernels a report holds."""
     with _opened(path) as ranges:
         return sum(profiled.num_actions() for profiled in ranges)
 
@@ -209,6 +204,22 @@ def is_kernel(action: Any) -> bool:
     return bool(action.workload_type() == action.WorkloadType_KERNEL)
 
 
+def cut_off(action: Any) -> bool:
+    """Whether an action is what the library makes of the end of a truncated file.
+
+    That is a kernel, even among ranges, of which nothing is known; no error tells of what is
+    missing behind it.
+    """
+    return is_kernel(action) and action.metric_by_name(DEVICE) is None
+
+
+def holds_kernels(actions: Sequence[Any], path: Path) -> bool:
+    """Whether these are the kernels of a report, and not its ranges."""
+    if len(actions) == 1 and cut_off(actions[0]):
+        raise ReportUnreadable(f"{path}: the report is incomplete, too short to say of what")
+    return is_kernel(actions[0])
+
+
 def label(action: Any) -> str | None:
     """The name ``STEP.PHASE`` of the dpbench range around an action."""
     state = action.nvtx_state()
@@ -221,11 +232,7 @@ def label(action: Any) -> str | None:
 
 
 def counter(action: Any, name: str, path: Path) -> Any:
-    """A counter of an action.
-
-    Raises:
-        MetricMissing: the report does not have it.
-    """
+    """A counter of an action, which must be there."""
     metric = action.metric_by_name(name)
     if metric is None:
         raise MetricMissing(f"{path}: the report has no {name}")

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError, unknown
-from dpbench.instruments import child
-from dpbench.instruments.base import Instrument, InstrumentError, Running
+from dpbench.instruments.base import Running
+from dpbench.instruments.child import Child
 from dpbench.instruments.ncu.kernel_report import (
     GRID,
     check_complete,
@@ -24,23 +23,21 @@ from dpbench.instruments.ncu.kernel_report import (
     phase_of,
     read_kernels,
 )
-from dpbench.instruments.ncu.kernels import check_phases, no_kernel_in, phase_filters
+from dpbench.instruments.ncu.kernels import OfKernels
+from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.ncu.progress import launch_progress
 from dpbench.instruments.ncu.range_report import (
     KERNELS,
     SPEED_OF_LIGHT,
     counter,
-    kernel_report_path,
     label,
     load_actions,
+    report_path,
 )
-from dpbench.instruments.ncu.ranges import check_gpu_and, command_under_ncu, record_under_ncu
+from dpbench.instruments.settings import InstrumentSettings, KernelChoice
 from dpbench.results.kernels import fold
 from dpbench.results.rows import Measurement
 from dpbench.results.speed_of_light import KernelSpeed
-
-SETS = ("basic", "detailed", "full")
-"""Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""
 
 METRICS = {
     "sm": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -73,96 +70,72 @@ def name_filter(names: Iterable[str]) -> str:
     return f"regex:{'|'.join(re.sub(r'[^A-Za-z0-9_]', '.', name[:NAME_LENGTH]) for name in names)}"
 
 
-def check_sections(name: str | None, kernels: int) -> None:
-    """Find out whether this is one of `SETS`, or None, and whether any kernel is asked for.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
-    if name is not None and name not in SETS:
-        raise unknown("set of sections", name, SETS)
-    if kernels < 1:
-        raise ConfigurationError(f"sections need at least one kernel, not {kernels}")
-
-
 @dataclass(frozen=True)
-class SpeedOfLight(Instrument):
-    """Re-executes a case under Nsight Compute with many metrics of the kernels that move most.
+class SpeedOfLight(OfKernels):
+    """Reads many metrics of the kernels that move most; the report of `NcuKernels` must be there.
 
     Args:
-        directory: where reports and logs go; the report of `NcuKernels` must be there.
-        path: the ``ncu`` program.
         set: one of `SETS`, or None for ``sections`` alone.
         sections: further sections of ``ncu --list-sections``.
         kernels: how many kernels, by DRAM bytes.
-        phases: of these phases only; of every one if there is none.
-        steps: warm-up and active steps.
-        timeout: seconds after which a case is ended.
-
-    Raises:
-        ConfigurationError: there is no such set or phase, or no kernel is asked for.
     """
 
     name: ClassVar[str] = "speed_of_light"
+    folder: ClassVar[str] = SPEED_OF_LIGHT
 
-    directory: Path
-    path: str
     set: str | None = "detailed"
     sections: tuple[str, ...] = ()
-    kernels: int = 5
-    phases: tuple[str, ...] = ()
-    steps: child.Steps = child.Steps(warmup=1, active=1)
-    timeout: float = 1800.0
+    kernels: int = KernelChoice.set_kernels
 
-    def __post_init__(self) -> None:
-        check_phases(self.phases)
-        check_sections(self.set, self.kernels)
-
-    def check(self) -> None:
-        """See `Instrument.check`; also that the report directory can be written."""
-        check_gpu_and(self.directory)
+    @classmethod
+    def from_settings(cls, settings: InstrumentSettings) -> SpeedOfLight:
+        """As ``--ncu-set``, ``--ncu-section`` and the like say."""
+        asked = settings.kernels
+        return cls(
+            settings.directory,
+            find_ncu(settings.ncu_path),
+            timeout=settings.timeout,
+            phases=asked.phases,
+            set=asked.set,
+            sections=asked.sections,
+            kernels=asked.set_kernels,
+        )
 
     def command(self, case: Case, names: Iterable[str]) -> list[str]:
         """The whole argument list for one case and the demangled names of kernels."""
-        return command_under_ncu(
-            self.path,
-            child.step_command(case, self.steps, device="cuda", nvtx=True),
-            replay="kernel",
-            include=phase_filters(self.phases, self.steps),
-            collect=[
-                *(("--set", self.set) if self.set else ()),
-                *(text for section in self.sections for text in ("--section", section)),
-                *("--metrics", ",".join([*METRICS.values(), TIME])),
-                *("--kernel-name-base", "demangled"),
-                *("--kernel-name", name_filter(names)),
-                *("--filter-mode", "per-launch-config"),
-                *("--launch-count", "1"),  # of each launch configuration
-            ],
-            export=self.report(case),
-        )
-
-    def report(self, case: Case) -> Path:
-        """Where a case's report is."""
-        return self.directory / kernel_report_path(case, SPEED_OF_LIGHT)
+        collect = [
+            *(("--set", self.set) if self.set else ()),
+            *(text for section in self.sections for text in ("--section", section)),
+            *("--metrics", ",".join([*METRICS.values(), TIME])),
+            *("--kernel-name-base", "demangled"),
+            *("--kernel-name", name_filter(names)),
+            *("--filter-mode", "per-launch-config"),
+            *("--launch-count", "1"),  # of each launch configuration
+        ]
+        return self.command_under_ncu(case, collect, self.filters)
 
     def chosen(self, case: Case) -> list[str]:
         """The demangled names of the kernels that move most bytes, from the case's report.
 
         No name if the phases launch none.
-
-        Raises:
-            InstrumentError: there is no such report, or it cannot be read.
         """
-        if no_kernel_in(self.phases, case, self.directory):
+        if self.nothing_to_profile(case):
             return []
-        launches = read_kernels(self.directory / kernel_report_path(case, KERNELS)).launches
+        launches = read_kernels(self.directory / report_path(case, KERNELS)).launches
         names = dict.fromkeys(count.name for count in fold(launches))
         return list(names)[: self.kernels]
 
     def start(self, case: Case) -> Waiting:
         """See `Instrument.start`; the process itself starts when its turn comes."""
-        (self.report(case)).unlink(missing_ok=True)
+        self.report(case).unlink(missing_ok=True)
         return Waiting(self, case)
+
+    def read(self, process: Child) -> list[Measurement]:
+        """See `NcuInstrument.read`: no row, for what it finds is in ``speed_of_light``."""
+        with launch_progress(f"{process.case.id}: Speed of Light", None) as process.watch:
+            self.record_of(process)
+        process.speed_of_light = read_speeds(self.report(process.case))
+        return []
 
 
 class Waiting(Running):
@@ -170,29 +143,17 @@ class Waiting(Running):
 
     def __init__(self, instrument: SpeedOfLight, case: Case) -> None:
         self.instrument, self.case = instrument, case
-        self._child: child.Child | None = None
+        self._child: Child | None = None
 
     def rows(self) -> list[Measurement]:
-        """See `Running.rows`: no row, for what it finds is in ``speed_of_light``."""
-        case, report = self.case, self.instrument.report(self.case)
-        names = self.instrument.chosen(case)
+        """See `SpeedOfLight.read`."""
+        names = self.instrument.chosen(self.case)
         if not names:
             return []
-        self._child = child.Child(
-            self.instrument.command(case, names),
-            case=case,
-            log=report.with_suffix(".log"),
-            timeout=self.instrument.timeout,
-            read=lambda process: [],
-        )
-        with launch_progress(f"{case.id}: Speed of Light", None) as self._child.watch:
-            record_under_ncu(self._child, report)
-        try:
-            self.speed_of_light = read_speeds(report)
-        except InstrumentError as error:
-            error.log = self._child.log
-            raise
-        return []
+        self._child = self.instrument.launch(self.case, self.instrument.command(self.case, names))
+        rows = self._child.rows()
+        self.speed_of_light = self._child.speed_of_light
+        return rows
 
     def cancel(self) -> None:
         """See `Running.cancel`."""
@@ -201,11 +162,7 @@ class Waiting(Running):
 
 
 def read_speeds(path: Path) -> tuple[KernelSpeed, ...]:
-    """The kernels of a report that holds `METRICS`, in the order of the run.
-
-    Raises:
-        ReportUnreadable, NothingProfiled, MetricMissing: what the name says.
-    """
+    """The kernels of a report that holds `METRICS`, in the order of the run."""
     check_complete(path)
     return tuple(_speed(action, path) for action in load_actions(path))
 

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dpbench.case import Case
 from dpbench.files import check_writable
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.torch_profiler import trace
 from dpbench.metrics import METRICS
+from dpbench.results.kernels import KernelLaunch
 from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
 
 INSTRUMENT = "torch_profiler"
@@ -36,11 +37,7 @@ class DeviceActivityMissing(InstrumentError):
 
 
 def prepare(directory: Path) -> None:
-    """Make the folder of a profile, without what an earlier one left there.
-
-    Raises:
-        ConfigurationError: it cannot be written.
-    """
+    """Make the folder of a profile, without what an earlier one left there."""
     check_writable(directory)
     for pattern in ("trace_*.json.gz", "operators_*.json", SUMMARY, REPORT, SNAPSHOT):
         for path in directory.glob(pattern):
@@ -55,9 +52,6 @@ def write_summary(case: Case, record: dict[str, Any], directory: Path, threshold
         record: what `dpbench.process.profiled.profile_case` returned.
         directory: where it wrote; gets ``summary.json``, ``report.txt`` and an event file.
         threshold: see `profile_report`.
-
-    Raises:
-        TraceUnreadable, DeviceActivityMissing: what the name says.
     """
     from dpbench.show.profile import profile_report
 
@@ -96,11 +90,7 @@ class Profile:
 
 
 def read_summary(directory: Path) -> Profile:
-    """The summary of a profile.
-
-    Raises:
-        TraceUnreadable: there is none.
-    """
+    """The summary of a profile."""
     path = directory / SUMMARY
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +103,9 @@ def read_summary(directory: Path) -> Profile:
         raise trace.TraceUnreadable(f"{path}: not the summary of a profile ({what})") from error
 
 
-def operators_of(directory: Path, launches: Iterable[Placed]) -> dict[tuple[int, str, int], str]:
+def operators_of(
+    directory: Path, launches: Iterable[KernelLaunch]
+) -> dict[tuple[int, str, int], str]:
     """The operators behind kernels that another process launched, by step, phase and place.
 
     The two tools write kernels' names in ways of their own, so a kernel is found by its place
@@ -125,27 +117,13 @@ def operators_of(directory: Path, launches: Iterable[Placed]) -> dict[tuple[int,
         launches: the kernels, of whichever tool.
     """
     first = trace.read(directory / "trace_0.json.gz")
-    seen = Counter(launch.phase for launch in first.launches if is_first_kernel(launch))
+    seen = Counter(launch.phase for launch in first.kernels() if launch.repeat == 0)
     counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
     return {
         place: operator
         for place, operator in first.operators().items()
         if seen[place[1]] == counted[place[1]]
     }
-
-
-def is_first_kernel(launch: trace.Launch) -> bool:
-    """Whether it is a kernel of the first recorded step."""
-    return launch.kind == "kernel" and launch.repeat == 0
-
-
-class Placed(Protocol):
-    """A kernel launch, as far as its step and phase go."""
-
-    @property
-    def repeat(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
 
 
 def _in_order(directory: Path, pattern: str) -> list[Path]:
@@ -157,15 +135,11 @@ def _in_order(directory: Path, pattern: str) -> list[Path]:
 def profile_rows(
     case: Case, record: dict[str, Any], traces: list[trace.Trace]
 ) -> Iterator[Measurement]:
-    """The rows of a profile, for each recorded step by phase and as a whole.
-
-    Raises:
-        DeviceActivityMissing: it ran on CUDA, and a trace holds no kernel.
-    """
+    """The rows of a profile, for each recorded step by phase and as a whole."""
     on_cuda = record["device"] != "cpu"
     repeat = 0
     for recorded in traces:
-        if on_cuda and not any(launch.kind == "kernel" for launch in recorded.launches):
+        if on_cuda and not recorded.kernels():
             raise DeviceActivityMissing(f"{case.id}: the trace holds no GPU activity")
         for step, cpu_seconds in enumerate(recorded.cpu_seconds):
             metrics = {"cpu_time_seconds": cpu_seconds}

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable
-from dpbench.gpu import visible_gpus
 from dpbench.instruments import child
-from dpbench.instruments.base import Instrument
+from dpbench.instruments.base import Instrument, check_place
+from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.torch_profiler.files import INSTRUMENT, SUMMARY, read_summary
 from dpbench.process.schedule import Schedule
-from dpbench.registry import arguments
 from dpbench.results.rows import Measurement
 
 NO_TENSORBOARD = "no TensorBoard log: pip install 'dpbench[tensorboard]'"
@@ -37,37 +34,37 @@ class TorchProfiler(Instrument):
         schedule: which steps are recorded.
         threshold: milliseconds of a step from which an operator is listed as a bottleneck.
         timeout: seconds after which a case is ended.
-
-    Raises:
-        ConfigurationError: the threshold is negative.
     """
 
     name: ClassVar[str] = INSTRUMENT
 
-    directory: Path = Path("runs")
+    directory: Path = InstrumentSettings.profile_directory
     device: str = "cuda"
     schedule: Schedule = Schedule()
-    threshold: float = 10.0
-    timeout: float = 1800.0
+    threshold: float = InstrumentSettings.profile_threshold
+    timeout: float = InstrumentSettings.timeout
 
-    def __post_init__(self) -> None:
-        if not self.threshold >= 0:
-            raise ConfigurationError(f"the threshold must be >= 0 ms, not {self.threshold:g}")
+    @classmethod
+    def from_settings(cls, settings: InstrumentSettings) -> TorchProfiler:
+        """As ``--profile-schedule`` and the like say."""
+        return cls(
+            settings.profile_directory,
+            settings.device,
+            settings.profile_schedule,
+            settings.profile_threshold,
+            settings.timeout,
+        )
 
     def check(self) -> None:
         """See `Instrument.check`; says in one line if TensorBoard's log will be missing."""
-        if self.device == "cuda" and not visible_gpus():
-            raise ConfigurationError("no CUDA GPU is visible here (nvidia-smi lists what is)")
-        check_writable(self.directory)
+        check_place(self.directory, on_gpu=self.device == "cuda")
         if find_spec("tensorboard") is None:
             print(f"dpbench: {NO_TENSORBOARD}", file=sys.stderr)
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
         return [
-            *(sys.executable, "-m", "dpbench", "step"),
-            *arguments(case),
-            *("--device", self.device),
+            *child.step_command(case, device=self.device),
             *("--profile", str(self.directory / case.id)),
             *("--profile-schedule", str(self.schedule)),
             *("--profile-threshold", f"{self.threshold:g}"),

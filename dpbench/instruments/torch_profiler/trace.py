@@ -94,13 +94,15 @@ class Trace:
     memory_growth: list[dict[str, int]]
     calls: frozenset[str] = frozenset()
 
+    def kernels(self) -> list[Launch]:
+        """The launches of kernels, without copies and memsets."""
+        return [launch for launch in self.launches if launch.kind == "kernel"]
+
     def operators(self) -> dict[tuple[int, str, int], str]:
         """The operator behind each kernel, by step, phase and its place among their kernels."""
         seen: dict[tuple[int, str], int] = defaultdict(int)
         found: dict[tuple[int, str, int], str] = {}
-        for launch in self.launches:
-            if launch.kind != "kernel":
-                continue
+        for launch in self.kernels():
             place = seen[launch.repeat, launch.phase]
             seen[launch.repeat, launch.phase] += 1
             if launch.operator is not None:
@@ -113,9 +115,6 @@ def read(path: Path) -> Trace:
 
     Work that was launched outside every phase belongs to `OUTSIDE`; nothing is dropped, and a
     trace of another program is one step outside all phases.
-
-    Raises:
-        TraceUnreadable: what its name says.
     """
     with _uncollected():
         try:

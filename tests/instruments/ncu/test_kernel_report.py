@@ -18,9 +18,9 @@ from dpbench.instruments.ncu.range_report import (
     ReportUnreadable,
     WrongReplay,
     case_of,
-    kernel_report_path,
     launches_by_phase,
     read,
+    report_path,
 )
 from tests.recorded import RANGES, unpacked
 
@@ -155,6 +155,9 @@ def test_a_truncated_report_is_an_error(share: float, tmp_path: Path) -> None:
         (ReportUnreadable, NothingProfiled), match=r"report_dpsgd.*\.ncu-rep: .*report"
     ):
         read_kernels(path)
+    if share >= 0.3:
+        with pytest.raises(WrongReplay, match="it holds kernels, not ranges"):
+            read(path, Case("dpsgd", 4, 64, "tiny"))
 
 
 def test_the_report_of_a_run_in_which_nothing_was_profiled_says_so() -> None:
@@ -175,4 +178,4 @@ def test_reports_of_ranges_and_of_kernels_are_not_mistaken_for_each_other(tmp_pa
 
 def test_the_case_is_read_off_the_path_of_its_kernel_report() -> None:
     case = Case("dpsgd_ghost", 16, 1024, "tiny", "tf32", "dp_mha")
-    assert case_of(kernel_report_path(case, KERNELS)) == case
+    assert case_of(report_path(case, KERNELS)) == case

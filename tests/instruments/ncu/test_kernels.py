@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.instruments.child import Steps
 from dpbench.instruments.ncu.kernel_report import PROFILING, read_kernels
 from dpbench.instruments.ncu.kernels import NcuKernels
 from dpbench.instruments.ncu.progress import LaunchCounter
 from dpbench.instruments.ncu.range_report import ReportUnreadable
 from dpbench.instruments.ncu.speed_of_light import SpeedOfLight, name_filter, read_speeds
+from dpbench.process.schedule import Steps
 from dpbench.session import kernel_choice
 from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
@@ -59,7 +59,7 @@ def test_the_whole_argument_list_for_every_phase() -> None:
 
 def test_phases_are_chosen_by_the_names_of_their_ranges() -> None:
     """This option, and no other, may be given twice."""
-    instrument = NcuKernels(Path("r"), "ncu", ("clip", "noise"), Steps(warmup=1, active=2))
+    instrument = NcuKernels(Path("r"), "ncu", Steps(1, 2), phases=("clip", "noise"))
     command = instrument.command(CASE)
     filters = [command[i + 1] for i, text in enumerate(command) if text == "--nvtx-include"]
     assert filters == [f"dpbench@{step}.{p}" for step in (0, 1) for p in ("clip", "noise")]
@@ -67,7 +67,11 @@ def test_phases_are_chosen_by_the_names_of_their_ranges() -> None:
 
 def test_the_whole_argument_list_for_the_speed_of_light() -> None:
     instrument = SpeedOfLight(
-        Path("reports"), "/opt/ncu", "full", ("NumaAffinity",), phases=("clip",)
+        Path("reports"),
+        "/opt/ncu",
+        set="full",
+        sections=("NumaAffinity",),
+        phases=("clip",),
     )
     names = ["void at::reduce_kernel<(int)512, float>(T3)", "fmha_cutlassF(a::B::Params)"]
     assert instrument.command(CASE, names) == [
@@ -121,7 +125,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def test_the_report_of_ranges_says_how_many_kernels_to_expect(
     directory: Path, phases: tuple[str, ...], expected: int
 ) -> None:
-    assert NcuKernels(directory, "ncu", phases).expected(TINY) == expected
+    assert NcuKernels(directory, "ncu", phases=phases).expected(TINY) == expected
 
 
 def test_without_a_report_of_ranges_nobody_knows_how_many(tmp_path: Path) -> None:

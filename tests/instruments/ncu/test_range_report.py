@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
+from dpbench.instruments.ncu.kernel_report import read_kernels
 from dpbench.instruments.ncu.metrics import NcuMetric, on_chip, resolve
 from dpbench.instruments.ncu.range_report import (
     ForeignReport,
     MetricMissing,
     ReportUnreadable,
+    WrongReplay,
     case_of,
     load_actions,
     read,
@@ -115,8 +117,13 @@ def test_a_truncated_report_is_an_error(share: float, tmp_path: Path) -> None:
     whole = DPSGD.read_bytes()
     path = tmp_path / "cut.ncu-rep"
     path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(InstrumentError, match=r"cut\.ncu-rep"):
+    with pytest.raises(InstrumentError, match=r"cut\.ncu-rep") as caught:
         read(path, Case("dpsgd", 1, 1))
+    assert not isinstance(caught.value, WrongReplay)
+    if share > 0.1:
+        assert "report of ranges is incomplete" in str(caught.value)
+        with pytest.raises(WrongReplay, match="it holds ranges, not kernels"):
+            read_kernels(path)
 
 
 def test_something_that_is_no_report_is_an_error(tmp_path: Path) -> None:

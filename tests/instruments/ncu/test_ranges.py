@@ -10,15 +10,18 @@ import pytest
 from dpbench import Case, ConfigurationError, InstrumentError
 from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed
-from dpbench.instruments.child import Steps
-from dpbench.instruments.ncu import ranges as ncu
+from dpbench.instruments.ncu import program as ncu
+from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu.range_report import NothingProfiled
-from dpbench.instruments.ncu.ranges import Ncu, NcuNotFound, diagnose, find_ncu, ncu_version
+from dpbench.instruments.ncu.ranges import Ncu
+from dpbench.instruments.settings import InstrumentSettings
+from dpbench.process.schedule import Steps
 from dpbench.runner import measure
 from tests.programs import program
 
 OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"
 CASE = Case("dpsgd", 8, 256)
+RECORD = "from dpbench.process.messages import print_record; "
 
 
 def test_the_whole_argument_list() -> None:
@@ -63,9 +66,11 @@ def test_no_option_is_given_twice() -> None:
 def test_metrics_of_the_command_line_reach_ncu() -> None:
     chosen = choose(
         ["ncu"],
-        directory=Path("x"),
-        ncu_path=sys.executable,
-        metrics=["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
+        InstrumentSettings(
+            Path("x"),
+            ncu_path=sys.executable,
+            metrics=("gld_throughput, sm__cycles_active.sum", "l2_write_bytes"),
+        ),
     )
     assert isinstance(chosen[0], Ncu)
     asked = chosen[0].command(CASE)
@@ -80,7 +85,7 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
 
 def test_a_list_of_no_metrics_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="names no metric; try dram_read_bytes"):
-        choose(["ncu"], directory=Path("x"), ncu_path=sys.executable, metrics=[" ,"])
+        InstrumentSettings(Path("x"), metrics=(" ,",))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def stand_in(tmp_path: Path, text: str) -> Ncu:
 
 
 def test_an_exit_code_of_0_without_a_report_is_an_error(tmp_path: Path) -> None:
-    broken = stand_in(tmp_path, """print('{"dpbench": "0", "torch": "2", "device": "x"}')""")
+    broken = stand_in(tmp_path, RECORD + "print_record(torch='2', device='x')")
     with pytest.raises(NothingProfiled, match="left no report"):
         broken.measure(CASE)
 
@@ -135,7 +140,7 @@ def test_a_report_of_an_earlier_run_is_never_read_again(tmp_path: Path) -> None:
 
 def test_a_crash_of_the_case_counts_more_than_that_nothing_was_profiled(tmp_path: Path) -> None:
     text = (
-        """print('{"dpbench": "0", "error": {"kind": "E", "message": "it fell over"}}')\n"""
+        RECORD + "print_record(error={'kind': 'E', 'message': 'it fell over'})\n"
         "print('==WARNING== No ranges were profiled.'); exit(1)"
     )
     with pytest.raises(CaseFailed, match="it fell over"):

@@ -9,6 +9,7 @@ import pytest
 
 from dpbench import Case, ConfigurationError
 from dpbench.instruments import choose
+from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.torch_profiler import instrument as torch_profiler
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
 from dpbench.process.schedule import Schedule
@@ -32,20 +33,22 @@ def test_the_whole_argument_list() -> None:
 
 
 def test_options_reach_the_instrument() -> None:
-    assert choose(
-        ["torch_profiler"],
+    settings = InstrumentSettings(
         directory=Path("reports"),
         device="cpu",
         timeout=7.0,
         profile_directory=Path("x"),
-        profile_schedule="wait=2",
+        profile_schedule=Schedule(wait=2),
         profile_threshold=1.0,
-    ) == [TorchProfiler(Path("x"), "cpu", Schedule(wait=2), 1.0, 7.0)]
+    )
+    assert choose(["torch_profiler"], settings) == [
+        TorchProfiler(Path("x"), "cpu", Schedule(wait=2), 1.0, 7.0)
+    ]
 
 
 def test_a_negative_threshold_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="threshold must be >= 0 ms, not -1"):
-        TorchProfiler(threshold=-1.0)
+        InstrumentSettings(Path("reports"), profile_threshold=-1.0)
 
 
 def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,116 @@
+"""Nsight Compute's program: where it is, what it says, and what its complaints mean."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from dpbench.case import Case
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.child import log_lines
+from dpbench.instruments.ncu.range_report import NothingProfiled
+from dpbench.instruments.processes import output_of
+
+
+class NcuNotFound(InstrumentError):
+    """There is no Nsight Compute here."""
+
+    remedy = "install Nsight Compute (it comes with the CUDA toolkit), or name it with --ncu-path"
+
+
+class CountersForbidden(InstrumentError):
+    """Reading the GPU's performance counters is not allowed to this user."""
+
+    remedy = (
+        "run as root or with CAP_SYS_ADMIN, or let every user read them: driver option "
+        "NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+    )
+
+
+class CountersBusy(InstrumentError):
+    """Something else holds the GPU's performance counters."""
+
+    remedy = "end the other profiler, or pause DCGM's: dcgmi profile --pause, and --resume after"
+
+
+class ProfilerNotLoaded(InstrumentError):
+    """Nsight Compute could not load its library into the measured process."""
+
+    remedy = (
+        "check that Nsight Compute and the driver fit each other, and that the GPU is not "
+        "virtualised in a way that hides its counters"
+    )
+
+
+class CounterUnknown(InstrumentError):
+    """A counter does not exist on this GPU, or in this version of Nsight Compute."""
+
+    remedy = "ncu --query-metrics lists what this GPU has; name others with --ncu-metrics"
+
+
+_MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
+    (r"ERR_NVGPUCTRPERM", CountersForbidden),
+    (r"driver resource was unavailable", CountersBusy),
+    (r"LibraryNotLoaded", ProfilerNotLoaded),
+    (r"Failed to find metric", CounterUnknown),
+    (r"No (ranges|kernels) were profiled", NothingProfiled),
+)
+"""What ncu says, and the error that it means. The first that occurs counts: "no ranges were
+profiled" is also what ncu says after any other failure, so it comes last."""
+
+
+def diagnose(case: Case, log: Path) -> InstrumentError | None:
+    """The error that ncu's own lines in a log describe, if they describe one."""
+    said = [line for line in log_lines(log) if line.startswith("==")]
+    for pattern, error in _MESSAGES:
+        for line in said:
+            if re.search(pattern, line):
+                return error(f"{case.id}: ncu says {line.split('==', 2)[2].strip()!r}", log=log)
+    return None
+
+
+def find_ncu(path: str | None = None) -> str:
+    """The ``ncu`` to use: the one named, or on ``PATH``, or where NVIDIA installs it."""
+    if path is not None:
+        found = shutil.which(path)
+        if found is None:
+            raise NcuNotFound(f"no program {path!r}")
+        return found
+    installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
+    for candidate in ("ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)):
+        if found := shutil.which(candidate):
+            return found
+    raise NcuNotFound("Nsight Compute (ncu) was not found")
+
+
+ANSWER_SECONDS = 30.0
+"""How long an ``ncu`` has to answer a question; it takes a second or two."""
+
+
+@cache
+def ncu_version(path: str) -> str:
+    """The version that an ``ncu`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
+    match = re.search(r"Version (\d+\.\d+\.\d+)", _answer(path, "--version"))
+    return match[1] if match else "unknown"
+
+
+@cache
+def known_counters(path: str, *options: str) -> frozenset[str]:
+    """The counters of the GPU here, without ``.sum``; empty if ncu does not say.
+
+    With ``--chips gh100`` those of another chip, which needs no GPU.
+    """
+    lines = _answer(path, "--query-metrics", *options).splitlines()
+    words = (line.split() for line in lines)
+    return frozenset(parts[0] for parts in words if parts and "__" in parts[0])
+
+
+def _answer(path: str, *question: str) -> str:
+    """What an ``ncu`` prints; nothing if it is made for another machine, say, or hangs."""
+    try:
+        return output_of([path, *question], timeout=ANSWER_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,105 @@
+"""Programs that end together with their own processes, and with whoever started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 5.0
+"""How long a process group has to end by itself before it is killed."""
+
+GUARD = f"""
+read -r group && ! read -r done || exit 0
+kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
+"""
+"""A shell that reads the number of a process group, and waits. Should its input end before
+another line comes, then its parent is gone, however that came about (``kill -9``, say), and the
+shell ends the group. ncu starts further processes, so a signal at the parent's death for its own
+children (``PR_SET_PDEATHSIG``) would not do."""
+
+
+class ProcessGroup:
+    """A program in a process group of its own, with a guard that outlives this process.
+
+    Args:
+        command: an argument list.
+        options: of `subprocess.Popen`.
+    """
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self._ended = False
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD],
+            bufsize=0,
+            stdin=subprocess.PIPE,  # no other child inherits our end of it
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True, **options
+            )
+            self._tell_guard(str(self.process.pid))
+        except BaseException:
+            self._guard.communicate()
+            raise
+
+    def end(self) -> None:
+        """End what is left of the group: first politely, then for good, at once if interrupted."""
+        if self._ended:
+            return
+        if self.process.stdout:
+            self.process.stdout.close()
+        try:
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + GRACE_SECONDS
+            while self._signal(0) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+            self._tell_guard("done")
+            self._guard.communicate()
+            self._ended = True
+
+    def _tell_guard(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # somebody killed it
+            if self._guard.stdin:
+                self._guard.stdin.write(f"{line}\n".encode())
+
+    def _signal(self, number: int) -> bool:
+        """Send a signal, 0 for none; returns whether the group is alive."""
+        self.process.poll()  # reap the leader, which counts as a member until then
+        try:
+            os.killpg(self.process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+
+def output_of(
+    command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
+) -> str:
+    """What a program prints.
+
+    If it takes longer, or fails, that is a `subprocess.SubprocessError`; if it cannot be started,
+    an `OSError`.
+    """
+    group = ProcessGroup(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        output: str = group.process.communicate(timeout=timeout)[0]
+    finally:
+        group.end()
+    if group.process.returncode:
+        raise subprocess.CalledProcessError(group.process.returncode, list(command))
+    return output

@@ -1,0 +1,156 @@
+"""However a session ends, ncu and the processes under it end with it, and the GPU is free."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+NCU = """#!/bin/sh
+[ "$1" = --version ] && exit
+{trap}
+exec 9>alive  # held open by every process below
+sleep 100 &   # as ncu starts the process that it profiles
+echo $PPID >started
+wait
+"""
+
+GPU = """
+import dpbench.gpu
+dpbench.gpu.visible_gpus = lambda: [dpbench.gpu.Gpu("GPU-0", "NVIDIA H200", None, "580")]
+"""
+COMMAND = [
+    *(sys.executable, "-c", f"{GPU}\nimport sys; from dpbench.cli import main; sys.exit(main())"),
+    *("run", "--instrument=ncu", "--ncu-path=./ncu", "--trainer=standard"),
+    *("--model-size=tiny", "--batch-size=4", "--seq-len=64"),
+]
+PYTEST = [
+    *(sys.executable, "-m", "pytest", "-n1", "-p", "no:cacheprovider", "-p", "no:randomly"),
+    *("--ncu", "--ncu-path=./ncu", "--dpbench-no-timing", "--dpbench-try-anyway"),
+]
+SUITE = """
+def test_hangs(ncu):
+    ncu("standard", batch_size=4, seq_len=64, model_size="tiny")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conftest.py").write_text(GPU)
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    os.mkfifo(tmp_path / "alive")
+    return tmp_path
+
+
+class Session:
+    """A session whose ncu hangs.
+
+    Args:
+        command: what starts it.
+        trap: what its ncu does with signals.
+        options: of `subprocess.Popen`.
+    """
+
+    def __init__(self, command: list[str], trap: str = "", **options: object) -> None:
+        Path("ncu").write_text(NCU.format(trap=trap))
+        Path("ncu").chmod(0o755)
+        self.alive = os.open("alive", os.O_RDONLY | os.O_NONBLOCK)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        with Path("err").open("w") as stderr:
+            self.process = subprocess.Popen(  # type: ignore[call-overload]
+                command, **{**streams, "stderr": stderr, "start_new_session": True, **options}
+            )
+
+    def owner(self) -> int:
+        """The process that started ncu, once ncu has started its own."""
+        deadline = time.monotonic() + 60
+        while not (Path("started").exists() and Path("started").read_text()):
+            assert time.monotonic() < deadline, Path("err").read_text()
+            time.sleep(0.05)
+        return int(Path("started").read_text())
+
+    def is_gone(self, seconds: float = 20) -> bool:
+        """Whether every process of ncu's ends."""
+        return bool(select.select([self.alive], [], [], seconds)[0])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.is_gone()
+        os.close(self.alive)
+
+
+@pytest.fixture
+def begin(project: Path) -> Iterator[Callable[..., Session]]:
+    begun: list[Session] = []
+
+    def begin(*arguments: object, **options: object) -> Session:
+        begun.append(Session(*arguments, **options))  # type: ignore[arg-type]
+        return begun[-1]
+
+    yield begin
+    for session in begun:
+        session.close()
+
+
+@pytest.mark.parametrize("command", [COMMAND, PYTEST], ids=["run", "xdist worker"])
+def test_ncu_ends_when_whoever_started_it_is_killed(
+    begin: Callable[..., Session], command: list[str]
+) -> None:
+    session = begin(command)
+    os.kill(session.owner(), signal.SIGKILL)
+    assert session.is_gone()
+
+
+def test_ncu_ends_when_the_controller_of_workers_is_killed(begin: Callable[..., Session]) -> None:
+    session = begin(PYTEST)
+    assert session.owner() != session.process.pid
+    session.process.kill()
+    assert session.is_gone()
+
+
+def test_ncu_ends_at_hangup(begin: Callable[..., Session]) -> None:
+    session = begin(COMMAND)
+    session.owner()
+    session.process.send_signal(signal.SIGHUP)
+    assert session.process.wait(30) == 130
+    assert session.is_gone()
+
+
+def test_ncu_ends_with_its_terminal(begin: Callable[..., Session]) -> None:
+    master, slave = pty.openpty()
+    shell = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(slave)]  # its controlling one
+    session = begin([*shell, *COMMAND])
+    os.close(slave)
+    session.owner()
+    os.close(master)
+    assert session.is_gone()
+    session.process.wait(30)
+
+
+def test_ncu_ends_at_a_second_ctrl_c(begin: Callable[..., Session]) -> None:
+    """The first is polite, and this ncu takes no notice of it."""
+    session = begin(COMMAND, trap="trap '' TERM")
+    session.owner()
+    session.process.send_signal(signal.SIGINT)
+    assert not session.is_gone(0.5)
+    session.process.send_signal(signal.SIGINT)
+    assert session.is_gone(3)
+    assert session.process.wait(30) == 130
+
+
+def test_nohup_outlasts_a_hangup(begin: Callable[..., Session]) -> None:
+    session = begin(["nohup", *COMMAND])
+    session.owner()
+    session.process.send_signal(signal.SIGHUP)
+    assert not session.is_gone(0.5)
+    assert session.process.poll() is None

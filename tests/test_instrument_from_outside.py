@@ -1,0 +1,111 @@
+"""An instrument from outside the package, from the command line to a comparison."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.instruments import INSTRUMENTS, choose
+from dpbench.instruments.settings import InstrumentSettings
+
+POWER = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dpbench import Case, Instrument, Measurement, Running
+
+@dataclass(frozen=True)
+class Power(Instrument):
+    name: ClassVar[str] = "power"
+    hardware: ClassVar[bool] = {hardware}
+
+    device: str = "cpu"
+
+    @classmethod
+    def from_settings(cls, settings):
+        return cls(settings.device)
+
+    def start(self, case):
+        return Reading(self, case)
+
+@dataclass
+class Reading(Running):
+    instrument: Power
+    case: Case
+
+    def rows(self):
+        if self.case.trainer == "dpsgd_fgc":
+            raise LookupError("no meter")
+        joules = {joules} * self.case.batch_size
+        return [
+            Measurement(self.case, "power", "step", "energy_joules", joules, "J", 0, {device}, "1")
+        ]
+"""
+CELL = ["--batch-size=4", "--seq-len=16", "--model-size=tiny", "--try-anyway"]
+RUN = ["run", "--instrument=meter:Power", *CELL, "--trainer=standard"]
+
+
+@pytest.fixture(autouse=True)
+def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module of a user's own, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(INSTRUMENTS, "_targets", dict(INSTRUMENTS._targets))
+    write(tmp_path)
+    yield tmp_path
+    sys.modules.pop("meter", None)
+
+
+def write(place: Path, joules: float = 2.0, hardware: bool = True) -> None:
+    device = "self.instrument.device" if hardware else "'logical (no hardware)'"
+    text = POWER.format(joules=joules, hardware=hardware, device=device)
+    (place / "meter.py").write_text(text)
+    sys.modules.pop("meter", None)
+
+
+@pytest.mark.parametrize("hardware", [False, True], ids=["counts", "on hardware"])
+def test_it_runs_and_is_saved_and_compared(
+    hardware: bool, meter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(meter, hardware=hardware)
+    on_cpu = ["--device=cpu"]
+    assert main([*RUN, *on_cpu, "--save=first", "--json=run.json"]) == 0
+    [row] = json.loads(Path("run.json").read_text())["rows"]
+    assert (row["instrument"], row["metric"], row["value"]) == ("power", "energy_joules", 8.0)
+    assert main([*RUN, *on_cpu, "--compare"]) == 0
+    assert "comparing with 0001_first" in capsys.readouterr().err
+
+
+def test_its_errors_fail_their_case_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--trainer=dpsgd_fgc", "--json=run.json"]) == 1
+    cases = json.loads(Path("run.json").read_text())["cases"]
+    assert [case["error"] for case in cases] == [None, "LookupError"]
+
+
+def test_what_is_no_instrument_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, words in {
+        "meter:Reading": "instrument 'Reading' is no subclass of dpbench.Instrument",
+        "metre": "unknown instrument 'metre'; choose from timing, ncu",
+        "meter:Metre": "has no 'Metre'",
+    }.items():
+        assert main(["run", f"--instrument={name}", *CELL]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_an_installed_package_may_name_instruments(
+    meter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = meter / "meter-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: meter\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[dpbench.instruments]\nwatts = meter:Power\n")
+    monkeypatch.syspath_prepend(meter)
+    assert [entry.name for entry in metadata.entry_points(group="dpbench.instruments")] == ["watts"]
+    [chosen] = choose(["watts"], InstrumentSettings(meter, device="cpu"))
+    assert chosen.name == "power"
