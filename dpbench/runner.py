@@ -83,6 +83,6 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
             try:
                 held.enter_context(locked(lock, wait=False))
             except Locked:
-                tell(f"dpbench: waiting for a session that measures {case.id} in {directory}")
+                tell(f"waiting for a session that measures {case.id} in {directory}")
                 held.enter_context(locked(lock))
         yield
