@@ -12,37 +12,40 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dpbench.errors import DpbenchError
-from dpbench.plugin import comparing
-from dpbench.plugin.manager import NAME, NEEDS_NCU, Manager, asked_grid
-from dpbench.plugin.options import pytest_addoption
+from dpbench.plugin import hooks
+from dpbench.plugin.asked import case_of, takes
+from dpbench.plugin.each_test import MARKER
+from dpbench.plugin.whole_session import NAME, NEEDS_NCU, WholeSession, read_settings
 from dpbench.plugin.workers import Workers, expected_cost, useful_workers
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
     from dpbench.results.report import CaseReport
 
-__all__ = [
-    "logical_io",
-    "ncu",
-    "pytest_addoption",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_generate_tests",
-    "pytest_xdist_auto_num_workers",
-]
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Declare the hooks that projects may implement."""
+    pluginmanager.add_hookspecs(hooks)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options; those that name no instrument begin with ``--dpbench-``."""
+    group = parser.getgroup("dpbench", "I/O cost of differentially private training (dpbench)")
+    declare(group.addoption, of_pytest=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Check what was asked for before anything runs, and say so in one line if it can't."""
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    config.addinivalue_line("markers", MARKER)
     try:
-        manager = Manager(config)
+        whole = WholeSession(config)
     except DpbenchError as error:
         raise pytest.UsageError(f"dpbench: {error}") from error
-    config.pluginmanager.register(manager, NAME)
+    config.pluginmanager.register(whole, NAME)
+    config.pluginmanager.register(whole.each_test, f"{NAME}-tests")
     if config.option.ncu:
-        config.pluginmanager.register(Workers(manager.grid))
-    config.addinivalue_line("markers", comparing.MARKER)
-    config.pluginmanager.register(manager.comparing, f"{NAME}-comparing")  # markers have limits too
+        config.pluginmanager.register(Workers(whole.session.grid))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -51,7 +54,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if not config.option.ncu or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
-        return useful_workers(asked_grid(config.option)) or None
+        return useful_workers(read_settings(config).chosen_grid()) or None
     except DpbenchError:  # asked before `pytest_configure`, which will say what is wrong
         return None
 
@@ -59,8 +62,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that takes ``dpbench_case`` once for each case of the grid."""
     if "dpbench_case" in metafunc.fixturenames:
-        manager: Manager = metafunc.config.pluginmanager.getplugin(NAME)
-        cases = list(manager.grid.cases())
+        whole: WholeSession = metafunc.config.pluginmanager.getplugin(NAME)
+        cases = list(whole.session.grid.cases())
         metafunc.parametrize("dpbench_case", cases, ids=[case.id for case in cases])
 
 
@@ -71,21 +74,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     instead of waiting for each other's. They begin with the cases that take longest, so that no
     GPU is left with one of those while the others have nothing to do.
     """
-    manager: Manager = config.pluginmanager.getplugin(NAME)
-    cases = list(manager.grid.cases())
-    if manager.is_worker:
+    whole: WholeSession = config.pluginmanager.getplugin(NAME)
+    cases = list(whole.session.grid.cases())
+    if whole.is_worker:
         cases.sort(key=expected_cost, reverse=True)
-    position = {case.id: place for place, case in enumerate(cases)}
+    position = {case: place for place, case in enumerate(cases)}
 
     def place(item: pytest.Item) -> int:
-        callspec = getattr(item, "callspec", None)
-        case = callspec.params.get("dpbench_case") if callspec else None
-        return position.get(case.id, len(position)) if case else len(position)
+        case = case_of(item)
+        return position.get(case, len(position)) if case else len(position)
 
     items.sort(key=place)
     if not config.option.ncu:
         for item in items:
-            if "ncu" in getattr(item, "fixturenames", ()):
+            if takes(item, "ncu"):
                 item.add_marker(pytest.mark.skip(reason=NEEDS_NCU))
 
 
@@ -101,8 +103,8 @@ def ncu(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
             standard = ncu("standard", **cell)
             assert ncu("dpsgd_ghost", **cell).ratio_to(standard) < 3
     """
-    manager: Manager = pytestconfig.pluginmanager.getplugin(NAME)
-    return manager.measure
+    whole: WholeSession = pytestconfig.pluginmanager.getplugin(NAME)
+    return whole.measure
 
 
 @pytest.fixture
@@ -117,5 +119,5 @@ def logical_io(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
             standard = logical_io("standard", **cell)
             assert logical_io("dpsgd_ghost", **cell).ratio_to(standard) < 3
     """
-    manager: Manager = pytestconfig.pluginmanager.getplugin(NAME)
-    return manager.count
+    whole: WholeSession = pytestconfig.pluginmanager.getplugin(NAME)
+    return whole.count

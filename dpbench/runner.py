@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
+from dpbench.files import Locked, locked
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument, InstrumentError, Running
 from dpbench.instruments.child import log_tail
 from dpbench.instruments.fit import check_fits
+from dpbench.instruments.terminal import tell
 from dpbench.registry import resolve
 from dpbench.results.outcome import PARTS, Outcome
 from dpbench.results.rows import Measurement
@@ -80,14 +79,10 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
         # Each once, and in order, or a session would wait for itself, or two for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
             directory.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(directory / f".{case.id}.lock", mode=0o666)
+            lock = directory / f".{case.id}.lock"
             try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                waiting = f"dpbench: waiting for a session that measures {case.id} in {directory}"
-                print(waiting, file=sys.stderr, flush=True)
-                lock.acquire()
-            except (OSError, NotImplementedError):  # a file system without locks
-                continue
-            held.callback(lock.release)
+                held.enter_context(locked(lock, wait=False))
+            except Locked:
+                tell(f"waiting for a session that measures {case.id} in {directory}")
+                held.enter_context(locked(lock))
         yield

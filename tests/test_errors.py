@@ -9,15 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.errors import (
-    ConfigurationError,
-    DpbenchError,
-    check_is_file,
-    check_writable,
-    check_writable_file,
-    mode_of,
-    unknown,
-)
+from dpbench.errors import ConfigurationError, DpbenchError, unknown
+from dpbench.files import check_is_file, check_writable, check_writable_file, mode_of
 
 
 @pytest.mark.parametrize(("error", "exit_code"), [(DpbenchError, 1), (ConfigurationError, 2)])

@@ -25,7 +25,6 @@ MAY_IMPORT = {
     "files": {"errors"},
     "registry": {"errors", "case"},
     "gpu": {"errors", "files"},
-    "settings": {"errors", "case", "metrics"},
     "workloads": VALUES,
     "training": VALUES | {"workloads"},
     "process": VALUES | {"workloads", "training"},
@@ -36,7 +35,7 @@ MAY_IMPORT = {
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 
 FRONTS = {"session", "plugin", "commands", "doctor"}
-FRONTS |= {"cli", "__main__", "__init__", "pytest_plugin", "options", "runner"}
+FRONTS |= {"cli", "__main__", "__init__", "pytest_plugin", "settings", "comparison", "runner"}
 """Nothing but another front imports a front."""
 
 MAY_USE = {
@@ -56,9 +55,6 @@ ON_THE_WAY = {
     ("dpbench.results.report", "dpbench.show.layout"),
     ("dpbench.results.report", "dpbench.show.tables"),
     ("dpbench.process.ceilings", "dpbench.results.ceilings"),
-    ("dpbench.plugin.comparing", "dpbench.plugin.manager"),
-    ("dpbench.plugin.saving", "dpbench.plugin.manager"),
-    ("dpbench.plugin.updating", "dpbench.plugin.manager"),
     ("dpbench.doctor.counters", "dpbench.doctor"),
     ("dpbench.doctor.machine", "dpbench.doctor"),
 }

@@ -79,7 +79,7 @@ def test_it_runs_and_is_saved_and_compared(
     [row] = json.loads(Path("run.json").read_text())["rows"]
     assert (row["instrument"], row["metric"], row["value"]) == ("power", "energy_joules", 8.0)
     assert main([*RUN, *on_cpu, "--compare"]) == 0
-    assert "comparing with 0001_first" in capsys.readouterr().err
+    assert "compared with 0001_first" in capsys.readouterr().err
 
 
 def test_its_errors_fail_their_case_only(capsys: pytest.CaptureFixture[str]) -> None:

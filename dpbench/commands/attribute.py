@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 from dpbench.case import PHASES, Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, DpbenchError, check_writable_file
+from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.files import check_writable_file
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.torch_profiler.files import operators_of, read_summary
-from dpbench.options import add_ncu, add_profile_directory, add_timeout, add_top
+from dpbench.settings import declare
 from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
@@ -36,10 +37,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser)
-    add_ncu(parser.add_argument)
-    add_profile_directory(parser.add_argument)
-    add_timeout(parser.add_argument)
-    add_top(parser.add_argument)
+    declare(parser.add_argument, "ncu_path", "ncu_dir", "profile_dir", "timeout", "top")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the account, in bytes")
     parser.add_argument(
         "--saved", action="store_true", help="measure nothing; read what an earlier run left"
@@ -48,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    from dpbench.files import write_text
     from dpbench.results.account import account, account_json, unaccounted
-    from dpbench.results.outcome import write_text
     from dpbench.show.account import account_table
     from dpbench.show.layout import as_text, terminal_width
 

@@ -14,7 +14,7 @@ import argparse
 import os
 from pathlib import Path
 
-from dpbench.errors import check_writable_file
+from dpbench.files import check_writable_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    from dpbench.files import write_text
     from dpbench.gpu import child_environment, require_gpu
     from dpbench.process.ceilings import measure_ceilings
-    from dpbench.results.outcome import write_text
     from dpbench.show.roofline import ceilings_table
 
     require_gpu()

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpbench.errors import ConfigurationError
-from dpbench.options import add_across, add_limit, add_storage
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
     from dpbench.results.run import Run
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("before", metavar="BEFORE", help="number or file")
     parser.add_argument("after", nargs="+", metavar="AFTER", help="numbers or files")
-    add_limit(parser.add_argument, "--fail", "exit with 1 if something got worse")
-    add_across(parser.add_argument, "--across")
-    add_storage(parser.add_argument)
+    declare(parser.add_argument, "compare_fail", called="--fail")
+    declare(parser.add_argument, "compare_across", called="--across")
+    declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
-from dpbench.options import add_ncu, add_timeout
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
     from dpbench.doctor import Finding
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    add_ncu(parser.add_argument)
-    add_timeout(parser.add_argument, default=120)
+    declare(parser.add_argument, "ncu_path", "ncu_dir")
+    declare(parser.add_argument, "timeout", default=120)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 

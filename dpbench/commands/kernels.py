@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import ALL_PHASES
-from dpbench.errors import ConfigurationError, check_is_file, check_writable_file
-from dpbench.options import add_top
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_is_file, check_writable_file
+from dpbench.settings import declare
 from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.ncu-rep", help="files")
-    add_top(parser.add_argument)
+    declare(parser.add_argument, "top")
     parser.add_argument("--phase", choices=ALL_PHASES, help="kernels of this phase only")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each launch here")
 

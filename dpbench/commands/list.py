@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dpbench.options import add_storage
+from dpbench.case import AXES
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
-    from dpbench.results.run import Run
+    from dpbench.results.run import Heading, Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    add_storage(parser.add_argument)
+    declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Print one line a run."""
     from dpbench.results.storage import Storage
     from dpbench.show.layout import Table
 
@@ -36,24 +38,32 @@ def run(options: argparse.Namespace) -> int:
     for line in listing.skipped:
         print(f"dpbench list: {line}", file=sys.stderr)
     headers = ["number", "name", "device", "started (UTC)", "cases ok", "status"]
-    table = Table(f"Runs in {options.storage}", headers, [_cells(run) for run in listing.runs])
+    table = Table(
+        f"Runs in {options.storage}", headers, [_cells(heading) for heading in listing.runs]
+    )
     # One line a run, however long its name, so that other programs can read it.
     print(table.as_text(width=1000) if listing.runs else f"no runs in {options.storage}")
     return 0
 
 
-def _cells(run: Run) -> list[str]:
+def _cells(heading: Heading) -> list[str]:
+    run = heading.run
     number, _, name = run.name.partition("_")
-    cases = {outcome.case for outcome in run.outcomes}
-    failed = {outcome.case for outcome in run.outcomes if outcome.error}
+    cases = run.document.get("cases", ())
+    asked = {_axes(case) for case in cases}
+    failed = {_axes(case) for case in cases if case.get("error")}
     return [
         number,
         name,
-        ", ".join(run.devices) or "-",
+        ", ".join(heading.devices) or "-",
         run.started[:16].replace("T", " ") or "-",
-        f"{len(cases - failed)}/{max(len(cases), run.cases_asked)}",
+        f"{len(asked - failed)}/{max(len(asked), run.cases_asked)}",
         _status(run),
     ]
+
+
+def _axes(case: Mapping[str, object]) -> tuple[object, ...]:
+    return tuple(case.get(axis) for axis in AXES)
 
 
 def _status(run: Run) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from dpbench import registry
 from dpbench.case import AXES, Case, Grid
-from dpbench.errors import check_is_file
-from dpbench.options import AXIS_ARGUMENTS, add_axes, add_grid
+from dpbench.files import check_is_file
+from dpbench.settings import AXIS_HELP, declare
 from dpbench.show.view import TOP, View
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def add_cases(parser: argparse.ArgumentParser) -> None:
     """Declare which cases: a grid, and what replaces its axes."""
-    add_grid(parser.add_argument)
-    add_axes(parser.add_argument_group("cases").add_argument)
+    declare(parser.add_argument, "grid")
+    declare(parser.add_argument_group("cases").add_argument, *AXES)
 
 
 def chosen_grid(options: argparse.Namespace) -> Grid:
@@ -30,11 +30,7 @@ def chosen_grid(options: argparse.Namespace) -> Grid:
 
 
 def chosen_view(options: argparse.Namespace) -> View:
-    """The view that the options of `dpbench.options.add_view` describe.
-
-    Raises:
-        ConfigurationError: a column, an axis or a group does not exist.
-    """
+    """The view that the options of columns, order and groups describe."""
     top = vars(options).get("top", TOP)
     return View.of(options.columns, options.sort, options.group_by, top, options.expect)
 
@@ -43,12 +39,14 @@ def add_case(parser: argparse.ArgumentParser) -> None:
     """Declare one case; what `Case` has no default for has one here, but for the trainer."""
     defaults = {"batch_size": 8, "seq_len": 256}
     for axis in AXES:
-        declared = dict(AXIS_ARGUMENTS[axis])
         default = defaults.get(axis, getattr(Case, axis, None))
-        if default is not None:
-            declared["help"] += " (default %(default)s)"
-        option = f"--{axis.replace('_', '-')}"
-        parser.add_argument(option, default=default, required=default is None, **declared)
+        parser.add_argument(
+            f"--{axis.replace('_', '-')}",
+            type=int if axis in defaults else str,
+            default=default,
+            required=default is None,
+            help=AXIS_HELP[axis] + (" (default %(default)s)" if default is not None else ""),
+        )
 
 
 def chosen_case(options: argparse.Namespace) -> Case:

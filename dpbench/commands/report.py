@@ -19,8 +19,9 @@ from pathlib import Path
 
 from dpbench.commands.counting import count_cases
 from dpbench.commands.options import saved_run
-from dpbench.errors import ConfigurationError, check_writable_file
-from dpbench.options import add_storage
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_writable_file
+from dpbench.settings import declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="count the same cases without hardware, seconds each, for the charts that need it",
     )
-    add_storage(parser.add_argument)
+    declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING
 from dpbench.case import AXES, Case
 from dpbench.commands.counting import count_cases
 from dpbench.commands.options import add_cases, chosen_grid, saved_run
-from dpbench.errors import ConfigurationError, check_writable_file
-from dpbench.options import add_storage, one_of
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_writable_file
 from dpbench.registry import resolve
 from dpbench.results.cards import CARDS, Roofs, find_card
+from dpbench.settings import declare, one_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     add_cases(parser)
-    add_storage(parser.add_argument)
+    declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables; returns the exit code, 1 if a case could not be counted."""
+    from dpbench.files import write_text
     from dpbench.results.frame import to_frame
-    from dpbench.results.outcome import write_text
     from dpbench.show.layout import as_markdown, as_text
 
     named = _named_roofs(options)

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from dpbench.case import Case
 from dpbench.commands.options import chosen_view, saved_run
-from dpbench.errors import ConfigurationError, check_is_file
-from dpbench.options import add_storage, add_view
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_is_file
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
     from dpbench.show.layout import Table
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
-    add_view(parser.add_argument)
-    add_storage(parser.add_argument)
+    declare(parser.add_argument, "columns", "sort", "group_by", "expect", "storage")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 
 from dpbench.case import Case
-from dpbench.options import AXIS_ARGUMENTS
 from dpbench.registry import TRAINERS, resolve
+from dpbench.settings import AXIS_HELP, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("--trainer", action="append", **AXIS_ARGUMENTS["trainer"])
+    declare(parser.add_argument, "trainer", help=AXIS_HELP["trainer"])
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu"
     )

@@ -23,10 +23,9 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.instruments.settings import InstrumentSettings
-from dpbench.options import add_profile, add_steps
 from dpbench.process.messages import print_record
 from dpbench.process.schedule import Schedule, Steps
+from dpbench.settings import declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="default auto: the GPU if there is one",
     )
-    add_steps(parser.add_argument, "this", InstrumentSettings.timing_steps)
+    for name in ("warmup", "active"):
+        declare(
+            parser.add_argument, name, help=f"{name} steps of this process (default %(default)d)"
+        )
     parser.add_argument(
         "--nvtx",
         action="store_true",
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
     )
-    add_profile(parser.add_argument)
+    declare(parser.add_argument, "profile_schedule", "profile_threshold")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dpbench.case import Case
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
-from dpbench.errors import check_writable
+from dpbench.files import check_writable
 from dpbench.gpu import in_use, visible_gpus
 from dpbench.instruments.ncu.program import find_ncu, ncu_version
 from dpbench.results.rows import STEP

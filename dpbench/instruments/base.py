@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.errors import DpbenchError, check_writable
+from dpbench.errors import DpbenchError
+from dpbench.files import check_writable
 from dpbench.gpu import require_gpu
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ class Workers:
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         """Deal out whole cases, unless the user chose a way to group tests."""
         if config.getvalue("dist") in ("load", "worksteal"):
-            return case_scheduling([case.id for case in self.grid.cases()], config, log)
+            return CaseScheduling([case.id for case in self.grid.cases()], config)
         return None
 
 
@@ -68,36 +69,98 @@ def expected_cost(case: Case) -> int:
     return case.batch_size * case.seq_len * PASSES.get(case.trainer, 6)
 
 
-def case_scheduling(case_ids: Sequence[str], config: pytest.Config, log: Any) -> Any:
-    """A scheduler that hands a worker all tests of a case together, in order, as it gets free."""
-    from xdist.scheduler import LoadScopeScheduling
+class CaseScheduling:
+    """Hands a worker all tests of a case together, in order, as it gets free.
 
-    class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-        def _split_scope(self, nodeid: str) -> str:
-            return case_of(nodeid, case_ids) or nodeid
+    xdist's own schedulers hand out work while two tests are pending, one whole case too early, and
+    give the test that killed its worker to the next one, and the next. What the methods are for:
+    ``xdist.scheduler.protocol.Scheduling``.
+    """
 
-        def _reschedule(self, node: Any) -> None:
-            # xdist hands out work while two tests are pending: one whole case too early. A worker
-            # needs to know only of the next test, to see whose fixtures it can tear down.
-            waiting = self._pending_of(self.assigned_work[node])
-            if not (self.workqueue and waiting >= 2):
-                super()._reschedule(node)
+    def __init__(self, case_ids: Sequence[str], config: pytest.Config) -> None:
+        from xdist.workermanage import parse_tx_spec_config
 
-        def remove_node(self, node: Any) -> str | None:
-            # xdist would hand the test that killed its worker to the next one, and the next.
-            workload = self.assigned_work[node]
-            waiting = (
-                test for unit in workload.values() for test, done in unit.items() if not done
-            )
-            crashed = next(waiting, None)
-            if crashed is not None:
-                workload[self._split_scope(crashed)][crashed] = True
-            for scope in [scope for scope, unit in workload.items() if all(unit.values())]:
-                del workload[scope]
-            super().remove_node(node)
-            return crashed
+        self.case_ids = case_ids
+        self.config = config
+        self.expected = len(parse_tx_spec_config(config))
+        self.collections: dict[Any, list[str]] = {}
+        self.waiting: list[list[str]] | None = None
+        """Tests by case that no worker has yet; None before all workers have collected."""
+        self.given: dict[Any, list[str]] = {}
+        """What each worker has still to run."""
 
-    return CaseScheduling(config, log)
+    @property
+    def nodes(self) -> list[Any]:
+        return [*self.given]
+
+    @property
+    def collection_is_completed(self) -> bool:
+        return len(self.collections) >= self.expected
+
+    @property
+    def tests_finished(self) -> bool:
+        # A worker runs a test when it knows the next one, or that there is none.
+        begun = self.collection_is_completed and self.waiting is not None
+        return begun and not self.waiting and all(len(left) < 2 for left in self.given.values())
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self.waiting) or any(self.given.values())
+
+    def add_node(self, node: Any) -> None:
+        self.given[node] = []
+
+    def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
+        self.collections[node] = list(collection)
+
+    def schedule(self) -> None:
+        if self.waiting is None:
+            tests = next(iter(self.collections.values()))
+            if any(other != tests for other in self.collections.values()):
+                raise pytest.UsageError("dpbench: the workers collected different tests")
+            by_case: dict[str, list[str]] = {}
+            for test in tests:
+                by_case.setdefault(self._case(test), []).append(test)
+            self.waiting = [*by_case.values()]
+        for node in self.nodes:
+            self._feed(node)
+
+    def _feed(self, node: Any) -> None:
+        """Let a worker know of the next test, so that it sees whose fixtures it can tear down."""
+        if node.shutting_down or node not in self.collections:
+            return
+        while self.waiting and len(self.given[node]) < 2:
+            tests = self.waiting.pop(0)
+            self.given[node] += tests
+            node.send_runtest_some([self.collections[node].index(test) for test in tests])
+        if not self.waiting:
+            node.shutdown()
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        self.given[node].remove(self.collections[node][item_index])
+        self._feed(node)
+
+    def mark_test_pending(self, item: str) -> None:
+        self.waiting = [[item], *(self.waiting or [])]
+        for node in self.nodes:
+            self._feed(node)
+
+    def remove_pending_tests_from_node(self, node: Any, indices: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def remove_node(self, node: Any) -> str | None:
+        left = self.given.pop(node)
+        if not left:
+            return None
+        crashed, *others = left
+        by_case = [list(tests) for _, tests in groupby(others, self._case)]
+        self.waiting = [*by_case, *(self.waiting or [])]
+        for other in self.nodes:
+            self._feed(other)
+        return crashed
+
+    def _case(self, test: str) -> str:
+        return case_of(test, self.case_ids) or test
 
 
 def case_of(nodeid: str, case_ids: Sequence[str]) -> str | None:

@@ -17,10 +17,10 @@ import pandas as pd
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.metrics import RATIO
 from dpbench.results.compare import CHANGES, Pairs, pairs, without_baseline
+from dpbench.results.conditions import premise_differences
 from dpbench.results.grown import grown
 from dpbench.results.outcome import COMPLETE, Outcome
 from dpbench.results.run import Run
-from dpbench.results.session import premise_differences
 from dpbench.results.threshold import Threshold
 
 Asked = Collection[tuple[Case, str]]

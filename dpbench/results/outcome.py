@@ -10,19 +10,20 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.files import write_text
 from dpbench.gpu import Gpu
 from dpbench.registry import TRAINERS
 from dpbench.results.code_state import code_state
-from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows
 from dpbench.results.speed_of_light import KernelSpeed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
@@ -56,7 +57,7 @@ class Outcome:
     ``error`` is the class of what went wrong, or None; rows measured before it are kept.
     ``instruments`` are the names of those that were to measure it; ``operators``, ``kernels`` and
     ``speed_of_light`` are what they saw each operator and kernel do, ``notes`` what they had to
-    assume.
+    assume. ``extra_info`` is what its tests added.
     """
 
     case: Case
@@ -71,6 +72,7 @@ class Outcome:
     kernels: tuple[KernelCount, ...] = field(default=(), repr=False)
     speed_of_light: tuple[KernelSpeed, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def skipped(self) -> bool:
@@ -154,6 +156,8 @@ def document(
         data = outcome.as_json()
         for part in ("rows", "log_tail", *PARTS):
             del data[part]
+        if not outcome.extra_info:
+            del data["extra_info"]
         cases.append({**data.pop("case"), **data})
     return {
         "schema": SCHEMA,
@@ -171,17 +175,20 @@ def document(
             ]
             for part in PARTS
         },
-        **_derived(summarise(to_frame(rows))),
+        **_derived(rows),
     }
 
 
-def _derived(summary: pd.DataFrame) -> dict[str, Any]:
+def _derived(rows: Sequence[Measurement]) -> dict[str, Any]:
     """What follows from the rows, so that no reader has to work it out again.
 
     ``ratios``: each mean over that of standard training in the same cell, by case, instrument,
     metric and phase. ``measured_over_logical``: as `with_logical` says. ``throughputs``: as
     `throughputs` says.
     """
+    from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
+
+    summary = summarise(to_frame(rows))
     ratios = with_ratios(summary).dropna(subset="ratio")
     against = with_logical(summary).dropna(subset="over_logical")
     by = [*AXES, "instrument", "device", "phase", "metric", "unit", "value"]
@@ -241,24 +248,6 @@ def _peak(outcomes: Sequence[Outcome], instrument: str) -> float | None:
     return max((row.value for row in rows if row.metric == "peak_memory_bytes"), default=None)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OSError: it cannot be written; ``filename`` is set, also where the disk is full.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def write_json(
     path: Path,
     outcomes: Sequence[Outcome],
@@ -267,5 +256,9 @@ def write_json(
     updates: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write a run's document."""
-    made = document(outcomes, environment, session, updates)
-    write_text(path, json.dumps(made, indent=1) + "\n")
+    write_document(path, document(outcomes, environment, session, updates))
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Write what `document` made; `dpbench.results.run.Heading` relies on its line breaks."""
+    write_text(path, json.dumps(document, indent=1) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
 import pandas as pd
 
@@ -33,6 +34,7 @@ class CaseReport:
         operator_counts: what each operator did, if its instrument sees operators.
         notes: what was assumed about values that logical counting does not have.
         kernel_counts: what each kernel moved, if it was profiled kernel by kernel.
+        extra_info: what the test adds; it goes into the run's document.
     """
 
     case: Case
@@ -40,6 +42,7 @@ class CaseReport:
     operator_counts: tuple[OperatorCount, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
     kernel_counts: tuple[KernelCount, ...] = field(default=(), repr=False)
+    extra_info: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, case: Case, rows: Iterable[Measurement]) -> CaseReport:

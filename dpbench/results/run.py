@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.checks import check_document, checked_frame
-from dpbench.results.frame import to_frame
+from dpbench.files import printable
 from dpbench.results.outcome import COMPLETE, PARTS, Outcome, belongs
-from dpbench.results.rows import OWN_COLUMNS, SCHEMA, Measurement
+from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, Measurement, as_rows
+from dpbench.results.schema import HEAD, check, check_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROWS = b'\n "rows":'
+"""Where a document goes on with what was measured; `dpbench.results.outcome` writes it so."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +30,11 @@ class Run:
 
     Args:
         path: the file.
-        name: the file's name without its ending, e.g. ``0001_before``.
         document: what `dpbench.results.outcome.document` made.
-        frame: the long table, with the columns of `Measurement.as_row`.
     """
 
     path: Path
-    name: str
     document: Mapping[str, Any] = field(repr=False)
-    frame: pd.DataFrame = field(repr=False, compare=False)
 
     @classmethod
     def load(cls, path: Path) -> Run:
@@ -44,14 +45,21 @@ class Run:
                 message names it. Nothing is read by half.
         """
         path = Path(path)
-        document = _read(path)
-        try:
-            check_document(document)
-            frame = checked_frame(document["rows"])
-        except (ConfigurationError, KeyError, TypeError, OverflowError) as error:
-            what = f"lacks {error}" if isinstance(error, KeyError) else error
-            raise ConfigurationError(f"run file {path} is damaged: {what}") from error
-        return cls(path, path.stem, document, frame)
+        document = _parsed(path, _read(path))
+        _check(path, document, check_document)
+        return cls(path, document)
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending, e.g. ``0001_before``."""
+        return self.path.stem
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The long table, with the columns of `Measurement.as_row`."""
+        import pandas as pd
+
+        return pd.DataFrame(self.document["rows"], columns=COLUMNS).astype({"value": float})
 
     @classmethod
     def of(
@@ -63,8 +71,9 @@ class Run:
     ) -> Run:
         """A session so far, which need not have a file."""
         found = tuple(outcomes)
-        document = {"environment": environment or {}, "session": session or {}}
-        run = cls(Path(), name, document, to_frame(row for o in found for row in o.rows))
+        rows = as_rows(row for outcome in found for row in outcome.rows)
+        document = {"environment": environment or {}, "session": session or {}, "rows": rows}
+        run = cls(Path(name), document)
         vars(run)["outcomes"] = found
         return run
 
@@ -108,7 +117,8 @@ class Run:
     @property
     def seconds(self) -> float | None:
         """How long the session took, s; None if the document does not say."""
-        return self.session.get("seconds")
+        seconds = self.session.get("seconds")
+        return None if seconds is None else max(0.0, seconds)  # a clock can be put back
 
     @property
     def cases_asked(self) -> int:
@@ -118,8 +128,7 @@ class Run:
     @cached_property
     def sources(self) -> tuple[tuple[str, str], ...]:
         """Each (device, instrument) that has rows, sorted."""
-        pairs = self.frame[["device", "instrument"]].drop_duplicates()
-        return tuple(sorted(pairs.itertuples(index=False, name=None)))
+        return tuple(sorted({(row["device"], row["instrument"]) for row in self.document["rows"]}))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
@@ -157,12 +166,48 @@ def _outcome(case: Case, rows: list[Measurement], data: Mapping[str, Any]) -> Ou
     return Outcome(case, tuple(rows), rest.pop("seconds", 0.0), **rest)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The document in a file, if its schema is one that this version knows."""
+@dataclass(frozen=True)
+class Heading:
+    """What a list says of a run, read without what was measured."""
+
+    run: Run
+    devices: tuple[str, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> Heading:
+        """Read the beginning of a saved run, and which devices its rows name.
+
+        Raises:
+            ConfigurationError: as `Run.load` does, as far as this reads.
+        """
+        data = _read(path)
+        end = data.find(ROWS)
+        whole = end < 0 or not data.rstrip().endswith(b"}")  # another's, or cut off
+        document = _parsed(path, data if whole else data[:end].rstrip().rstrip(b",") + b"}")
+        _check(path, document, lambda document: check(document, HEAD, "the document"))
+        if whole and not isinstance(document.get("rows"), list):
+            raise ConfigurationError(f"run file {path} is damaged: lacks 'rows'")
+        named = {json.loads(text) for text in set(_DEVICE.findall(data, max(0, end)))}
+        return cls(Run(path, document), tuple(sorted(map(printable, named))))
+
+
+_DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
+_ESCAPED_CONTROL = re.compile(rb"\\u00(?:[01][0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.I)
+
+
+def _read(path: Path) -> bytes:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"run file {path}: {error.strerror}") from error
+
+
+def _parsed(path: Path, data: bytes) -> dict[str, Any]:
+    """The document in a file, if its schema is one that this version knows."""
+    try:
+        document = json.loads(data.decode("utf-8"))
+        if _ESCAPED_CONTROL.search(data):  # seldom, so only then is everything looked at
+            document = _printable(document)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"run file {path} is damaged: {error}") from error
     schema = document.get("schema") if isinstance(document, dict) else None
@@ -173,8 +218,29 @@ def _read(path: Path) -> dict[str, Any]:
             f"run file {path} has schema {schema}, and this dpbench reads up to {SCHEMA}; "
             f"upgrade dpbench"
         )
-    assert isinstance(document, dict)
-    return document
+    found: dict[str, Any] = document
+    return found
+
+
+def _printable(value: Any) -> Any:
+    """A parsed document whose texts, names included, can be shown."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_printable(entry) for entry in value]
+    if isinstance(value, dict):
+        return {printable(name): _printable(entry) for name, entry in value.items()}
+    return value
+
+
+def _check(
+    path: Path, document: Mapping[str, Any], how: Callable[[Mapping[str, Any]], None]
+) -> None:
+    try:
+        how(document)
+    except (ConfigurationError, KeyError, TypeError, OverflowError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else error
+        raise ConfigurationError(f"run file {path} is damaged: {what}") from error
 
 
 def _parts_of(

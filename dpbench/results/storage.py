@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from dpbench.errors import ConfigurationError, check_writable, mode_of
-from dpbench.results.outcome import INTERRUPTED, write_text
-from dpbench.results.run import Run
+from dpbench.errors import ConfigurationError
+from dpbench.files import Locked, check_writable, locked, mode_of, write_text
+from dpbench.results.outcome import INTERRUPTED
+from dpbench.results.run import Heading
 
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
@@ -22,7 +21,7 @@ LOGICAL = "cpu-logical"
 LONGEST = 100
 """Letters of a folder's name; a file system allows 255."""
 
-_FILE = re.compile(r"(\d{4,})_(.+)\.json")
+_FILE = re.compile(r"(\d{4,})_([^\x00-\x1f\x7f-\x9f]+)\.json")
 
 
 def folder_name(device: str | None) -> str:
@@ -58,7 +57,7 @@ def automatic_name(code: dict[str, object] | None, now: datetime) -> str:
 class Listing:
     """Runs, newest last; ``skipped`` says for each file that was not read, why not."""
 
-    runs: list[Run]
+    runs: list[Heading]
     skipped: list[str] = field(default_factory=list)
 
 
@@ -96,7 +95,7 @@ class Storage:
         listing = Listing([])
         for path in self.paths():
             try:
-                listing.runs.append(Run.load(path))
+                listing.runs.append(Heading.load(path))
             except ConfigurationError as error:
                 listing.skipped.append(f"skipped: {error}")
         return listing
@@ -129,7 +128,7 @@ class Storage:
         paths = [path for path in reversed(self.paths()) if path.parent.name in folders]
         return [path for path in paths if not is_being_written(path)]
 
-    def interrupted(self, device: str | None) -> tuple[Run | None, list[str]]:
+    def interrupted(self, device: str | None) -> tuple[Path | None, list[str]]:
         """A device's latest run that did not come to its end and holds something, if any.
 
         Also returns why files were skipped on the way.
@@ -139,27 +138,21 @@ class Storage:
             if path.parent.name != folder_name(device):
                 continue
             try:
-                run = Run.load(path)
+                run = Heading.load(path).run
             except ConfigurationError as error:
                 skipped.append(f"skipped: {error}")
                 continue
-            if run.status == INTERRUPTED and run.outcomes:
-                return run, skipped
+            if run.status == INTERRUPTED and run.document.get("cases"):
+                return path, skipped
         return None, skipped
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
-        """Take the next number: a new file with a text in it, that no other session gets.
-
-        Raises:
-            ConfigurationError: the storage cannot be written.
-        """
+        """Take the next number: a new file with a text in it, that no other session gets."""
         check_name(name)
         folder = self.directory / folder_name(device)
         check_writable(folder)
-        with FileLock(self.directory / ".lock", mode=0o666):  # a storage may be shared
-            numbers = [number_of(path) for path in self.paths()]
-            path = folder / f"{max(numbers, default=0) + 1:04}_{name}.json"
-            path.touch(exist_ok=False)  # where locks do not work, two sessions end up here
+        with locked(self.directory / ".lock"):
+            path = self._next(folder, name)
             try:
                 write_text(path, text)
             except OSError:
@@ -167,43 +160,47 @@ class Storage:
                 raise
         return path
 
+    def _next(self, folder: Path, name: str) -> Path:
+        """An empty file with the next number."""
+        while True:
+            number = max(map(number_of, self.paths()), default=0) + 1
+            path = folder / f"{number:04}_{name}.json"
+            try:
+                path.touch(exist_ok=False)
+            except FileExistsError:  # where locks do not work, another session was faster
+                continue
+            return path
+
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Hold a run's file while a session writes it; the system lets go if the session dies.
-
-        Raises:
-            ConfigurationError: another session is writing it.
-        """
+        """Hold a run's file while a session writes it; the system lets go if the session dies."""
         lock = _lock(path)
         try:
-            lock.acquire()
-        except Timeout as error:
+            with locked(lock, wait=False):
+                try:
+                    yield
+                finally:
+                    with suppress(OSError):
+                        lock.unlink()
+        except Locked as error:
             raise ConfigurationError(f"run file {path} is being written by a session") from error
-        try:
-            yield
-        finally:
-            lock.release()
-            with suppress(OSError):
-                Path(lock.lock_file).unlink()
 
 
 def is_being_written(path: Path) -> bool:
     """Whether a session holds a run's file now, as far as this user may know."""
     lock = _lock(path)
-    if not Path(lock.lock_file).exists():
+    if not lock.exists():
         return False
     try:
-        with lock:
+        with locked(lock, wait=False):
             return False
-    except Timeout:
+    except Locked:
         return True
-    except OSError:
-        return False
 
 
-def _lock(path: Path) -> FileLock:
+def _lock(path: Path) -> Path:
     """What a session holds that writes a run's file."""
-    return FileLock(path.with_name(f".{path.stem}.lock"), timeout=0)
+    return path.with_name(f".{path.stem}.lock")
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -216,6 +213,4 @@ def _entries(directory: Path) -> list[Path]:
 
 def number_of(path: Path) -> int:
     """The number of a run's file."""
-    match = _FILE.fullmatch(path.name)
-    assert match, f"{path} is no numbered run"
-    return int(match[1])
+    return int(path.name.partition("_")[0])

@@ -11,8 +11,9 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.files import write_text
 from dpbench.results.frame import to_frame
-from dpbench.results.outcome import Outcome, write_text
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.groups import in_order
 from dpbench.show.layout import Table, as_markdown

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpbench.files import write_text
 from dpbench.results.frame import to_frame
 from dpbench.results.operators import guesses
-from dpbench.results.outcome import Outcome, trainer_summary, write_text
+from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Table, as_markdown, gigabytes, written
 from dpbench.show.profile import profile_tables

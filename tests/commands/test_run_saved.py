@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_run_is_saved_resumed_and_compared(
     capsys.readouterr()
     assert main([*RUN, *TWO, "--autosave", "--compare-fail=logical_ratio:5%"]) == 1
     captured = capsys.readouterr()
-    assert "comparing with 0001_first" in captured.err
+    assert "compared with 0001_first" in captured.err
     assert "5% exceeded" in captured.out
     assert "What changed most:" not in captured.out, "the operators are the same"
     [second] = SAVED.glob("0002_*.json")
@@ -67,3 +68,36 @@ def test_run_is_saved_resumed_and_compared(
         "logical_bytes:5% judged nothing of standard-bs4-seq8-tiny-fp32: nothing to com" in errors
     )
     assert main([*limited, "--compare=1", "--compare-first-run-ok"]) == 0
+
+
+def test_a_file_that_cannot_be_written_later_is_a_problem_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    measure = dpbench.runner.measure
+
+    def measure_and_take_the_folder_away(case, instruments, **rest):  # type: ignore[no-untyped-def]
+        if case.trainer == "dpsgd":
+            Path("out").rename("moved")
+            Path("out").touch()
+        return measure(case, instruments, **rest)
+
+    monkeypatch.setattr("dpbench.runner.measure", measure_and_take_the_folder_away)
+    assert main([*RUN, *TWO, "--json=out/run.json", "--save=kept"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.count("dpbench run: ERROR: out: ") == 1
+    assert "dpsgd" in captured.out
+    assert len(json.loads(Path("moved/run.json").read_text())["cases"]) == 1
+    assert Run.load(SAVED / "0001_kept.json").status == "complete"
+
+
+def test_numbers_outlast_a_full_directory_of_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dpbench.results.store.write_text", full)
+    assert main([*RUN, *TWO, "--json=run.json"]) == 0
+    assert len(json.loads(Path("run.json").read_text())["cases"]) == 2

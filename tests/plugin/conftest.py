@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from dpbench import MODELS, TRAINERS
-from dpbench.gpu import visible_gpus
 from dpbench.instruments import INSTRUMENTS, child
 from tests.programs import program
 
 REPLAYS = {name: Path(__file__).parents[1] / f"replay_{name}.py" for name in ("ncu", "step")}
 
+FAKES = Path(__file__).parents[1] / "fakes"
+"""Where a process finds a GPU that is none."""
+
 CONFTEST = """
 import os, pathlib, sys
-import dpbench.gpu, dpbench.instruments.child, dpbench.plugin.manager, dpbench.plugin.workers
-from dpbench.gpu import Gpu, select
-
-def replayed_gpus():
-    count = int(os.environ.get("REPLAYED_GPUS", 1))
-    memory = int(os.environ.get("REPLAYED_MEMORY", 141 * 10**9))
-    gpus = [Gpu(f"GPU-{i}", "NVIDIA H200", memory, "580.159.03") for i in range(count)]
-    return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-for module in (
-    dpbench.gpu,
-    dpbench.plugin.manager,
-    dpbench.plugin.workers,
-):
-    module.visible_gpus = replayed_gpus
+import dpbench.instruments.child
 
 class Interpreter:
     executable = str(pathlib.Path(__file__).with_name("step"))
@@ -111,6 +101,7 @@ def project(
     """
     for name, replay in REPLAYS.items():
         program(pytester.path / name, replay)
+    replay_gpus(monkeypatch)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_suite=SUITE)
     pytester.makefile(
@@ -147,6 +138,18 @@ def refused(project: RunSuite) -> Callable[..., str]:
     return run
 
 
+def replay_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be GPUs for this process and for those that it starts."""
+    spec = spec_from_file_location("pynvml", FAKES / "pynvml.py")
+    assert spec is not None
+    assert spec.loader is not None
+    fake = module_from_spec(spec)
+    spec.loader.exec_module(fake)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    path = [str(FAKES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+
 WITHOUT = [
     *("-p", "no:cacheprovider", "-p", "no:hypothesispytest"),
     *("-p", "no:randomly", "-p", "no:syrupy"),
@@ -158,12 +161,9 @@ that may be installed one changes the order of tests and one the exit code."""
 def in_this_process(
     pytester: pytest.Pytester, arguments: list[str], imports: Imports
 ) -> pytest.RunResult:
-    """Run a session and leave this process as it was: GPUs, registries, signal handler."""
+    """Run a session and leave this process as it was: registries, signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("dpbench.") and "visible_gpus" in vars(module):
-                patch.setattr(module, "visible_gpus", visible_gpus)  # CONFTEST sets another
         patch.setattr(child, "sys", sys)
         for registry in (TRAINERS, MODELS, INSTRUMENTS):
             patch.setattr(registry, "_targets", dict(registry._targets))

@@ -6,19 +6,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from dpbench.case import Case
-from dpbench.instruments import choose
-from dpbench.instruments.settings import InstrumentSettings
-from dpbench.plugin.manager import NAME, Manager
-from dpbench.results.outcome import Outcome
-from dpbench.results.rows import STEP, Measurement
-from dpbench.results.store import OutcomeStore
 from tests.plugin.conftest import CONFTEST, RunSuite
 
 RECORDS_COUNTS = """
@@ -92,32 +82,15 @@ def test_each_case_is_counted_once_and_stays_apart_from_what_is_measured(
             assert tables.count(f"tiny fp32, batch 4, sequence 64, {device}: GB per step") == 1
 
 
-def counted(case: Case) -> Outcome:
-    row = Measurement(case, "logical", STEP, "logical_read_bytes", 5.0, "B", 0, "none", "torch")
-    return Outcome(case, (row,), 1.0, instruments=("logical",))
-
-
-def measured(case: Case) -> Outcome:
-    row = Measurement(case, "ncu", STEP, "dram_read_bytes", 5.0, "B", 0, "H200", "ncu")
-    return Outcome(case, (row,), 1.0, instruments=("ncu",))
-
-
 def test_an_ncu_session_that_only_counted_is_not_green(
-    pytester: pytest.Pytester, tmp_path: Path
+    project: RunSuite, pytester: pytest.Pytester
 ) -> None:
-    manager: Manager = pytester.parseconfigure().pluginmanager.getplugin(NAME)
-    manager.instruments = choose(("ncu",), InstrumentSettings(tmp_path, ncu_path=sys.executable))
-    manager.directory = tmp_path
-    session = SimpleNamespace(exitstatus=pytest.ExitCode.OK, shouldfail=False, shouldstop=False)
-
-    def finish() -> int:
-        session.exitstatus = pytest.ExitCode.OK
-        manager.problems.clear()
-        manager.pytest_sessionfinish(session, pytest.ExitCode.OK)
-        return session.exitstatus
-
-    OutcomeStore(tmp_path).once(Case("dpsgd", 8, 256), counted, by="logical")
-    assert finish() == pytest.ExitCode.USAGE_ERROR
-    assert "--ncu was given and nothing was measured" in manager.problems[0]
-    OutcomeStore(tmp_path).once(Case("dpsgd", 8, 256), measured, by="ncu")
-    assert finish() == pytest.ExitCode.OK
+    pytester.makepyfile(
+        test_suite="""
+        def test_counts(logical_io):
+            logical_io("standard", batch_size=4, seq_len=64, model_size="tiny")
+        """
+    )
+    result = project("-n0")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines(["ERROR: dpbench: --ncu was given and nothing was measured*"])

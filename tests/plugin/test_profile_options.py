@@ -8,17 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from dpbench import gpu
-from dpbench.gpu import Gpu
-from dpbench.plugin import manager
+from tests.plugin.conftest import replay_gpus
 
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with one GPU; nothing here runs on it."""
     handler = signal.getsignal(signal.SIGTERM)  # a session that measures sets its own
-    for module in (gpu, manager):
-        monkeypatch.setattr(module, "visible_gpus", lambda: [Gpu("GPU-0", "H200", None, "580")])
+    replay_gpus(monkeypatch)
     yield
     signal.signal(signal.SIGTERM, handler)
 

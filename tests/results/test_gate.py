@@ -60,7 +60,7 @@ def changed(
         "rows": frame.to_dict("records"),
         "cases": [c for c in GRID1.document["cases"] if tuple(c[a] for a in AXES) in there],
     }
-    return replace(GRID1, name=name, document=document, frame=frame)
+    return replace(GRID1, path=Path(name), document=document)
 
 
 def set_values(run: pd.DataFrame, chosen: pd.Series, factor: float) -> pd.DataFrame:
@@ -279,7 +279,9 @@ def test_baseline_that_moved_is_said_beside_a_ratio(limit: str) -> None:
 def test_other_versions_are_named() -> None:
     environment = {**GRID1.environment, "versions": {**GRID1.environment["versions"]}}
     environment["versions"]["torch"] = "9.9"
-    after = replace(GRID1, name="after", document={**GRID1.document, "environment": environment})
+    after = replace(
+        GRID1, path=Path("after"), document={**GRID1.document, "environment": environment}
+    )
     [note] = verdict(after).notes
     assert note.startswith("different from h200-grid1: torch ")
     assert note.endswith(" -> 9.9")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import AXES, Case
+from dpbench.files import write_text
 from dpbench.gpu import Gpu
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import (
@@ -20,7 +21,6 @@ from dpbench.results.outcome import (
     environment,
     trainer_summary,
     write_json,
-    write_text,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
 from dpbench.show.summary import summary_tables, trainer_table, write_markdown

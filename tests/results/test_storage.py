@@ -15,7 +15,8 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_text
+from dpbench.files import write_text
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.storage import Storage, automatic_name, folder_name
 
@@ -44,7 +45,7 @@ def test_runs_are_numbered_under_a_folder_for_their_device(storage: Storage) -> 
         "cpu-logical/0002_after.json",
         "NVIDIA-H200/0003_before.json",
     ]
-    assert [run.name for run in storage.listing().runs] == [path.stem for path in paths]
+    assert [heading.run.name for heading in storage.listing().runs] == [path.stem for path in paths]
 
 
 def test_many_sessions_at_once_get_numbers_of_their_own(storage: Storage) -> None:
@@ -79,7 +80,7 @@ def test_damaged_and_newer_files_are_named_and_passed_over(storage: Storage) -> 
     cut = storage.allocate("cut", H200, text(3.0)[:-9])
     newer = storage.allocate("newer", H200, text(4.0).replace('"schema": 1', '"schema": 2'))
     listing = storage.listing()
-    assert [run.name for run in listing.runs] == ["0001_good"]
+    assert [heading.run.name for heading in listing.runs] == ["0001_good"]
     assert [str(path) in line for path, line in zip([cut, newer], listing.skipped, strict=True)]
     assert "upgrade dpbench" in listing.skipped[1]
 
@@ -141,9 +142,9 @@ def test_latest_interrupted_run_is_the_one_to_resume(storage: Storage) -> None:
     storage.allocate("done", H200, text(3.0))
     damaged = storage.allocate("damaged", H200, "{")
     storage.allocate("elsewhere", None, text(4.0, status=INTERRUPTED))
-    run, skipped = storage.interrupted(H200)
-    assert run is not None
-    assert run.name == "0002_second"
+    path, skipped = storage.interrupted(H200)
+    assert path is not None
+    assert path.name == "0002_second.json"
     assert [str(damaged) in line for line in skipped] == [True]
 
 

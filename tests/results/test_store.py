@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -64,9 +65,9 @@ def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, objec
 
 def test_instruments_do_not_mix(tmp_path: Path) -> None:
     store = OutcomeStore(tmp_path)
-    store.once(CASE, measured, by="timing+ncu")
-    assert store.once(CASE, out_of_memory, by="logical") == out_of_memory(CASE)
-    assert store.once(CASE, never, by="timing+ncu") == measured(CASE)
+    store.once(CASE, measured, by=("timing", "ncu"))
+    assert store.once(CASE, out_of_memory, by=("logical",)) == out_of_memory(CASE)
+    assert store.once(CASE, never, by=("timing", "ncu")) == measured(CASE)
     assert store.outcomes() == [measured(CASE), out_of_memory(CASE)]
 
 
@@ -86,6 +87,19 @@ def test_measurement_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
         store.once(CASE, interrupted)
     assert store.outcomes() == []
     assert store.once(CASE, measured) == measured(CASE)
+
+
+def test_what_cannot_be_written_stays_with_who_measured_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    store = OutcomeStore(tmp_path)
+    monkeypatch.setattr("dpbench.results.store.write_text", full)
+    assert store.once(CASE, measured) == measured(CASE)
+    assert store.once(CASE, never) == measured(CASE)
+    assert store.outcomes() == [measured(CASE)]
 
 
 def test_outcomes_come_in_the_order_in_which_they_were_finished(tmp_path: Path) -> None:

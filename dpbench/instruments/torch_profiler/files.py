@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import Case
-from dpbench.errors import check_writable
+from dpbench.files import check_writable
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.torch_profiler import trace
 from dpbench.metrics import METRICS

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from dpbench.results.outcome import write_text
+from dpbench.files import write_text
 from dpbench.show.html import overview
 from dpbench.show.html.drawing import Material
 from dpbench.show.html.logical_chart import against_logical

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from dpbench.instruments.ncu.kernels import NcuKernels
 from dpbench.instruments.ncu.progress import LaunchCounter
 from dpbench.instruments.ncu.range_report import ReportUnreadable
 from dpbench.instruments.ncu.speed_of_light import SpeedOfLight, name_filter, read_speeds
-from dpbench.options import chosen_kernels
 from dpbench.process.schedule import Steps
+from dpbench.session import kernel_choice
+from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
 
 CASE = Case("dpsgd", 8, 256)
@@ -175,8 +175,8 @@ def test_speeds_are_those_that_nsight_compute_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"ncu_kernels_phase": ["cake"]}, "unknown phase 'cake'; choose from forward"),
-        ({"ncu_kernels_phase": ["clip", ""]}, "--ncu-kernels-phase '' names no phase"),
+        ({"kernels_phase": ["cake"]}, "unknown phase 'cake'; choose from forward"),
+        ({"kernels_phase": ["clip", ""]}, "--ncu-kernels-phase '' names no phase"),
         ({"ncu_section": [","]}, "--ncu-section ',' names no section; ncu --list-sections"),
         ({"ncu_set": "huge"}, "unknown set of sections 'huge'; choose from basic"),
         ({"ncu_set": ""}, "unknown set of sections ''; choose from basic"),
@@ -184,10 +184,8 @@ def test_speeds_are_those_that_nsight_compute_saved(tmp_path: Path) -> None:
     ],
 )
 def test_bad_values_are_named(said: dict[str, Any], words: str) -> None:
-    options = {"ncu_kernels": False, "ncu_kernels_phase": None, "ncu_set": None}
-    options |= {"ncu_section": None, "ncu_set_kernels": 5, **said}
     with pytest.raises(ConfigurationError, match=words):
-        chosen_kernels(Namespace(**options), "ncu_")
+        kernel_choice(Settings(of_pytest=True, **said))
 
 
 class Bar:

@@ -1,0 +1,181 @@
+"""What a session is compared with, and judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from dpbench.results.gate import Verdict
+    from dpbench.results.outcome import Outcome
+    from dpbench.results.run import Run
+    from dpbench.results.threshold import Threshold
+    from dpbench.settings import Settings
+    from dpbench.show.layout import Table
+
+Asked = Sequence[tuple[Case, str]]
+"""Cases that are asked for, each by an instrument."""
+
+
+class Comparison:
+    """The reference and the limits of a session.
+
+    Args:
+        settings: what was asked for.
+        sources: each (device, instrument) that the session can have rows of.
+    """
+
+    def __init__(self, settings: Settings, sources: Sequence[tuple[str, str]]) -> None:
+        self.settings = settings
+        self.sources = sources
+        self.limits = limits(settings.compare_fail)
+        """Those of the command line; tests may have their own."""
+        self.named: Path | None = None
+        self.candidates: list[Path] | None = None
+        """Files that may be the reference, newest first; None until they are needed."""
+        self.asked: list[tuple[Case, str]] = []
+        """What the session is known to ask for: the reference should have it."""
+        self.tables: list[Table] = []
+        self.notes: list[str] = []
+
+    def begin(self) -> None:
+        """Find the run that was named, or those of which one may be the reference."""
+        from dpbench.results.storage import Storage
+
+        settings = self.settings
+        if not settings.compares:
+            return
+        if settings.compare:
+            named = _named_run(settings, settings.compare)
+            self.named = Storage(settings.storage).find(named)
+            self._check(self.reference)
+            return
+        self.candidates = self._saved()
+        if not self.limits or settings.compare_first_run_ok:
+            return
+        if self.asked and self.reference.frame.empty:
+            names = " or ".join(dict.fromkeys(name for _, name in self.asked))
+            raise ConfigurationError(
+                f"no complete run in {settings.storage} has any of these cases by {names} to "
+                f"judge by; if this is the first, say {settings.option('compare_first_run_ok')}"
+            )
+        if not self.candidates:
+            raise ConfigurationError(
+                f"no saved run on {' or '.join(sorted({d for d, _ in self.sources}))} in "
+                f"{settings.storage} to judge by; if this is the first, say "
+                f"{settings.option('compare_first_run_ok')}"
+            )
+
+    def _saved(self) -> list[Path]:
+        from dpbench.results.storage import Storage
+
+        return Storage(self.settings.storage).candidates({device for device, _ in self.sources})
+
+    def _check(self, run: Run) -> None:
+        """Refuse a run that cannot be compared with what will be measured."""
+        devices = {instrument: device for device, instrument in self.sources}
+        conflict = any(devices.get(name, device) != device for device, name in run.sources)
+        apart = conflict or not set(self.sources) & set(run.sources)
+        if apart and not self.settings.compare_across:
+            there, here = (
+                "; ".join(f"{name} on {device}" for device, name in pairs) or "nothing"
+                for pairs in (run.sources, self.sources)
+            )
+            remedy = "; --dpbench-compare-across does it all the same" * self.settings.of_pytest
+            raise ConfigurationError(
+                f"{run.path} holds {there}, this session measures {here}: not compared{remedy}"
+            )
+
+    @cached_property
+    def reference(self) -> Run:
+        """What the session is compared with; without rows if there is nothing."""
+        from dpbench.results.references import choose
+        from dpbench.results.run import Run
+
+        if self.named is not None:
+            return Run.load(self.named)
+        if self.candidates is None:  # only a test's own limits ask for it
+            self.candidates = self._saved()
+        choice = choose(self.candidates, self.sources, self.asked)
+        self.notes += choice.skipped
+        return choice.run or Run.of("the storage")
+
+    def shared(self) -> dict[str, Any]:
+        """What `join` needs, as plain types."""
+        candidates = self.candidates
+        return {
+            "named": str(self.named) if self.named else None,
+            "candidates": None if candidates is None else [str(path) for path in candidates],
+        }
+
+    def join(self, shared: Mapping[str, Any]) -> None:
+        """Take over what another process of the session has found."""
+        self.named = Path(shared["named"]) if shared["named"] else None
+        if shared["candidates"] is not None:
+            self.candidates = [Path(path) for path in shared["candidates"]]
+
+    def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
+        """What was measured against the reference, by these limits. Only here is judged."""
+        from dpbench.results.gate import judge
+
+        return judge(
+            self.reference,
+            after,
+            limits,
+            asked=asked,
+            across=self.settings.compare_across,
+            first_run_ok=self.settings.compare_first_run_ok,
+        )
+
+    def show(self, verdict: Verdict) -> None:
+        """What the end of the session shows of it."""
+        from dpbench.show.comparison import comparison_tables
+
+        if not self.reference.frame.empty:
+            self.notes.append(f"compared with {self.reference.name}")
+        self.notes += verdict.notes
+        self.tables = comparison_tables(verdict, "Change: ", self.reference.name)
+
+    @property
+    def remedy(self) -> str:
+        """What helps where there is nothing to compare with."""
+        if not self.reference.frame.empty:
+            return ""
+        option = self.settings.option("compare_first_run_ok")
+        return f" (if this is the first run, say {option})"
+
+
+def asked_for(outcomes: Sequence[Outcome]) -> list[tuple[Case, str]]:
+    """These cases by the instruments that were to measure them."""
+    return [(outcome.case, name) for outcome in outcomes for name in outcome.instruments]
+
+
+def limits(texts: Sequence[str]) -> list[Threshold]:
+    """Limits as their user wrote them."""
+    if not texts:
+        return []
+    from dpbench.results.threshold import Threshold  # loads pandas
+
+    return [Threshold.parse(text) for text in texts]
+
+
+def _named_run(settings: Settings, named: str) -> str:
+    """What `Storage.find` takes: a number, or a path."""
+    path = settings.directory / named
+    option = settings.option("compare")
+    if path.is_dir() or path.suffix == ".py" or "::" in named:
+        raise ConfigurationError(
+            f"{option} took {named!r} for a run: name tests before it, or write "
+            f"{option}=NUM or {option}=FILE"
+        )
+    if path == settings.json:
+        raise ConfigurationError(
+            f"{settings.option('json')} would write over {named}, which is compared with; to "
+            f"renew a reference, leave {option} out"
+        )
+    return named if named.isdecimal() else str(path)

@@ -1,0 +1,154 @@
+"""Files: what can be written, written whole, locked where the file system can."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dpbench.errors import ConfigurationError
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal obeys instead of showing; not tab and line feed."""
+
+
+def printable(text: str) -> str:
+    """A text from outside without the characters that a terminal would obey."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def in_words(error: OSError) -> str:
+    """A line about a file that could not be read or written."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def mode_of(path: Path) -> int:
+    """The mode of what a user named, for `stat.S_ISDIR` and its like; 0 if nothing is there.
+
+    Instead of ``path.exists()`` and its like, which raise some errors, or hide all, as the version
+    of Python has it.
+    """
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:  # e.g. below a directory that one may not enter
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+
+def check_is_file(path: Path) -> None:
+    """Refuse a file that was named and is not there."""
+    mode = mode_of(path)
+    if stat.S_ISDIR(mode):
+        raise ConfigurationError(f"{path} is a directory; name a file")
+    if not mode:
+        raise ConfigurationError(f"{path}: no such file")
+
+
+def check_writable_file(path: Path) -> None:
+    """Find out before a GPU minute is spent whether a file can be written."""
+    mode = mode_of(path) if path.name else stat.S_IFDIR
+    if stat.S_ISDIR(mode):
+        raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
+    check_writable(path.parent)
+
+
+def check_writable(directory: Path) -> None:
+    """Make a directory, and find out before a GPU minute is spent whether it can be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"\0" * 65536)
+    except OSError as error:
+        raise ConfigurationError(
+            f"directory {directory} cannot be written: {error.strerror}"
+        ) from error
+
+
+def check_distinct_files(files: Mapping[str, Path]) -> None:
+    """Refuse one file for two kinds of output, of which the last would replace the others.
+
+    Args:
+        files: what each option names.
+    """
+    options: dict[Path, str] = {}
+    for option, path in files.items():
+        first = options.setdefault(path.resolve(), option)
+        if first != option:
+            raise ConfigurationError(f"{first} and {option} name the same file, {path.name!r}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is set, also where the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class Locked(Exception):
+    """Another process holds a lock."""
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock file among processes; the system lets go of it if the process dies.
+
+    Yields whether it is held: some file systems know no locks (ENOLCK, EOPNOTSUPP, EIO), and what
+    has been measured on them is worth more than the lock. (Of filelock, versions differ in what
+    they do then; some wait for ever.)
+
+    Args:
+        path: the file, which stays; users may share it.
+        wait: for as long as another process holds it.
+
+    Raises:
+        Locked: another process holds it, and this one is not to wait.
+    """
+    descriptor = _lock(path, wait)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _lock(path: Path, wait: bool) -> int | None:
+    """A descriptor that holds the lock, or None where there are no locks."""
+    import fcntl
+
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return None
+        try:
+            with suppress(PermissionError):  # another user's, who made it so
+                os.fchmod(descriptor, 0o666)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.fstat(descriptor).st_nlink:  # else whoever held it has removed it
+                return descriptor
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise Locked(str(path)) from error
+        except OSError:
+            os.close(descriptor)
+            return None
+        except BaseException:  # Ctrl-C while waiting
+            os.close(descriptor)
+            raise
+        os.close(descriptor)

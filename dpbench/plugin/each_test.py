@@ -1,0 +1,240 @@
+"""Around a test: what it measured is judged, and travels to the controller on its report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.comparison import asked_for, limits
+from dpbench.errors import ConfigurationError
+from dpbench.plugin.asked import case_of, takes
+from dpbench.session import Session
+
+if TYPE_CHECKING:
+    from dpbench.instruments.base import Instrument
+    from dpbench.results.gate import Verdict
+    from dpbench.results.outcome import Outcome
+    from dpbench.results.report import CaseReport
+    from dpbench.results.threshold import Threshold
+
+MARKER = (
+    "dpbench(compare_fail=[...]): limits for what this test measures, instead of those of "
+    "--dpbench-compare-fail; none if the list is empty. Without --dpbench-compare it is compared "
+    "with the latest complete run, as with --dpbench-compare-fail"
+)
+
+FOUND: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
+"""What judging a test found."""
+
+
+class EachTest:
+    """A plugin of its own, in each process that runs tests; the controller judges the whole."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.comparison = session.comparison
+        self._measured: list[tuple[Outcome, Sequence[Instrument], CaseReport]] = []
+        self._found: list[Mapping[str, Any]] = []
+        """What the tests' processes found, in the controller."""
+
+    def report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
+        """The report of a case by these instruments, for the test that is running."""
+        from dpbench.results.report import CaseReport
+
+        outcome = self.session.measure(case, instruments)
+        report = CaseReport.of_outcome(outcome)
+        self._measured.append((outcome, instruments, report))
+        if outcome.skipped:
+            pytest.skip(outcome.message)
+        if outcome.error:
+            pytest.fail(_failure(outcome), pytrace=False)
+        return report
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note what the tests are known to ask for: the reference should have it."""
+        self.comparison.asked = [key for item in session.items for key in self._asked_by(item)]
+
+    def _asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
+        """What a test asks for according to its parameters and fixtures."""
+        case = case_of(item)
+        by_ncu = [i.name for i in self.session.instruments] if takes(item, "ncu") else []
+        names = [*by_ncu, *(["logical"] if takes(item, "logical_io") else [])]
+        return [(case, name) for name in names] if case else []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        """What a test asks for, its fixtures included, belongs to it."""
+        self._measured.clear()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Fail a test that passed if what it asked for got worse by more than it may."""
+        own = self._limits_of(item)
+        try:
+            result = yield
+        except pytest.skip.Exception:
+            if reason := self._judge(item, own, skipped=True):
+                pytest.fail(reason, pytrace=False)
+            raise
+        except (Exception, pytest.fail.Exception):
+            self._judge(item, own)
+            raise
+        if reason := self._judge(item, own):
+            pytest.fail(reason, pytrace=False)
+        return result
+
+    def _limits_of(self, item: pytest.Item) -> list[Threshold] | None:
+        """A test's own limits, if it has a marker; a wrong marker fails the test."""
+        marker = item.get_closest_marker("dpbench")
+        if marker is None:
+            return None
+        texts = marker.kwargs.get("compare_fail")
+        reason = "write the marker as dpbench(compare_fail=['METRIC:5%'])"
+        if not marker.args and set(marker.kwargs) == {"compare_fail"} and isinstance(texts, list):
+            try:
+                return limits(texts)
+            except ConfigurationError as error:
+                reason = str(error)
+        pytest.fail(f"dpbench: {reason}", pytrace=False)
+
+    def _judge(
+        self, item: pytest.Item, own: list[Threshold] | None, *, skipped: bool = False
+    ) -> str:
+        """Judge what a test asked for; returns the reason to fail it, if there is one."""
+        chosen = self.comparison.limits if own is None else own
+        if own and not _measures(item) and "dpbench" not in [m.name for m in item.own_markers]:
+            return ""  # its class or module has the marker, for others
+        if not chosen or not (self._measured or own):
+            return ""
+        from dpbench.show.comparison import regression_text
+
+        verdict = self._verdict(chosen)
+        reference = self.comparison.reference
+        unjudged = [u for u in verdict.unjudged if u.cases or not (own is None or skipped)]
+        item.stash[FOUND] = {
+            "regressions": verdict.regressions,
+            "unjudged": [missing.as_json() for missing in unjudged],
+            "reference": None if reference.frame.empty else str(reference.path),
+        }
+        reasons = []
+        if worse := len(verdict.regressions):
+            text = regression_text(verdict.regressions)
+            item.add_report_section("call", "dpbench comparison", text)
+            count = f"{worse} regression{'s' if worse > 1 else ''}"
+            reasons.append(
+                f"{count} against {reference.name}; see the section 'dpbench comparison'"
+            )
+        reasons += [f"{missing}{self.comparison.remedy}" for missing in unjudged]
+        return "\n".join(f"dpbench: {reason}" for reason in reasons)
+
+    def _verdict(self, chosen: Sequence[Threshold]) -> Verdict:
+        """What the running test asked for; a ratio needs its baseline, measured if it is not."""
+        from dpbench.results.run import Run
+
+        outcomes = [outcome for outcome, *_ in self._measured]
+
+        def judged(measured: Sequence[Outcome]) -> Verdict:
+            run = Run.of("this session", measured)
+            return self.comparison.judge(run, chosen, asked_for(outcomes))
+
+        verdict = judged(outcomes)
+        ratios = {str(limit) for limit in chosen if limit.ratio}
+        if not any(missing.limit in ratios for missing in verdict.unjudged):
+            return verdict
+        baselines = [
+            self.session.measure(outcome.case.baseline, instruments)
+            for outcome, instruments, _ in self._measured
+            if not outcome.error
+        ]
+        return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Give the report what was found: as plain types it survives the way from a worker."""
+        report = yield
+        if (call.when == "setup" and report.outcome == "passed") or not _measures(item):
+            return report
+        found: dict[str, Any] = {}
+        if call.when == "call":
+            judged = item.stash.get(FOUND, None)
+            found |= judged or {}
+        outcomes = [outcome for outcome, *_ in self._measured]
+        has_own = item.get_closest_marker("dpbench") is not None
+        if call.when != "teardown" and not has_own and self.comparison.limits:
+            asked = dict.fromkeys([*self._asked_by(item), *asked_for(outcomes)])
+            found["general"] = [[asdict(case), name] for case, name in asked]
+        if call.when == "call":
+            found["extra_info"] = [
+                (outcome.case.id, "+".join(outcome.instruments), _plain(measured.extra_info))
+                for outcome, _, measured in self._measured
+                if measured.extra_info
+            ]
+        vars(report)["dpbench"] = {name: value for name, value in found.items() if value}
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect what the tests' processes found."""
+        found: Mapping[str, Any] = getattr(report, "dpbench", {})
+        for case, by, info in found.get("extra_info", ()):
+            self.session.extra_info.setdefault((case, by), {}).update(info)
+        if found.keys() - {"extra_info"}:
+            self._found.append(found)
+        if found.get("reference"):  # xdist's controller has not seen what its workers collected
+            self.comparison.named = self.comparison.named or Path(found["reference"])
+        for name, known in (
+            ("regressions", self.session.regressions),
+            ("unjudged", self.session.unjudged),
+        ):
+            known += [row for row in found.get(name, ()) if row not in known]
+
+    # --- when it is over, in the controller --------------------------------------------------
+
+    def judge_session(self, *, interrupted: bool) -> None:
+        """The whole session beside its reference: its tables, and what limits could not judge."""
+        outcomes = self.session.outcomes()
+        general = [found["general"] for found in self._found if "general" in found]
+        if self.comparison.limits and not (interrupted or general):
+            self.session.notes.append(
+                "--dpbench-compare-fail judged nothing: no test it is for measures"
+            )
+        compares = self.session.settings.compares or self._found
+        if not (outcomes or general) or not compares:
+            return
+        asked = [(Case(**fields), name) for keys in general for fields, name in keys]
+        if not self.comparison.asked:  # xdist's controller collects nothing
+            self.comparison.asked = asked
+        run = self.session.as_run(outcomes)
+        # Without a test that the command line's limits are for, they have nothing to judge.
+        chosen = self.comparison.limits if general else []
+        self.comparison.show(self.comparison.judge(run, chosen, [*asked, *asked_for(outcomes)]))
+        if chosen and not interrupted:
+            for missing in self.comparison.judge(run, chosen, asked).unjudged:
+                if missing.as_json() not in self.session.unjudged:
+                    self.session.unjudged.append(missing.as_json())
+                self.session.problem(f"{missing}{self.comparison.remedy}")
+
+
+def _measures(item: pytest.Item) -> bool:
+    """Whether a test takes a fixture that measures."""
+    return takes(item, "ncu") or takes(item, "logical_io")
+
+
+def _plain(value: Any) -> Any:
+    """The value as it comes back from a JSON file; what JSON does not know becomes text."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _failure(outcome: Outcome) -> str:
+    parts = [f"{outcome.error}: {outcome.message}"]
+    if outcome.log_tail:
+        parts += [f"--- end of {outcome.log}", outcome.log_tail]
+    return "\n".join(parts)

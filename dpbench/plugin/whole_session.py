@@ -1,0 +1,268 @@
+"""The hooks of a session: what it begins with, what its workers are told, what its end says."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.files import printable
+from dpbench.gpu import visible_gpus
+from dpbench.instruments.terminal import shown_on
+from dpbench.plugin.asked import AskedCases
+from dpbench.plugin.each_test import EachTest
+from dpbench.plugin.terminal import open_terminal
+from dpbench.registry import resolve
+from dpbench.session import Session, chosen_instruments
+from dpbench.settings import Settings
+
+if TYPE_CHECKING:
+    from dpbench.results.outcome import Outcome
+    from dpbench.results.report import CaseReport
+    from dpbench.show.layout import Table
+
+NEEDS_NCU = "needs --ncu"
+NAME = "dpbench-session"
+"""The name of `WholeSession` among pytest's plugins."""
+
+SHARED = "dpbench"
+"""What an xdist worker and its controller tell each other is under this name."""
+
+UNFINISHED = (
+    pytest.ExitCode.INTERRUPTED,
+    pytest.ExitCode.INTERNAL_ERROR,
+    pytest.ExitCode.NO_TESTS_COLLECTED,
+)
+"""How a session ends that has not done what it was to do."""
+
+RUNS_NO_TEST = (
+    *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
+    *("collectonly", "setuponly", "setupplan"),
+)
+"""Options of pytest with which no test runs, so that there is nothing to measure."""
+
+
+def read_settings(config: pytest.Config) -> Settings:
+    """What pytest's command line asks for."""
+    return Settings.read(config.option, of_pytest=True, directory=config.invocation_params.dir)
+
+
+class WholeSession:
+    """One `Session`, in each process that runs tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.settings = read_settings(config)
+        self.is_worker = hasattr(config, "workerinput")
+        self.runs_tests = not any(getattr(config.option, name, False) for name in RUNS_NO_TEST)
+        self.measures = self.settings.ncu and self.runs_tests
+        if self.runs_tests and not self.is_worker:
+            self.settings.check()
+        self.session = Session(
+            self.settings,
+            chosen_instruments(self.settings, self._instruments()) if self.runs_tests else [],
+            next(iter(visible_gpus()), None) if self.measures else None,
+            workers=getattr(config.option, "numprocesses", None) or 0,
+            counts=True,
+        )
+        self.session.update_environment = lambda environment: (
+            config.hook.pytest_dpbench_update_machine_info(config=config, machine_info=environment)
+        )
+        self.session.update_document = lambda document: config.hook.pytest_dpbench_update_json(
+            config=config, output_json=document
+        )
+        self.each_test = EachTest(self.session)
+        self.asked = AskedCases({})
+        self.terminal: TextIO | None = None
+        """What a person shall see while a test still runs: whom it waits for, progress."""
+        if self.is_worker:
+            self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
+        elif self.runs_tests:
+            self.session.begin()
+            if self.measures:
+                # A batch system's signal must end the measured processes too, as Ctrl-C does.
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if self.measures:
+            self.terminal = open_terminal()
+
+    def _instruments(self) -> list[str]:
+        """The names of what the ``ncu`` fixture measures with; none without ``--ncu``."""
+        if not self.settings.ncu:
+            return []
+        names = ["ncu"] if self.settings.no_timing else ["timing", "ncu"]
+        return [*names, "torch_profiler"] if self.settings.profile else names
+
+    # --- tests -------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note which cases the tests ask for: an interrupted run has fewer.
+
+        Only now is ``sys.path`` as it will be. If a case names a module that is not there, no test
+        is left to run.
+        """
+        if not self.runs_tests:
+            return
+        fixtures = ("ncu", "logical_io") if self.settings.ncu else ("logical_io",)
+        self.asked = AskedCases.of(session.items, fixtures)
+        if self.asked.problem:
+            session.items.clear()
+        self._expect_cases()
+        if self.is_worker:  # the controller collects nothing
+            self.asked.write(self.session.store.directory)
+
+    def _expect_cases(self) -> None:
+        self.session.expect(self.asked.cases)
+        if self.asked.problem:
+            self.session.problem(self.asked.problem)
+
+    def measure(self, case: Case | str, **fields: Any) -> CaseReport:
+        """What the ``ncu`` fixture returns is this; see there."""
+        with shown_on(self.terminal):
+            return self.each_test.report(_case(case, fields), self.session.instruments)
+
+    def count(self, case: Case | str, **fields: Any) -> CaseReport:
+        """What the ``logical_io`` fixture returns is this; see there."""
+        counting = chosen_instruments(Settings(of_pytest=True), ["logical"])
+        return self.each_test.report(_case(case, fields), counting)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note which tests have come to their end."""
+        self.asked.hear(report)
+
+    # --- xdist -------------------------------------------------------------------------------
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell an xdist worker of the session."""
+        node.workerinput[SHARED] = self.session.shared()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Take over what a worker measured and could not write."""
+        told = getattr(node, "workeroutput", {}).get(SHARED)
+        if told:
+            from dpbench.results.outcome import Outcome
+
+            self.session.unwritten += [Outcome.from_json(data) for data in told["unwritten"]]
+            for problem in told["problems"]:
+                self.session.problem(problem)
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def pytest_report_header(self) -> str | None:
+        """Say what will be measured, and with what."""
+        if not self.session.instruments:
+            return None
+        count = sum(1 for _ in self.session.grid.cases())
+        gpus = visible_gpus()
+        times = f"{len(gpus)} x " if len(gpus) > 1 else ""
+        where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
+        return f"dpbench: {self.session.grid.name}, {count} cases, {where}"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the files; a ``--ncu`` session that measured nothing must not look green."""
+        if not self.runs_tests:
+            return
+        if self.is_worker:
+            self.config.workeroutput[SHARED] = {  # type: ignore[attr-defined]
+                "unwritten": [o.as_json() for o in self.session.unwritten_here],
+                "problems": self.session.problems,
+            }
+            return
+        if not session.items and self.session.directory is not None:  # workers have collected
+            self.asked.read(self.session.directory)
+            self._expect_cases()
+        outcomes = self.session.outcomes()
+        self.session.explain(self.asked.reasons({outcome.case.id for outcome in outcomes}))
+        stopped = exitstatus in UNFINISHED or session.shouldfail or session.shouldstop
+        interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
+        with self.session.reporting_problems():
+            self.each_test.judge_session(interrupted=interrupted)
+        self.session.finish(complete=self.asked.all_ended and not stopped)
+        if not (interrupted or self.session.problems):
+            self._check_measured(outcomes)
+        if self.session.problems and exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        ):
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def _check_measured(self, outcomes: Sequence[Outcome]) -> None:
+        """A ``--ncu`` session has measured something; others need not."""
+        if self.session.instruments and not any(
+            outcome.rows and "ncu" in outcome.instruments for outcome in outcomes
+        ):
+            self.session.problem(
+                "--ncu was given and nothing was measured; "
+                "select tests that use the ncu fixture, e.g. -m gpu"
+            )
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """One table for the whole session; workers are silent."""
+        if self.is_worker:
+            return
+        say = terminalreporter.write_line
+        session = self.session
+        waiting = sum(
+            NEEDS_NCU in str(report.longrepr) for report in terminalreporter.getreports("skipped")
+        )
+        if waiting:
+            say(f"dpbench: {waiting} tests measure with --ncu")
+        outcomes = session.outcomes()
+        if not outcomes and self.runs_tests:
+            for path in self.settings.files.values():
+                named = os.path.relpath(path, self.settings.directory)
+                say(f"dpbench: no case ran, so {named} was not written")
+        if not (outcomes or session.problems or session.notes or session.comparison.notes):
+            return
+        terminalreporter.section("dpbench")
+        if outcomes:
+            self._show_tables(terminalreporter, outcomes)
+        for note in [*session.comparison.notes, *session.notes]:
+            say(f"dpbench: {printable(note)}")
+        for warning in session.warnings:
+            say(f"WARNING: dpbench: {printable(warning)}", yellow=True)
+        for problem in session.problems:
+            say(f"ERROR: dpbench: {problem}", red=True)
+
+    def _show_tables(
+        self, terminalreporter: pytest.TerminalReporter, outcomes: Sequence[Outcome]
+    ) -> None:
+        from dpbench.show.export import append_step_summary
+        from dpbench.show.layout import as_text, terminal_width
+
+        tables = self.session.summary()
+        self._update_tables(tables, outcomes)
+        for line in as_text(tables, terminal_width()).splitlines():
+            # One by one: of what a terminal's encoding lacks a sign for, pytest escapes all,
+            # the ends of lines too.
+            terminalreporter.write_line(line)
+        if warning := append_step_summary(tables):
+            terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
+
+    def _update_tables(self, tables: list[Table], outcomes: Sequence[Outcome]) -> None:
+        """Let the project add tables of its own, if it has any."""
+        hook = self.config.hook.pytest_dpbench_group_stats
+        if hook.get_hookimpls():
+            from dpbench.results.frame import summarise, to_frame
+
+            summary = summarise(to_frame(row for outcome in outcomes for row in outcome.rows))
+            hook(config=self.config, summary=summary, tables=tables)
+
+    def pytest_unconfigure(self) -> None:
+        """Leave nothing behind."""
+        if self.terminal is not None:
+            self.terminal.close()
+        if not self.is_worker:
+            self.session.close()
+
+
+def _case(case: Case | str, fields: dict[str, Any]) -> Case:
+    """A case, given as one or as its fields."""
+    return resolve(case if isinstance(case, Case) else Case(case, **fields))

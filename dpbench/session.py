@@ -1,0 +1,414 @@
+"""One session: cases × instruments → a run. ``pytest`` and ``dpbench run`` both are one.
+
+It measures each case once, however many processes ask; writes its files as it goes; goes on with
+a run that broke off; and at its end compares, and says what is wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpbench.comparison import Comparison
+from dpbench.errors import ConfigurationError
+from dpbench.files import in_words, printable
+from dpbench.instruments import choose
+from dpbench.instruments.settings import InstrumentSettings, KernelChoice
+from dpbench.process.schedule import Schedule, Steps
+from dpbench.results.rows import NO_HARDWARE
+
+if TYPE_CHECKING:
+    from dpbench.case import Case
+    from dpbench.gpu import Gpu
+    from dpbench.instruments.base import Instrument
+    from dpbench.results.conditions import Conditions
+    from dpbench.results.outcome import Outcome
+    from dpbench.results.run import Run
+    from dpbench.results.run_file import RunFile
+    from dpbench.results.store import OutcomeStore
+    from dpbench.settings import Settings
+    from dpbench.show.layout import Table
+
+
+def chosen_instruments(settings: Settings, names: Sequence[str]) -> list[Instrument]:
+    """The instruments with these names, as a session was asked to set them up."""
+    return choose(names, instrument_settings(settings)) if names else []
+
+
+def instrument_settings(settings: Settings) -> InstrumentSettings:
+    """What a session was asked for, as far as its instruments go."""
+    return InstrumentSettings(
+        directory=settings.ncu_dir,
+        ncu_path=settings.ncu_path,
+        metrics=tuple(settings.ncu_metrics or ()),
+        device=settings.device,
+        timing_steps=Steps(settings.warmup, settings.active),
+        ncu_steps=Steps(settings.ncu_warmup, settings.ncu_active),
+        timeout=settings.timeout,
+        kernels=kernel_choice(settings),
+        profile_directory=settings.profile_dir,
+        profile_schedule=Schedule.parse(settings.profile_schedule),
+        profile_threshold=settings.profile_threshold,
+    )
+
+
+def kernel_choice(settings: Settings) -> KernelChoice:
+    """What is profiled kernel by kernel."""
+    return KernelChoice(
+        settings.profiles_kernels,
+        settings.listed("kernels_phase", "phase, such as clip"),
+        settings.ncu_set,
+        settings.listed("ncu_section", "section; ncu --list-sections shows them"),
+        settings.ncu_set_kernels,
+    )
+
+
+class Session:
+    """A session, in each process that takes part in it.
+
+    The first process begins and finishes it. Others (xdist workers) are given what it has `shared`.
+
+    Args:
+        settings: what was asked for.
+        instruments: what measures a case, unless others are named; may be none.
+        gpu: where, if on a GPU.
+        workers: how many other processes there are.
+        counts: whether cases may be counted beside what the instruments measure.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        instruments: Sequence[Instrument],
+        gpu: Gpu | None,
+        *,
+        workers: int = 0,
+        counts: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.instruments = list(instruments)
+        self.gpu = gpu
+        self.workers = workers
+        self.counts = counts
+        self.grid = settings.chosen_grid()
+        self.view = settings.view()
+        self.directory: Path | None = None
+        """Where the session's processes leave their outcomes for each other."""
+        self.file: RunFile | None = None
+        self.comparison = Comparison(settings, self.sources)
+        self.regressions: list[dict[str, Any]] = []
+        """What got worse by more than it may, as plain rows."""
+        self.unjudged: list[dict[str, Any]] = []
+        """What limits could not judge, as plain rows."""
+        self.extra_info: dict[tuple[str, str], dict[str, Any]] = {}
+        """What tests added to their cases, by the case's id and what measured it."""
+        self.unwritten: list[Outcome] = []
+        """What other processes measured and could not write."""
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.problems: list[str] = []
+        """Lines about how the session went; with a problem it has not succeeded."""
+        self.update_environment: Callable[[dict[str, Any]], object] = lambda environment: None
+        self.update_document: Callable[[dict[str, Any]], object] = lambda document: None
+        self._lacks_cases = False
+        """Whether fewer cases are asked for than by the session that this one resumes."""
+        self._file_error: OSError | None = None
+
+    # --- before anything is measured ---------------------------------------------------------
+
+    def begin(self) -> None:
+        """Check the instruments, choose references, take a number in the storage.
+
+        Raises:
+            DpbenchError: something cannot work, or cannot be found.
+        """
+        for instrument in self.instruments:
+            instrument.check()
+        self.comparison.begin()
+        if self.settings.saves:  # last: takes a number only if all else is well
+            self._open_file()
+
+    @property
+    def device(self) -> str | None:
+        """What the instruments measure on; None without hardware."""
+        if not any(instrument.hardware for instrument in self.instruments):
+            return None
+        return self.gpu.name if self.gpu and self.settings.device == "cuda" else "cpu"
+
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """Each (device, instrument) that the session can have rows of."""
+        pairs = [
+            (str(self.device) if i.hardware else NO_HARDWARE, i.name) for i in self.instruments
+        ]
+        return list(dict.fromkeys([*pairs, *([(NO_HARDWARE, "logical")] if self.counts else [])]))
+
+    @cached_property
+    def conditions(self) -> Conditions:
+        """What the session measures, with what and where; asks git, so only where it is needed."""
+        from dpbench.results.conditions import Conditions
+        from dpbench.results.outcome import environment
+
+        ncu = [i.versions["ncu"] for i in self.instruments if "ncu" in i.versions]
+        found = environment(
+            self.gpu if self.device else None,
+            ncu=ncu[0] if ncu else None,
+            project=self.settings.directory.absolute(),
+        )
+        self.update_environment(found)
+        return Conditions.now(found, self.grid, self.instruments, self.workers)
+
+    def _open_file(self) -> None:
+        """Take the next number in the storage, or an interrupted run's."""
+        from dpbench.results.run_file import RunFile
+        from dpbench.results.storage import Storage
+
+        settings = self.settings
+        storage = Storage(settings.storage)
+        path = None
+        if settings.resume:
+            path, skipped = storage.interrupted(self.device)
+            self.notes += skipped
+        if path is not None:
+            self.file, self.conditions, kept = RunFile.resume(storage, path, self.conditions)
+            self._lacks_cases = True  # until the cases are known
+            for outcome in kept:
+                self.store.keep(outcome)
+        elif settings.save is None and not settings.autosave:
+            raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
+        else:
+            self.file = RunFile.create(storage, settings.save, self.device, self.conditions)
+
+    # --- for other processes of the session --------------------------------------------------
+
+    def shared(self) -> dict[str, Any]:
+        """What `join` needs, as plain types."""
+        writes = self.file or self.settings.files
+        return {
+            "directory": str(self.store.directory),
+            "file": str(self.file.path) if self.file else None,
+            "conditions": dict(vars(self.conditions)) if writes else None,
+            "comparison": self.comparison.shared(),
+        }
+
+    def join(self, shared: Mapping[str, Any]) -> None:
+        """Take part in a session that another process has begun."""
+        self.directory = Path(shared["directory"])
+        if shared["conditions"] is not None:
+            from dpbench.results.conditions import Conditions
+
+            self.conditions = Conditions(**shared["conditions"])
+        if shared["file"]:
+            from dpbench.results.run_file import RunFile
+
+            self.file = RunFile(Path(shared["file"]))
+        self.comparison.join(shared["comparison"])
+
+    @cached_property
+    def store(self) -> OutcomeStore:
+        """The outcomes of all processes, in a directory that is made when it is needed."""
+        from dpbench.results.store import OutcomeStore
+
+        if self.directory is None:
+            self.directory = Path(tempfile.mkdtemp(prefix="dpbench-"))
+        return OutcomeStore(self.directory)
+
+    # --- measuring ---------------------------------------------------------------------------
+
+    def expect(self, cases: Collection[str]) -> None:
+        """These cases of the grid are asked for, by id; with what a resumed run has of it."""
+        kept = {outcome.case.id for outcome in self.outcomes()} if self._lacks_cases else set()
+        asked = len({*cases, *(case.id for case in self.grid.cases() if case.id in kept)})
+        if self.file is not None or self.settings.files:
+            before = self.conditions.cases_asked
+            self._lacks_cases = asked < before
+            self.conditions = replace(self.conditions, cases_asked=max(asked, before))
+
+    def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
+        """The outcome of a case, by this process or whichever asked first; it is written at once.
+
+        Args:
+            case: the case.
+            instruments: what measures it, if not the session's own.
+        """
+        from dpbench.runner import measure
+
+        chosen = self.instruments if instruments is None else instruments
+        on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
+        gpu = self.gpu if on_gpu and not self.settings.try_anyway else None
+        fresh: list[Outcome] = []
+
+        def measure_now(case: Case) -> Outcome:
+            fresh.append(measure(case, chosen, gpu=gpu))
+            return fresh[0]
+
+        outcome = self.store.once(case, measure_now, by=[i.name for i in chosen])
+        if fresh:
+            self.write()  # at once, so that a killed session keeps what it has
+        return outcome
+
+    def outcomes(self) -> list[Outcome]:
+        """What the session has measured and counted, by any of its processes."""
+        here = self.directory is not None and any(self.directory.glob("*.json"))
+        if not (here or self.unwritten or self.unwritten_here):
+            return []  # without pandas: most sessions of most projects have nothing
+        found = [*self.store.outcomes(), *self.unwritten]
+        return [
+            replace(o, extra_info=info)
+            if (info := self.extra_info.get((o.case.id, "+".join(o.instruments))))
+            else o
+            for o in found
+        ]
+
+    def has_all(self, cases: Iterable[Case]) -> bool:
+        """Whether each of these cases has an outcome."""
+        return {*cases} <= {outcome.case for outcome in self.outcomes()}
+
+    @property
+    def unwritten_here(self) -> list[Outcome]:
+        """What this process measured and could not leave for the others."""
+        return [*self.store.unwritten.values()] if self.directory is not None else []
+
+    def explain(self, reasons: Mapping[str, str]) -> None:
+        """Why cases that were asked for have no outcome, by id."""
+        if reasons and (self.file is not None or self.settings.files):
+            self.conditions = replace(self.conditions, not_measured=dict(reasons))
+
+    # --- files -------------------------------------------------------------------------------
+
+    def write(self, *, complete: bool = False) -> None:
+        """Bring the run and the files that were asked for up to date, all but the page.
+
+        What cannot be written is a problem; what it held is still there.
+        """
+        files = dict(self.settings.files)
+        files.pop("html", None)
+        if not ((files or self.file) and self.outcomes()):
+            return
+        from dpbench.results.outcome import write_document
+        from dpbench.show.export import write_renderings
+
+        with self.store.lock():
+            outcomes = self.outcomes()
+            document = self._document(outcomes, complete)
+            if self.file:
+                try:
+                    self.file.write(document)
+                    self._file_error = None
+                except OSError as error:
+                    self._file_error = error
+            with self.reporting_problems():
+                if path := files.pop("json", None):
+                    write_document(path, document)
+            with self.reporting_problems():
+                write_renderings(outcomes, self.view, **files)
+
+    def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
+        from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
+
+        session = self.conditions.session(
+            COMPLETE if complete else INTERRUPTED, self.regressions, self.unjudged
+        )
+        made = document(outcomes, self.conditions.environment, session)
+        self.update_document(made)
+        return made
+
+    def _write_page(self, outcomes: Sequence[Outcome], complete: bool) -> None:
+        """Draw the page that was asked for; it takes a second, so once."""
+        from dpbench.show.html.page import write_html
+        from dpbench.show.html.source import labelled
+
+        path = self.settings.html
+        if path is not None and outcomes:
+            document = self._document(outcomes, complete)
+            write_html(path, labelled([(path.stem, document)]))
+
+    @contextmanager
+    def reporting_problems(self) -> Iterator[None]:
+        """Let what cannot be written keep nothing else from being done."""
+        try:
+            yield
+        except ConfigurationError as error:
+            self.problem(str(error))
+        except OSError as error:
+            self.problem(in_words(error))
+
+    def problem(self, text: str) -> None:
+        """Something that the session must not hide; said once."""
+        if printable(text) not in self.problems:
+            self.problems.append(printable(text))
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def finish(self, *, complete: bool) -> None:
+        """Compare, write everything for the last time, let go of the file.
+
+        Args:
+            complete: whether every case that was asked for has an outcome, or a reason why not.
+        """
+        complete = complete and not self._lacks_cases
+        outcomes = self.outcomes()
+        if outcomes and not self.settings.of_pytest and self.settings.compares:
+            with self.reporting_problems():
+                self._compare(outcomes)
+        self.write(complete=complete)
+        with self.reporting_problems():
+            self._write_page(outcomes, complete)
+        if self.file is not None:
+            self._close(self.file, outcomes)
+
+    def _compare(self, outcomes: Sequence[Outcome]) -> None:
+        """Judge the whole session by the limits of the command line."""
+        verdict = self.comparison.judge(
+            self.as_run(outcomes), self.comparison.limits, self.comparison.asked
+        )
+        self.comparison.show(verdict)
+        self.regressions = verdict.regressions
+        self.unjudged = [missing.as_json() for missing in verdict.unjudged]
+        self.problems += [f"{missing}{self.comparison.remedy}" for missing in verdict.unjudged]
+
+    def as_run(self, outcomes: Sequence[Outcome]) -> Run:
+        """The session so far, to be compared."""
+        from dpbench.results.outcome import COMPLETE
+        from dpbench.results.run import Run
+
+        session = self.conditions.session(COMPLETE)
+        return Run.of("this session", outcomes, self.conditions.environment, session)
+
+    def _close(self, file: RunFile, outcomes: Sequence[Outcome]) -> None:
+        """Let go of the run's file; one in which nothing stands is removed."""
+        if self._file_error is not None:
+            self.problem(file.give_up(self._file_error))
+        elif outcomes:
+            file.close()
+            self.notes.append(f"saved {_shown(file.path)}")
+        else:
+            file.discard()
+
+    def summary(self) -> list[Table]:
+        """Every table of the session, the comparison's last."""
+        from dpbench.show.summary import summary_tables
+
+        return [*summary_tables(self.outcomes(), self.view), *self.comparison.tables]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a case failed, something got worse, or there is a problem."""
+        broken = any(o.error and not o.skipped for o in self.outcomes())
+        return bool(broken or self.regressions or self.problems)
+
+    def close(self) -> None:
+        """Remove the outcomes that its processes shared."""
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _shown(path: Path) -> Path:
+    """The path from here, if it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

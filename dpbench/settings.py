@@ -1,0 +1,387 @@
+"""What a session was asked for. Each option is declared here, once, for pytest and the commands.
+
+A field of `Settings` is an option of ``dpbench run``, of pytest, or of both; its name, its default
+and its help are the field's. Other commands take some of the same options: `declare` gives them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_distinct_files, check_writable_file
+from dpbench.instruments import INSTRUMENTS
+from dpbench.instruments.settings import SETS, KernelChoice
+from dpbench.instruments.settings import InstrumentSettings as How
+from dpbench.registry import MODELS, TRAINERS, chosen_grid
+from dpbench.results.rows import STORAGE
+from dpbench.show.view import COLUMNS_HELP, EXPECT_HELP, GROUP_BY_HELP, SORT_HELP, TOP, View
+
+
+class Declare(Protocol):
+    """``addoption`` of pytest or ``add_argument`` of argparse."""
+
+    def __call__(self, *names: str, **declared: Any) -> object:
+        """Declare an option under its names."""
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Names for a help text."""
+    return ", ".join(names)
+
+
+NOWHERE = ""
+LIMIT = (
+    "{what} by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB (beyond both), "
+    "METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, l2_ratio, "
+    "logical_ratio, …; repeatable"
+)
+"""The help of an option that takes limits."""
+
+
+def _option(
+    help: str,
+    default: Any = None,
+    *,
+    pytest: str | None = None,
+    command: str | None = None,
+    pytest_help: str | None = None,
+    **declared: Any,
+) -> Any:
+    """A field that is an option.
+
+    Args:
+        help: what it does; ``{prefix}`` stands for what pytest puts before names.
+        default: what it is unless given.
+        pytest: how pytest calls it, if not ``--dpbench-NAME``; `NOWHERE` if it has none.
+        command: how commands call it, if not ``--NAME``; `NOWHERE` if they have none.
+        pytest_help: what it does in pytest, if that is something else.
+        declared: further arguments of ``add_argument``.
+    """
+    if default is not None and not isinstance(default, bool | tuple):
+        help += " (default %(default)s)"
+    if default is False:
+        declared["action"] = "store_true"
+    metadata = {"help": help, "pytest": pytest, "command": command, "declared": declared}
+    return field(default=default, metadata={**metadata, "pytest_help": pytest_help or help})
+
+
+AXIS_HELP = {
+    "trainer": f"{one_of(TRAINERS)}, their class names, or package.module:Class",
+    "batch_size": "examples in a step",
+    "seq_len": "tokens in an example",
+    "model_size": f"{one_of(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS",
+    "precision": one_of(PRECISIONS),
+    "attention": one_of(ATTENTIONS),
+    "model": f"{one_of(MODELS)}, or package.module:Class",
+}
+"""What each field of a `Case` may be."""
+
+
+def _axis(name: str, of: type = str) -> Any:
+    help = f"replaces the grid's, repeatable: {AXIS_HELP[name]}"
+    return _option(help, type=of, action="append", metavar=name.upper())
+
+
+def _number(help: str, default: int, **names: Any) -> Any:
+    return _option(help, default, type=int, metavar="N", **names)
+
+
+def _file(help: str, **names: Any) -> Any:
+    return _option(f"write {help} here", type=Path, metavar="FILE", **names)
+
+
+def _ncu(help: str, default: Any = None, **declared: Any) -> Any:
+    """An option that pytest names without ``dpbench-`` too."""
+    return _option(help, default, pytest="--{name}", **declared)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session was asked for, by ``dpbench run`` or by pytest.
+
+    Args:
+        of_pytest: whether options are named as pytest names them.
+        directory: where relative paths begin.
+    """
+
+    of_pytest: bool = False
+    directory: Path = Path()
+
+    # what is measured
+    ncu: bool = _option(
+        "measure cases under NVIDIA Nsight Compute", False, pytest="--ncu", command=NOWHERE
+    )
+    grid: str = _option(f"cases: {one_of(GRIDS)}, or a .toml file", "grid1", metavar="GRID")
+    trainer: list[str] | None = _axis("trainer")
+    batch_size: list[int] | None = _axis("batch_size", int)
+    seq_len: list[int] | None = _axis("seq_len", int)
+    model_size: list[str] | None = _axis("model_size")
+    precision: list[str] | None = _axis("precision")
+    attention: list[str] | None = _axis("attention")
+    model: list[str] | None = _axis("model")
+
+    # how it is measured
+    instrument: list[str] | None = _option(
+        f"{one_of(INSTRUMENTS)}, or package.module:Class; repeatable; default timing and ncu, "
+        "without a GPU logical",
+        pytest=NOWHERE,
+        action="append",
+        metavar="NAME",
+    )
+    device: str = _option(
+        "for timing and torch_profiler", "cuda", pytest=NOWHERE, choices=("cuda", "cpu")
+    )
+    no_timing: bool = _option(
+        "count bytes only: no second, unprofiled process for step time and peak memory",
+        False,
+        command=NOWHERE,
+    )
+    profile: bool = _option(
+        "run each measured case under the PyTorch profiler as well: time, memory and copies by "
+        "phase, traces, tables, a TensorBoard log",
+        False,
+        command=NOWHERE,
+    )
+    ncu_path: str | None = _ncu("the ncu program, if it is not on PATH", metavar="PROGRAM")
+    ncu_dir: Path = _ncu(
+        "where .ncu-rep reports and logs go", Path("ncu_reports"), type=Path, metavar="DIR"
+    )
+    ncu_metrics: list[str] | None = _ncu(
+        "what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
+        "(default: DRAM, L2 and global load/store bytes)",
+        action="append",
+        metavar="NAMES",
+    )
+    kernels: bool = _option(
+        "profile each kernel as well, in one more process, tens of ms a kernel",
+        False,
+        pytest="--ncu-kernels",
+    )
+    kernels_phase: list[str] | None = _option(
+        "profile the kernels of these phases only, e.g. clip; separated by commas",
+        pytest="--ncu-kernels-phase",
+        action="append",
+        metavar="PHASES",
+    )
+    ncu_set: str | None = _ncu(
+        "collect this set of ncu's sections for the kernels that move most bytes: "
+        f"{one_of(SETS)} (Speed of Light, memory, occupancy, warp states)",
+        metavar="SET",
+    )
+    ncu_section: list[str] | None = _ncu(
+        "collect these of ncu --list-sections for them, separated by commas",
+        action="append",
+        metavar="NAMES",
+    )
+    ncu_set_kernels: int = _ncu(
+        "how many kernels these are", KernelChoice.set_kernels, type=int, metavar="N"
+    )
+    warmup: int = _number("warmup steps of the unprofiled process", How.timing_steps.warmup)
+    active: int = _number("active steps of the unprofiled process", How.timing_steps.active)
+    ncu_warmup: int = _number(
+        "warmup steps of the profiled process", How.ncu_steps.warmup, pytest="--{name}"
+    )
+    ncu_active: int = _number(
+        "active steps of the profiled process", How.ncu_steps.active, pytest="--{name}"
+    )
+    profile_dir: Path = _option(
+        "where the PyTorch profiler's files go, one folder a case",
+        How.profile_directory,
+        type=Path,
+        metavar="DIR",
+    )
+    profile_schedule: str = _option(
+        "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
+        str(How.profile_schedule),
+        metavar="NAME=N,…",
+    )
+    profile_threshold: float = _option(
+        "list operators with this many ms of a step or more",
+        How.profile_threshold,
+        type=float,
+        metavar="MS",
+    )
+    timeout: float = _option(
+        "end a measured process after this long on the GPU, and stop waiting for another "
+        "session's process after as long",
+        How.timeout,
+        type=float,
+        metavar="SECONDS",
+    )
+    try_anyway: bool = _option(
+        "start cases whose predicted peak memory does not fit the GPU, instead of skipping", False
+    )
+
+    # what is shown
+    columns: str | None = _option(COLUMNS_HELP, metavar="LABELS")
+    sort: str | None = _option(SORT_HELP, metavar="COL")
+    group_by: str | None = _option(GROUP_BY_HELP, metavar="LABEL")
+    expect: tuple[str, ...] = _option(EXPECT_HELP, (), action="append", metavar="RATIO:LOW-HIGH")
+    top: int = _number("how many kernels a table shows", TOP, pytest="--ncu-kernels-top")
+
+    # what is written
+    json: Path | None = _file("every row, and what follows from them,")
+    markdown: Path | None = _file("the tables")
+    csv: Path | None = _file("every row as CSV")
+    html: Path | None = _file(
+        "a page of charts and tables (needs dpbench[report])", command=NOWHERE
+    )
+    github_benchmark: Path | None = _file(
+        "the tables' columns for github-action-benchmark (customSmallerIsBetter)"
+    )
+
+    # what is saved, and compared with
+    save: str | None = _option("save the run in the storage as NAME", metavar="NAME")
+    autosave: bool = _option("save the run under the commit and the time", False)
+    resume: bool = _option(
+        "go on with the latest interrupted run on this device, if versions, code and grid are the "
+        "same; with --{prefix}save or --{prefix}autosave, begin one if there is none",
+        False,
+    )
+    compare: str | None = _option(
+        "compare with a saved run; without a value with the latest complete one on the same "
+        "device that has what this one measures and passed its own comparison",
+        nargs="?",
+        const="",
+        metavar="NUM|FILE",
+    )
+    compare_fail: tuple[str, ...] = _option(
+        LIMIT.format(what="exit with 1 if something got worse"),
+        (),
+        pytest_help=LIMIT.format(what="fail a test if what it measured got worse"),
+        action="append",
+        metavar="SPEC",
+    )
+    compare_first_run_ok: bool = _option(
+        "pass what a limit cannot judge because nothing like it was saved before", False
+    )
+    compare_across: bool = _option(
+        "compare also what another device or instrument measured; it is labelled",
+        False,
+        command=NOWHERE,
+    )
+    storage: Path = _option(
+        "where runs are saved and references found", STORAGE, type=Path, metavar="DIR"
+    )
+
+    @classmethod
+    def read(
+        cls, options: Namespace, *, of_pytest: bool = False, directory: Path = Path()
+    ) -> Settings:
+        """What a command line asked for; relative paths become paths below a directory."""
+        found: dict[str, Any] = {}
+        for each in _options(of_pytest):
+            value = getattr(options, _name(each, of_pytest).lstrip("-").replace("-", "_"))
+            if isinstance(value, Path):
+                value = directory / value
+            found[each.name] = tuple(value or ()) if each.default == () else value
+        return cls(of_pytest=of_pytest, directory=directory, **found)
+
+    def option(self, name: str) -> str:
+        """An option as its user writes it, e.g. ``--dpbench-save``."""
+        return _name(_FIELDS[name], self.of_pytest)
+
+    def chosen_grid(self) -> Grid:
+        """The grid with the axes that replace its own."""
+        return chosen_grid(self.grid, **{axis: getattr(self, axis) for axis in AXES})
+
+    def view(self) -> View:
+        """What the tables show."""
+        return View.of(self.columns, self.sort, self.group_by, self.top, self.expect)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files that were asked for, by the name of their field."""
+        names = ("json", "markdown", "csv", "html", "github_benchmark")
+        return {name: path for name in names if (path := getattr(self, name)) is not None}
+
+    @property
+    def saves(self) -> bool:
+        """Whether the session has a file of its own in the storage."""
+        return self.save is not None or self.autosave or self.resume
+
+    @property
+    def compares(self) -> bool:
+        """Whether the session is compared with what was measured before."""
+        return self.compare is not None or bool(self.compare_fail)
+
+    @property
+    def profiles_kernels(self) -> bool:
+        """Whether kernels are profiled one by one; any option about them means that."""
+        return bool(self.kernels or self.kernels_phase or self.ncu_set or self.ncu_section)
+
+    def listed(self, name: str, what: str) -> tuple[str, ...]:
+        """The names that an option lists, separated by commas; nothing if it was not given."""
+        found: list[str] = []
+        for text in getattr(self, name) or ():
+            names = [part.strip() for part in text.split(",") if part.strip()]
+            if not names:
+                raise ConfigurationError(f"{self.option(name)} {text!r} names no {what}")
+            found += names
+        return tuple(found)
+
+    def check(self) -> None:
+        """Refuse what contradicts itself, and files that cannot be written."""
+        if self.save is not None and self.autosave:
+            raise ConfigurationError(
+                f"{self.option('autosave')} names the run itself: drop {self.option('save')}"
+            )
+        if self.of_pytest and self.profiles_kernels and not self.ncu:
+            raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
+        if self.of_pytest and self.profile and not self.ncu:
+            raise ConfigurationError(
+                "--dpbench-profile profiles the cases that --ncu measures; give both "
+                "(dpbench run --instrument torch_profiler needs no Nsight Compute)"
+            )
+        check_distinct_files({self.option(name): path for name, path in self.files.items()})
+        for path in self.files.values():
+            check_writable_file(path)
+        if self.html:
+            from dpbench.show.html import check_libraries
+
+            check_libraries()
+
+
+_FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(Settings) if f.metadata}
+
+
+def _name(option: Field[Any], of_pytest: bool) -> str:
+    """How pytest or the commands call an option; `NOWHERE` if they have none."""
+    pattern: str | None = option.metadata["pytest" if of_pytest else "command"]
+    if pattern is None:
+        pattern = "--dpbench-{name}" if of_pytest else "--{name}"
+    return pattern.format(name=option.name.replace("_", "-"))
+
+
+def _options(of_pytest: bool) -> list[Field[Any]]:
+    return [option for option in _FIELDS.values() if _name(option, of_pytest)]
+
+
+def declare(
+    add: Declare, *names: str, of_pytest: bool = False, called: str | None = None, **changed: Any
+) -> None:
+    """Declare options: those of these names, or all that pytest or ``dpbench run`` have.
+
+    Args:
+        add: ``group.addoption`` or ``parser.add_argument``.
+        names: fields of `Settings`.
+        of_pytest: whether they are named as pytest names them.
+        called: what a command calls its option, if it is not the field's name.
+        changed: arguments of ``add`` that are others for a command.
+    """
+    for option in [_FIELDS[name] for name in names] or _options(of_pytest):
+        text = option.metadata["pytest_help" if of_pytest else "help"]
+        default = [] if option.default == () else option.default
+        arguments = {
+            "default": default,
+            **option.metadata["declared"],
+            "help": text.replace("{prefix}", "dpbench-" if of_pytest else ""),
+            **changed,
+        }
+        add(called or _name(option, of_pytest), **arguments)

@@ -1,0 +1,38 @@
+"""Stands in for NVML in processes that find it first: as many NVIDIA H200 as REPLAYED_GPUS says."""
+
+import os
+from types import SimpleNamespace
+
+
+class NVMLError(Exception):
+    pass
+
+
+def nvmlInit() -> None:
+    if not count():
+        raise NVMLError("no driver")
+
+
+def nvmlShutdown() -> None:
+    pass
+
+
+def count() -> int:
+    return int(os.environ.get("REPLAYED_GPUS", 1))
+
+
+def nvmlDeviceGetMaxMigDeviceCount(handle: int) -> int:
+    raise NVMLError("no MIG")
+
+
+nvmlDeviceGetCount = count
+nvmlSystemGetDriverVersion = lambda: "580.159.03"
+nvmlDeviceGetHandleByIndex = int
+nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.removeprefix("GPU-"))
+nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
+nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
+nvmlDeviceGetName = lambda handle: "NVIDIA H200"
+nvmlDeviceGetComputeRunningProcesses = lambda handle: []
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(
+    total=int(os.environ.get("REPLAYED_MEMORY", 141 * 10**9)), free=10**9
+)
