@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,10 @@ import pytest
 from dpbench import Case
 from dpbench.cli import build_parser, main
 from tests.logical.layers import count_by_layers
+from tests.plugin import conftest as sessions
 from tests.recorded import unpacked
+
+imports = sessions.imports  # a fixture: what a session imported stays
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", "docs/results/README.md")
@@ -194,19 +196,9 @@ def test_a_measured_table_of_the_documents_is_one_of_the_results(
     assert_printed(block.text, recorded)
 
 
-def test_code_that_counts_prints_the_table_that_is_shown(pytester: pytest.Pytester) -> None:
-    """The examples with the model of 1.34 B parameters, in one session: a case is counted once."""
-    pytester.makepyfile(
-        test_ncu=block_with("README.md", "def test_ghost_clipping_stays_below"),
-        test_readme=block_with("README.md", "def test_bytes_of_a_private_step"),
-        test_guide=block_with("docs/guide.md", "def test_flat_clipping_copies_every_gradient"),
-    )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=4, skipped=1)
-    assert_printed(block_with("README.md", "dpsgd_fgc        224.8"), result.stdout.str())
-
-
-def test_a_change_is_found_as_the_readme_shows(pytester: pytest.Pytester) -> None:
+def test_a_change_is_found_as_the_readme_shows(
+    pytester: pytest.Pytester, imports: sessions.Imports, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = block_with("CONTRIBUTING.md", "class SignTrainer")
     in_place, cloned = "parameter.grad.sign_()", "parameter.grad = parameter.grad.clone().sign_()"
     assert in_place in trainer
@@ -215,7 +207,10 @@ def test_a_change_is_found_as_the_readme_shows(pytester: pytest.Pytester) -> Non
         test_sign=block_with("README.md", "def test_sign_trainer_moves"),
     )
     pytester.syspathinsert()
-    session = pytester.runpytest_subprocess
+
+    def session(*asked: str) -> pytest.RunResult:
+        return sessions.in_this_process(pytester, [*sessions.WITHOUT, *asked], imports)
+
     session("--dpbench-save=before").assert_outcomes(passed=1)
     pytester.makepyfile(mytrainers=trainer.replace(in_place, cloned))
     (again,) = [words for _, words in commands("pytest") if "--dpbench-save=after" in words]
@@ -226,15 +221,11 @@ def test_a_change_is_found_as_the_readme_shows(pytester: pytest.Pytester) -> Non
     )
 
     transcript = block_with("README.md", "$ dpbench list")
-    words = [
-        shlex.split(line.partition(";")[0])[2:]
-        for line in transcript.splitlines()
-        if line[:2] == "$ "
-    ]
-    calls = "; ".join(f"print(main({arguments}))" for arguments in words)
-    ran = pytester.run(sys.executable, "-c", f"from dpbench.cli import main; {calls}")
-    printed = "\n".join([*ran.outlines, *ran.errlines])
-    assert_printed(transcript, printed)
+    capsys.readouterr()
+    for line in transcript.splitlines():
+        if line.startswith("$ "):
+            print(main(shlex.split(line.partition(";")[0])[2:]))
+    assert_printed(transcript, "\n".join(capsys.readouterr()))
 
 
 def test_what_changes_to_opacus_save_is_counted_as_the_findings_say() -> None:
