@@ -1,7 +1,7 @@
-"""Every option does what it says without xdist, with ``-n0`` and with workers.
+"""Every option does what it says without xdist and with workers.
 
 Few sessions, each with as many options as belong together: `SCENARIOS`. An option that no
-scenario gives fails the last test.
+scenario gives fails the first test. With ``-n0`` run the sessions of the other files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.plugin.saved_runs import (
 )
 from tests.programs import program
 
-MODES = {"without xdist": ["-p", "no:xdist"], "n0": ["-n0"], "n2": ["-n2"]}
+MODES = {"without xdist": ["-p", "no:xdist"], "n2": ["-n2"]}
 in_each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 CHOSEN = [
