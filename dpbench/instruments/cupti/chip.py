@@ -1,0 +1,177 @@
+"""What a chip can count, and in how many passes: CUPTI's host library, which needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable
+from functools import cached_property
+
+from dpbench.errors import unknown
+from dpbench.instruments.cupti.errors import CountersDoNotCombine, CounterUnavailable
+from dpbench.instruments.cupti.library import Library
+from dpbench.instruments.cupti.metrics import DRAM_COUNTERS, SPELLINGS
+from dpbench.instruments.cupti.structures import COUNTER
+
+Image = ctypes.Array[ctypes.c_uint8]
+"""A block of bytes that means something to CUPTI alone."""
+
+
+def new_image(size: int) -> Image:
+    """An image of ``size`` bytes."""
+    return (ctypes.c_uint8 * size)()
+
+
+def known_chips(library: Library) -> list[str]:
+    """The chips that a library knows by name."""
+    answer = library.call("Profiler_Host_GetSupportedChips")
+    return [answer.ppChipNames[i].decode() for i in range(answer.numChips)]
+
+
+class Chip:
+    """A kind of GPU, as a libcupti knows it.
+
+    Args:
+        library: whom to ask.
+        name: e.g. ``GH100``.
+        availability: the counter availability image of the GPU at hand, if there is one; it
+            leaves out what this GPU's settings forbid.
+    """
+
+    def __init__(self, library: Library, name: str, availability: Image | None = None) -> None:
+        if availability is None and name not in (chips := known_chips(library)):
+            raise unknown("chip", name, chips)
+        self.library = library
+        self.name = name
+        self._availability = availability
+
+    def open_host(self) -> int:
+        """A new host object, to be closed with `close_host`."""
+        image = self._availability
+        answer = self.library.call(
+            "Profiler_Host_Initialize",
+            pChipName=self.name.encode(),
+            pCounterAvailabilityImage=None if image is None else ctypes.addressof(image),
+        )
+        return int(answer.pHostObject)
+
+    def close_host(self, host: int) -> None:
+        """Free what `open_host` made."""
+        self.library.call("Profiler_Host_Deinitialize", pHostObject=host)
+
+    @cached_property
+    def counters(self) -> frozenset[str]:
+        """The names of all counters of this chip, without ``.sum``."""
+        host = self.open_host()
+        try:
+            answer = self.library.call(
+                "Profiler_Host_GetBaseMetrics", pHostObject=host, metricType=COUNTER
+            )
+            return frozenset(answer.ppMetricNames[i].decode() for i in range(answer.numMetrics))
+        finally:
+            self.close_host(host)
+
+    def spelling(self, counter: str) -> str:
+        """What this chip calls a counter."""
+        for name in (counter, SPELLINGS.get(counter, counter)):
+            if name.partition(".")[0] in self.counters:
+                return name
+        raise CounterUnavailable(f"counter {counter} does not exist on {self.name}")
+
+    def passes(self, counters: Iterable[str]) -> int:
+        """How often the work must run for all these counters to be read."""
+        configuration = Configuration(self, counters)
+        configuration.close()
+        return configuration.passes
+
+    def spread(self, counters: Iterable[str]) -> list[list[str]]:
+        """Counters in groups of one pass each, DRAM bytes in every group where they fit."""
+        counters = list(counters)
+        if self._fit_one_pass(counters):
+            return [counters]
+        dram = [counter for counter in counters if counter in DRAM_COUNTERS]
+        groups: list[list[str]] = []
+        for counter in (counter for counter in counters if counter not in dram):
+            starts = [*groups, dram, []]
+            fitting = (i for i, start in enumerate(starts) if self._fit_one_pass([*start, counter]))
+            place = next(fitting, None)
+            if place is None:
+                raise CounterUnavailable(f"{counter} needs several passes on {self.name}")
+            groups[place : place + 1] = [[*starts[place], counter]]
+        return groups
+
+    def _fit_one_pass(self, counters: Iterable[str]) -> bool:
+        try:
+            return self.passes(counters) == 1
+        except CountersDoNotCombine:
+            return False
+
+
+class Configuration:
+    """Counters of a chip, chosen to be read together.
+
+    Attributes:
+        names: the counters as a C array of the chip's own names.
+        image: the choice as CUPTI's profiler takes it.
+        passes: how often the work must run.
+    """
+
+    def __init__(self, chip: Chip, counters: Iterable[str]) -> None:
+        self._counters = list(counters)
+        spelled = [chip.spelling(counter).encode() for counter in self._counters]
+        self.names = (ctypes.c_char_p * len(spelled))(*spelled)
+        self._chip = chip
+        self._host: int | None = chip.open_host()
+        try:
+            self.image = self._choose(chip.library, self._host)
+            self.passes = int(
+                chip.library.call(
+                    "Profiler_Host_GetNumOfPasses",
+                    configImageSize=len(self.image),
+                    pConfigImage=ctypes.addressof(self.image),
+                ).numOfPasses
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _choose(self, library: Library, host: int) -> Image:
+        names = {"ppMetricNames": ctypes.addressof(self.names), "numMetrics": len(self.names)}
+        try:
+            library.call("Profiler_Host_ConfigAddMetrics", pHostObject=host, **names)
+        except (CounterUnavailable, CountersDoNotCombine) as error:
+            names_given = ", ".join(self._counters)
+            raise type(error)(f"{names_given} on {self._chip.name}: {error.what}") from None
+        size = library.call("Profiler_Host_GetConfigImageSize", pHostObject=host).configImageSize
+        image = new_image(size)
+        library.call(
+            "Profiler_Host_GetConfigImage",
+            pHostObject=host,
+            configImageSize=size,
+            pConfigImage=ctypes.addressof(image),
+        )
+        return image
+
+    def evaluate(self, counter_data: Image, index: int) -> dict[str, float]:
+        """The counters' values in a range, from decoded counter data."""
+        values = (ctypes.c_double * len(self.names))(*[math.nan] * len(self.names))
+        self._chip.library.call(
+            "Profiler_Host_EvaluateToGpuValues",
+            pHostObject=self._host,
+            pCounterDataImage=ctypes.addressof(counter_data),
+            counterDataImageSize=len(counter_data),
+            rangeIndex=index,
+            ppMetricNames=ctypes.addressof(self.names),
+            numMetrics=len(self.names),
+            pMetricValues=values,
+        )
+        counted = dict(zip(self._counters, values, strict=True))
+        if silent := [counter for counter, value in counted.items() if not math.isfinite(value)]:
+            raise CounterUnavailable(f"no value came for {', '.join(silent)} on {self._chip.name}")
+        return counted
+
+    def close(self) -> None:
+        """Free the host object."""
+        if self._host is not None:
+            host, self._host = self._host, None
+            self._chip.close_host(host)

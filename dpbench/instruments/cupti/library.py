@@ -1,0 +1,154 @@
+"""Finding libcupti, loading it, and calling it with every result checked."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dpbench.instruments.cupti.errors import (
+    CuptiError,
+    CuptiNotFound,
+    CuptiTooOld,
+    DriverUnavailable,
+    call_error,
+)
+from dpbench.instruments.cupti.structures import c_function, struct_size, structure
+
+_HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
+"""What libcupti opens by name, so that it must be loaded from beside it before."""
+
+
+class Driver:
+    """What is asked of the CUDA driver itself.
+
+    Args:
+        functions: libcuda, or None where there is none.
+    """
+
+    def __init__(self, functions: Any = None) -> None:
+        self._functions = functions
+
+    @classmethod
+    def load(cls) -> Driver:
+        """The driver of this machine."""
+        try:
+            return cls(ctypes.CDLL("libcuda.so.1"))
+        except OSError:
+            return cls()
+
+    def version(self) -> tuple[int, int] | None:
+        """The newest CUDA version that it supports, (major, minor); None without a driver."""
+        version = ctypes.c_int()
+        if self._functions is None or self._functions.cuDriverGetVersion(ctypes.byref(version)):
+            return None
+        return version.value // 1000, version.value % 1000 // 10
+
+    def current_context(self) -> int:
+        """The handle of the CUDA context that this thread works in."""
+        context = ctypes.c_void_p()
+        if self._functions is None or self._functions.cuCtxGetCurrent(ctypes.byref(context)):
+            raise DriverUnavailable("the CUDA driver gives no context")
+        if context.value is None:
+            raise CuptiError("this thread has no CUDA context; use the GPU before counting on it")
+        return context.value
+
+
+class Library:
+    """A loaded libcupti.
+
+    Args:
+        functions: the library's functions as attributes.
+        driver: the machine's driver.
+        path: where it was loaded from, for messages.
+    """
+
+    def __init__(self, functions: Any, driver: Driver, path: Path = Path("libcupti.so")) -> None:
+        self.path = path
+        self.driver = driver
+        self._functions = functions
+        if not hasattr(functions, "cuptiRangeProfilerEnable"):
+            raise CuptiTooOld(f"{path} has no range profiler")
+        if driver.version() is None and hasattr(functions, "cuptiProfilerHostGetSinglePassSets"):
+            # 13.2 dies of a segmentation fault at its first function, newer ones answer 999.
+            raise DriverUnavailable(f"{path} is of CUDA 13.2 or newer, which needs a driver")
+        version = ctypes.c_uint32()
+        if code := functions.cuptiGetVersion(ctypes.byref(version)):
+            raise call_error("cuptiGetVersion", code, library=(0, 0), driver=driver.version())
+        self.version: int = version.value
+        self._initialized = False
+
+    @property
+    def cuda_version(self) -> tuple[int, int]:
+        """The CUDA version that it is part of, (major, minor)."""
+        if self.version >= 130000:
+            return self.version // 10000, self.version // 100 % 100
+        return 12, 9 if self.version >= 28 else 8 if self.version >= 26 else 6
+
+    def call(self, name: str, **fields: Any) -> Any:
+        """Call the function that takes ``CUpti_NAME_Params``; returns the structure, filled in."""
+        parameters = structure(name, self.version)(**fields)
+        parameters.structSize = struct_size(name, self.version)
+        code = getattr(self._functions, c_function(name))(ctypes.byref(parameters))
+        if code:
+            raise call_error(
+                c_function(name), code, library=self.cuda_version, driver=self.driver.version()
+            )
+        return parameters
+
+    def initialize(self) -> None:
+        """Make the profiler usable in this process, once.
+
+        Where this fails, further functions that need the GPU may crash instead of failing.
+        """
+        if not self._initialized:
+            self.call("Profiler_Initialize")
+            self._initialized = True
+
+
+def loaded_folders(maps: Path = Path("/proc/self/maps")) -> list[Path]:
+    """Where a libcupti lies that this process has loaded already, as torch does."""
+    try:
+        lines = maps.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return list({Path(line[line.index("/") :]).parent for line in lines if "/libcupti.so" in line})
+
+
+def candidate_folders(sites: Iterable[str] = sys.path) -> Iterator[Path]:
+    """Where a libcupti may lie: beside torch first, then in the CUDA toolkit."""
+    for site in filter(None, sites):
+        yield from sorted(Path(site, "nvidia").glob("cu[0-9]*/lib"), reverse=True)
+        yield Path(site, "nvidia/cuda_cupti/lib")
+    yield Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "extras/CUPTI/lib64")
+
+
+def open_in(folder: Path, driver: Driver) -> Library:
+    """Load the libcupti of a folder, and the libraries that it needs from the same folder."""
+    path = next(iter(sorted(folder.glob("libcupti.so*"))), None)
+    if path is None:
+        raise CuptiNotFound(f"no libcupti.so in {folder}")
+    try:
+        for helper in _HELPERS:
+            ctypes.CDLL(str(folder / helper), ctypes.RTLD_GLOBAL)
+        return Library(ctypes.CDLL(str(path)), driver, path)
+    except OSError as error:
+        raise CuptiNotFound(f"{path} cannot be loaded: {error}") from None
+
+
+@cache
+def load_library() -> Library:
+    """The libcupti of this process; the same one that torch uses, if torch has loaded one."""
+    driver = Driver.load()
+    folders = loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
+    errors = []
+    for folder in folders:
+        try:
+            return open_in(folder, driver)
+        except CuptiError as error:
+            errors.append(error)
+    raise errors[0] if errors else CuptiNotFound("no libcupti.so beside torch or in a CUDA toolkit")

@@ -1,0 +1,102 @@
+"""Counters and passes of chips: of a fake library, and of NVIDIA's where a wheel has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.cupti.chip import Chip, Configuration, known_chips
+from dpbench.instruments.cupti.errors import CountersDoNotCombine, CounterUnavailable
+from dpbench.instruments.cupti.library import Library
+from dpbench.instruments.cupti.metrics import (
+    BASIC_METRICS,
+    DRAM_COUNTERS,
+    METRICS,
+    counters_of,
+)
+from tests.instruments.cupti.fake import FakeCupti, library
+from tests.instruments.cupti.wheels import usable_library
+
+ALL = counters_of(METRICS.values())
+BASIC = counters_of(BASIC_METRICS.values())
+
+
+@pytest.fixture(scope="module")
+def nvidia() -> Library:
+    found = usable_library()
+    if found is None:
+        pytest.skip("no libcupti of CUDA 12.6 to 13.1, nor a newer one with a driver")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "dram"),
+    [
+        ("GH100", 1, "dram__bytes_read.sum"),
+        ("GB100", 1, "dram__bytes_read.sum"),
+        ("GA100", 2, "dram__bytes_read.sum"),
+        ("AD102", 2, "dram__bytes_read.sum"),
+        ("GB202", 2, "dram__bytes_op_read.sum"),
+    ],
+)
+def test_a_chip_needs_so_many_passes(nvidia: Library, name: str, passes: int, dram: str) -> None:
+    if name not in known_chips(nvidia):
+        pytest.skip(f"libcupti {nvidia.version} does not know {name}")
+    chip = Chip(nvidia, name)
+    groups = chip.spread(ALL)
+    assert chip.passes(ALL) == passes == len(groups)
+    assert chip.passes(BASIC) == 1
+    assert {counter for group in groups for counter in group} == set(ALL)
+    assert all(group[:2] == list(DRAM_COUNTERS) for group in groups)
+    assert all(chip.passes(group) == 1 for group in groups)
+    assert chip.spelling("dram__bytes_read.sum") == dram
+
+
+def test_counters_that_do_not_go_together_are_spread(nvidia: Library) -> None:
+    chip = Chip(nvidia, "GH100")
+    with pytest.raises(CountersDoNotCombine, match=r"nvlrx__bytes\.sum on GH100"):
+        chip.passes([*DRAM_COUNTERS, "nvlrx__bytes.sum"])
+    assert chip.spread([*DRAM_COUNTERS, "nvlrx__bytes.sum", "sm__cycles_active.sum"]) == [
+        ["nvlrx__bytes.sum"],
+        [*DRAM_COUNTERS, "sm__cycles_active.sum"],
+    ]
+
+
+@pytest.mark.parametrize("counter", ["cake__bytes.sum", "dram__bytes_read.cake"])
+def test_a_counter_that_does_not_exist_is_named_with_the_chip(
+    nvidia: Library, counter: str
+) -> None:
+    with pytest.raises(CounterUnavailable, match=rf"{counter}.* GH100.*; ask for other metrics"):
+        Chip(nvidia, "GH100").passes([counter])
+
+
+def test_a_chip_that_does_not_exist_is_answered_with_those_that_do(nvidia: Library) -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown chip 'GX100'; choose from .*GH100"):
+        Chip(nvidia, "GX100")
+
+
+@pytest.mark.parametrize(("a_pass", "sizes"), [(18, [18]), (12, [12, 8]), (6, [6, 6, 6, 6])])
+def test_groups_are_of_one_pass_and_each_has_dram_bytes(a_pass: int, sizes: list[int]) -> None:
+    groups = Chip(library(FakeCupti(a_pass=a_pass)), "GH100").spread(ALL)
+    assert [len(group) for group in groups] == sizes
+    assert all(group[:2] == list(DRAM_COUNTERS) for group in groups)
+
+
+def test_a_counter_of_several_passes_cannot_be_counted() -> None:
+    chip = Chip(library(FakeCupti(a_pass=0.5)), "GH100")
+    with pytest.raises(CounterUnavailable, match=r"gpu__time_duration\.sum needs several passes"):
+        chip.spread(ALL)
+
+
+def test_chips_that_call_dram_bytes_otherwise_are_asked_in_their_words() -> None:
+    cupti = FakeCupti(counters=["dram__bytes_op_read.sum", "dram__bytes_op_write.sum"])
+    Configuration(Chip(library(cupti), "GH100"), DRAM_COUNTERS).close()
+    assert cupti.configurations == [["dram__bytes_op_read.sum", "dram__bytes_op_write.sum"]]
+    assert cupti.hosts == {}
+
+
+def test_nothing_stays_open_where_a_configuration_fails() -> None:
+    cupti = FakeCupti(fails={"cuptiProfilerHostGetNumOfPasses": 27})
+    with pytest.raises(Exception, match="GetNumOfPasses returned 27"):
+        Configuration(Chip(library(cupti), "GH100"), DRAM_COUNTERS)
+    assert cupti.hosts == {}

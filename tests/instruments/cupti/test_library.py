@@ -1,0 +1,138 @@
+"""Finding libcupti, and what its codes mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpbench.instruments.cupti.errors import (
+    CountersBusy,
+    CountersForbidden,
+    CountersUnsupported,
+    CounterUnavailable,
+    CuptiError,
+    CuptiNotFound,
+    CuptiTooOld,
+    DriverTooOld,
+    DriverUnavailable,
+    call_error,
+)
+from dpbench.instruments.cupti.library import (
+    Driver,
+    Library,
+    candidate_folders,
+    loaded_folders,
+    open_in,
+)
+from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
+
+NO_DRIVER = Driver()
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "kind", "help"),
+    [
+        ("cuptiRangeProfilerEnable", 35, CountersForbidden, "NVreg_RestrictProfilingToAdminUsers"),
+        ("cuptiRangeProfilerStart", 26, CountersBusy, "dcgmi profile --pause"),
+        ("cuptiRangeProfilerEnable", 39, CountersBusy, "nsys"),
+        ("cuptiRangeProfilerEnable", 33, CountersUnsupported, "virtualised"),
+        ("cuptiProfilerInitialize", 999, DriverUnavailable, "nvidia-smi"),
+        ("cuptiProfilerInitialize", 15, CuptiNotFound, "nvidia-cuda-cupti"),
+        ("cuptiProfilerHostConfigAddMetrics", 1, CounterUnavailable, "doctor"),
+        ("cuptiProfilerHostInitialize", 46, CuptiTooOld, "newer CUDA"),
+        ("cuptiRangeProfilerStart", 7, CuptiError, "returned 7"),
+    ],
+)
+def test_a_code_becomes_an_error_that_says_what_would_help(
+    function: str, code: int, kind: type[CuptiError], help: str
+) -> None:
+    error = call_error(function, code, library=(13, 0), driver=(13, 0))
+    assert type(error) is kind
+    assert help in str(error)
+    assert f"{function} returned {code}" in str(error)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(999, DriverTooOld), (35, CountersForbidden)])
+def test_an_older_driver_is_named_where_nothing_else_explains_a_failure(
+    code: int, kind: type[CuptiError]
+) -> None:
+    error = call_error("cuptiProfilerInitialize", code, library=(13, 4), driver=(12, 8))
+    assert type(error) is kind
+    assert ("supports CUDA 12.8 and libcupti is of 13.4" in str(error)) == (kind is DriverTooOld)
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda"),
+    [(24, (12, 6)), (26, (12, 8)), (28, (12, 9)), (130001, (13, 0)), (130401, (13, 4))],
+)
+def test_the_version_of_cuda_is_known(version: int, cuda: tuple[int, int]) -> None:
+    assert library(FakeCupti(version)).cuda_version == cuda
+
+
+def test_a_failed_call_is_an_error() -> None:
+    with pytest.raises(CountersForbidden):
+        library(FakeCupti(fails={"cuptiProfilerInitialize": 35})).initialize()
+
+
+def test_the_profiler_is_initialized_once() -> None:
+    cupti = FakeCupti()
+    opened = library(cupti)
+    opened.initialize()
+    opened.initialize()
+    assert cupti.calls == ["Profiler_Initialize"]
+
+
+def test_a_library_from_before_the_range_profiler_is_too_old() -> None:
+    with pytest.raises(CuptiTooOld, match=r"from CUDA 12\.6\.2 on"):
+        library(FakeCupti(lacks=["cuptiRangeProfilerEnable"]))
+
+
+class FromThirteenTwo(FakeCupti):
+    """It would crash at its first call where there is no driver."""
+
+    cuptiProfilerHostGetSinglePassSets = None  # noqa: N815
+
+
+def test_a_library_that_would_crash_without_a_driver_is_not_called() -> None:
+    with pytest.raises(DriverUnavailable, match=r"13\.2 or newer, which needs a driver"):
+        Library(FromThirteenTwo(130202), NO_DRIVER)
+    assert library(FromThirteenTwo(130202)).version == 130202
+
+
+def test_a_thread_that_never_used_the_gpu_has_no_context() -> None:
+    with pytest.raises(CuptiError, match="use the GPU before"):
+        Driver(FakeCuda(context=None)).current_context()
+    with pytest.raises(DriverUnavailable):
+        NO_DRIVER.current_context()
+
+
+def test_what_lies_beside_torch_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/toolkit")
+    (tmp_path / "nvidia/cu13/lib").mkdir(parents=True)
+    assert list(candidate_folders(["", str(tmp_path)])) == [
+        tmp_path / "nvidia/cu13/lib",
+        tmp_path / "nvidia/cuda_cupti/lib",
+        Path("/toolkit/extras/CUPTI/lib64"),
+    ]
+
+
+def test_a_library_that_torch_has_loaded_is_found(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 0000 08:01 1  /venv/my site/nvidia/cu13/lib/libcupti.so.13\n"
+        "7f01-7f02 r--p 1000 08:01 1  /venv/my site/nvidia/cu13/lib/libcupti.so.13\n"
+        "7f03-7f04 r-xp 0000 08:01 2  /usr/lib/libc.so.6\n"
+    )
+    assert loaded_folders(maps) == [Path("/venv/my site/nvidia/cu13/lib")]
+    assert loaded_folders(tmp_path / "none") == []
+
+
+def test_a_folder_without_a_usable_library_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CuptiNotFound, match=rf"no libcupti\.so in {tmp_path}; PyTorch's wheels"):
+        open_in(tmp_path, NO_DRIVER)
+    (tmp_path / "libcupti.so.13").touch()
+    with pytest.raises(CuptiNotFound, match=r"libcupti\.so\.13 cannot be loaded: .*libnvperf_host"):
+        open_in(tmp_path, NO_DRIVER)

@@ -1,0 +1,224 @@
+"""Counting steps and blocks, against a library that counts what the test says the GPU did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from dpbench.case import OUTSIDE
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.cupti.errors import (
+    CountersBusy,
+    CountersDoNotCombine,
+    CounterUnavailable,
+    CuptiError,
+    RangesLost,
+    StepsDiffer,
+)
+from dpbench.instruments.cupti.metrics import METRICS, RangeMetric
+from dpbench.instruments.cupti.steps import StepCounter, count_ranges
+from dpbench.results.rows import STEP
+from dpbench.training.phases import observed_step, phase
+from tests.instruments.cupti.fake import FakeCupti, target
+
+DRAM = [METRICS["dram_read_bytes"], METRICS["dram_write_bytes"]]
+GB = 1e9
+
+
+def step(cupti: FakeCupti, scale: float = 1.0) -> None:
+    """A training step: 1 GB outside, 2 forward, 4 backward, 8 outside again."""
+    cupti.work(scale * GB)
+    with phase("forward"):
+        cupti.work(2 * scale * GB)
+    with phase("backward"):
+        cupti.work(4 * scale * GB)
+    cupti.work(8 * scale * GB)
+
+
+def count_steps(
+    cupti: FakeCupti,
+    scales: Iterable[float],
+    metrics: Iterable[RangeMetric] = METRICS.values(),
+    **options: Any,
+) -> StepCounter:
+    with closing(StepCounter(metrics, target(cupti), **options)) as counter:
+        for scale in scales:
+            with observed_step(counter):
+                step(cupti, scale)
+    return counter
+
+
+def read_bytes(counter: StepCounter, repeat: int = 0) -> dict[str, float]:
+    counts = counter.counts(repeat).by_phase
+    return {phase: values["dram_read_bytes"] for phase, values in counts.items()}
+
+
+def test_a_step_is_counted_by_phase_and_once_more_as_a_whole() -> None:
+    cupti = FakeCupti()
+    counter = count_steps(cupti, [1, 1])
+    assert (counter.passes, counter.steps) == (1, 2)
+    assert read_bytes(counter) == {
+        OUTSIDE: 9 * GB,
+        "forward": 2 * GB,
+        "backward": 4 * GB,
+        STEP: 15 * GB,
+    }
+    assert cupti.calls.count("RangeProfiler_PushRange") == 5 + 1
+
+
+def test_the_calls_come_in_the_order_that_cupti_wants() -> None:
+    cupti = FakeCupti()
+    count_steps(cupti, [1], DRAM, by_phase=[False])
+    once = list(dict.fromkeys(cupti.calls))
+    assert once[:3] == [
+        "Profiler_Initialize",
+        "Device_GetChipName",
+        "Profiler_GetCounterAvailability",
+    ]
+    assert once[-13:] == [
+        "RangeProfiler_Enable",
+        "RangeProfiler_GetCounterDataSize",
+        "RangeProfiler_CounterDataImage_Initialize",
+        "RangeProfiler_SetConfig",
+        "RangeProfiler_Start",
+        "RangeProfiler_PushRange",
+        "RangeProfiler_PopRange",
+        "RangeProfiler_Stop",
+        "RangeProfiler_DecodeData",
+        "RangeProfiler_GetCounterDataInfo",
+        "RangeProfiler_CounterData_GetRangeInfo",
+        "Profiler_Host_EvaluateToGpuValues",
+        "RangeProfiler_Disable",
+    ]
+    assert (cupti.state, cupti.hosts) == ("initialized", {})
+
+
+def test_the_gpu_is_synchronized_before_each_border() -> None:
+    cupti = FakeCupti()
+
+    def synchronize() -> None:
+        cupti.calls.append("synchronize")
+
+    with count_ranges(target=target(cupti, synchronize)), phase("forward"):
+        pass
+    for border in ("RangeProfiler_PushRange", "RangeProfiler_PopRange"):
+        places = [i for i, call in enumerate(cupti.calls) if call == border]
+        assert len(places) == 3
+        assert all(cupti.calls[i - 1] == "synchronize" for i in places)
+
+
+def test_several_passes_are_spread_over_steps() -> None:
+    counter = count_steps(FakeCupti(a_pass=12), [1, 1, 1, 1])
+    assert (counter.passes, counter.steps) == (2, 4)
+    by_phase = counter.counts().by_phase
+    assert by_phase["forward"].keys() == METRICS.keys()
+    assert by_phase["forward"]["global_store_bytes"] == 2 * GB
+    assert by_phase[STEP]["l2_total_bytes"] == 15 * GB
+
+
+@pytest.mark.parametrize("scales", [[1, 1.01, 1, 1], [1, 1, 1, 0.99]])
+def test_steps_that_move_other_bytes_are_refused(scales: list[float]) -> None:
+    counter = count_steps(FakeCupti(a_pass=12), scales)
+    with pytest.raises(StepsDiffer, match=r"the steps moved 30\.000, .*; warm up longer"):
+        counter.counts()
+
+
+def test_what_the_cache_keeps_makes_no_difference() -> None:
+    assert read_bytes(count_steps(FakeCupti(), [0.001, 0.002]))["forward"] == 0.002 * GB
+
+
+def test_steps_of_different_phases_are_refused() -> None:
+    cupti = FakeCupti(a_pass=12)
+    with closing(StepCounter(METRICS.values(), target(cupti), by_phase=[True])) as counter:
+        for name in ("forward", "clip"):
+            with observed_step(counter), phase(name):
+                cupti.work(GB)
+    with pytest.raises(StepsDiffer, match="different phases"):
+        counter.counts()
+
+
+def test_further_steps_are_further_repeats() -> None:
+    counter = count_steps(FakeCupti(), [1, 1, 2, 2])
+    assert read_bytes(counter, repeat=0)["forward"] == 2 * GB
+    assert read_bytes(counter, repeat=1)["forward"] == 4 * GB
+    with pytest.raises(CuptiError, match="0 of 2 steps were counted"):
+        counter.counts(repeat=2)
+
+
+def test_a_lost_range_is_an_error_and_not_a_zero() -> None:
+    cupti = FakeCupti(drops=[1])
+    with pytest.raises(RangesLost, match="CUPTI lost 1 of 5 ranges"):
+        count_steps(cupti, [1])
+    assert cupti.state == "initialized"
+
+
+def test_more_ranges_than_there_is_room_for_are_an_error() -> None:
+    cupti = FakeCupti()
+    with pytest.raises(RangesLost, match="more than 3 ranges"):
+        count_steps(cupti, [1], max_ranges=3)
+    assert cupti.state == "initialized"
+
+
+def test_a_counter_without_a_value_is_an_error_and_not_a_zero() -> None:
+    silent = FakeCupti(silent=["lts__t_bytes.sum"])
+    with pytest.raises(CounterUnavailable, match=r"no value came for lts__t_bytes\.sum on GH100"):
+        count_steps(silent, [1])
+
+
+@pytest.mark.parametrize("function", ["cuptiRangeProfilerEnable", "cuptiRangeProfilerStart"])
+def test_counters_in_use_are_an_error_that_leaves_nothing_open(function: str) -> None:
+    cupti = FakeCupti(fails={function: 26})
+    with pytest.raises(CountersBusy, match="dcgmi profile --pause"):
+        count_steps(cupti, [1])
+    assert (cupti.state, cupti.hosts) == ("initialized", {})
+
+
+def test_a_block_is_counted_by_phase_and_in_all() -> None:
+    cupti = FakeCupti()
+    with count_ranges(["global_load_bytes"], target=target(cupti)) as counts:
+        step(cupti)
+        assert counts.by_phase == {}
+    assert counts.by_phase["backward"]["global_load_bytes"] == 4 * GB
+    assert counts.by_phase[STEP]["range_time_seconds"] == pytest.approx(15.0)
+    assert counts.share("gpu_busy_share", "forward") == 1.0
+    assert counts.share("warps_active_share") == 1.0
+    with pytest.raises(ConfigurationError, match="unknown share 'busy'; choose from gpu"):
+        counts.share("busy")
+
+
+def test_a_block_can_be_counted_as_one_range() -> None:
+    cupti = FakeCupti()
+    with count_ranges(by_phase=False, target=target(cupti)) as counts:
+        step(cupti)
+    assert counts.by_phase.keys() == {STEP}
+    assert cupti.calls.count("RangeProfiler_PushRange") == 1
+
+
+def test_a_block_of_several_passes_is_refused_before_it_runs() -> None:
+    cupti = FakeCupti(a_pass=12)
+    with (
+        pytest.raises(CountersDoNotCombine, match="need 2 passes on GH100, and a block runs once"),
+        count_ranges(["l2_total_bytes", "l2_read_bytes"], target=target(cupti)),
+    ):
+        pytest.fail("the block ran")
+    assert cupti.state == "initialized"
+
+
+def test_an_error_in_the_block_stays_the_error() -> None:
+    cupti = FakeCupti()
+    with pytest.raises(ZeroDivisionError), count_ranges(target=target(cupti)), phase("forward"):
+        1 / 0  # noqa: B018
+    assert (cupti.state, cupti.hosts) == ("initialized", {})
+
+
+def test_blocks_can_be_counted_one_after_another() -> None:
+    cupti = FakeCupti()
+    where = target(cupti)
+    for _ in range(2):
+        with count_ranges(target=where) as counts:
+            step(cupti)
+        assert counts.by_phase["forward"]["dram_read_bytes"] == 2 * GB
+    assert cupti.calls.count("Profiler_Initialize") == 1
