@@ -82,7 +82,7 @@ class CountersDoNotCombine(CuptiError):
 class RangesLost(CuptiError):
     """Not every range that was begun was counted."""
 
-    remedy = "count fewer ranges at a time"
+    remedy = "count fewer ranges at a time, or raise max_ranges"
 
 
 class StepsDiffer(CuptiError):

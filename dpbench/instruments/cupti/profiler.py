@@ -10,8 +10,11 @@ from dpbench.instruments.cupti.errors import RangesLost
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import USER_RANGE, USER_REPLAY
 
-MAX_RANGES = 1024
-"""How many ranges there may be between start and stop, unless told otherwise."""
+MAX_RANGES = 64
+"""How many ranges there may be between start and stop, unless told otherwise.
+
+On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and 1.1 GB with 1024.
+"""
 
 
 def chip_of(library: Library, device: int, context: int) -> Chip:
@@ -39,14 +42,15 @@ class RangeProfiler:
     """CUPTI's range profiler on one CUDA context: start, push and pop ranges, stop; again.
 
     All work in the context counts, whichever thread or stream it runs in. Neither push nor pop
-    waits for the GPU: synchronize before each. A context has one at a time.
+    waits for the GPU: synchronize before each. They take 0.01 ms; with counters of the SMs 0.4 ms,
+    before and after the range. A context has one profiler at a time, and a profiler one
+    configuration: with a second one, counters that the first lacks have no value.
 
     Args:
         library: the libcupti of this process, initialized.
         context: the CUDA context.
         configuration: the counters, of one pass.
-        max_ranges: how many ranges there may be between start and stop; starting takes longer
-            with more.
+        max_ranges: how many ranges there may be between start and stop.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class StepCounter:
         metrics: what is counted.
         target: where.
         by_phase: for each round of steps, whether it is counted by phase.
-        max_ranges: how often the phase may change in a step.
+        max_ranges: how many ranges a step may have, one for each time that the phase changes.
 
     Attributes:
         chip: the GPU's chip.
@@ -118,9 +118,7 @@ class StepCounter:
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
             self._plan = [(c, phases) for phases in by_phase for c in configurations]
-            self._profiler = RangeProfiler(
-                target.library, target.context, configurations[0], max_ranges
-            )
+            self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
         self._phases: list[str] = []
         self._counted: list[ByPhase] = []
@@ -135,9 +133,7 @@ class StepCounter:
         configuration, self._by_phase = self._plan[len(self._counted) % self.steps]
         if configuration is not self._profiler.configuration:
             self._profiler.close()
-            self._profiler = RangeProfiler(
-                self._target.library, self._target.context, configuration, self._max_ranges
-            )
+            self._profiler = self._open(configuration)
         self._profiler.start()
         self._phases = []
         self._begin(OUTSIDE if self._by_phase else STEP)
@@ -155,6 +151,10 @@ class StepCounter:
         for phase, counters in zip(self._phases, self._profiler.stop(), strict=True):
             counted[phase] = _sum([counted[phase], counters]) if phase in counted else counters
         self._counted.append(counted)
+
+    def _open(self, configuration: Configuration) -> RangeProfiler:
+        target = self._target
+        return RangeProfiler(target.library, target.context, configuration, self._max_ranges)
 
     def _begin(self, phase: str) -> None:
         self._target.synchronize()
@@ -236,7 +236,7 @@ def count_ranges(
     Args:
         metrics: what to count beside DRAM bytes, time and busy shares, as long as it is one pass.
         by_phase: False counts the block as one range, undisturbed: right for busy shares.
-        max_ranges: how often the phase may change in the block.
+        max_ranges: how many ranges the block may have, one for each time that the phase changes.
         target: the GPU; by default torch's.
 
     Yields:

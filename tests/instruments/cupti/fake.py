@@ -65,6 +65,7 @@ class FakeCupti:
         self.configurations: list[list[str]] = []
         self.ranges: list[tuple[bytes, dict[str, float]]] = []
         self.chosen: list[str] | None = None  # the counters of the configuration that is set
+        self.first: list[str] | None = None  # those that the profiler was first set to
         self.state = "off"  # off, initialized, enabled, started, open
         self._keep: list[Any] = []
         self._names = {c_function(name): name for name in NAMES}
@@ -88,8 +89,8 @@ class FakeCupti:
             if function in self.fails:
                 return self.fails[function]
             parameters = pointer._obj
-            if parameters.structSize != struct_size(name, self.version):
-                return WRONG_PARAMETER
+            if parameters.structSize != struct_size(name, self.version) or vars(parameters):
+                return WRONG_PARAMETER  # the latter: fields that the structure does not have
             return getattr(self, f"_{name}")(parameters) or 0
 
         return call
@@ -164,7 +165,7 @@ class FakeCupti:
         p.counterAvailabilityImageSize = 16
 
     def _RangeProfiler_Enable(self, p: Any) -> int:  # noqa: N802
-        p.pRangeProfilerObject = 99
+        p.pRangeProfilerObject, self.first = 99, None
         return self._step("initialized", "enabled") if p.ctx == CONTEXT else WRONG_PARAMETER
 
     def _RangeProfiler_Disable(self, p: Any) -> int:  # noqa: N802
@@ -178,6 +179,7 @@ class FakeCupti:
 
     def _RangeProfiler_SetConfig(self, p: Any) -> int:  # noqa: N802
         self.chosen = self._configuration(p.pConfig)
+        self.first = self.first or self.chosen
         one_pass = len(self.chosen) <= self.a_pass and (p.range, p.replayMode) == (2, 3)
         return 0 if self.state == "enabled" and one_pass else WRONG_ORDER
 
@@ -190,7 +192,8 @@ class FakeCupti:
 
     def _RangeProfiler_PopRange(self, p: Any) -> int:  # noqa: N802
         name, before = self.ranges[-1]
-        chosen = self.chosen or []
+        # As measured: a second configuration counts only what the first has, without an error.
+        chosen = [c for c in self.chosen or [] if c in (self.first or [])]
         seen = {c: self.now.get(c, 0.0) - before.get(c, 0.0) for c in chosen}
         self.ranges[-1] = name, seen
         return self._step("open", "started")

@@ -49,10 +49,13 @@ def test_a_chip_needs_so_many_passes(nvidia: Library, name: str, passes: int, dr
     assert {counter for group in groups for counter in group} == set(ALL)
     assert all(group[:2] == list(DRAM_COUNTERS) for group in groups)
     assert all(chip.passes(group) == 1 for group in groups)
-    assert chip.spelling("dram__bytes_read.sum") == dram
+    if nvidia.version >= 28:  # before, GB202's went by the usual name
+        assert chip.spelling("dram__bytes_read.sum") == dram
 
 
 def test_counters_that_do_not_go_together_are_spread(nvidia: Library) -> None:
+    if nvidia.version < 26:
+        pytest.skip("CUDA 12.6 says nothing against it")
     chip = Chip(nvidia, "GH100")
     with pytest.raises(CountersDoNotCombine, match=r"nvlrx__bytes\.sum on GH100"):
         chip.passes([*DRAM_COUNTERS, "nvlrx__bytes.sum"])

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+import torch
 
 from dpbench.case import OUTSIDE
 from dpbench.errors import ConfigurationError
@@ -15,6 +16,7 @@ from dpbench.instruments.cupti.errors import (
     CountersDoNotCombine,
     CounterUnavailable,
     CuptiError,
+    DriverUnavailable,
     RangesLost,
     StepsDiffer,
 )
@@ -212,6 +214,16 @@ def test_an_error_in_the_block_stays_the_error() -> None:
     with pytest.raises(ZeroDivisionError), count_ranges(target=target(cupti)), phase("forward"):
         1 / 0  # noqa: B018
     assert (cupti.state, cupti.hosts) == ("initialized", {})
+
+
+def test_where_torch_has_no_gpu_the_block_does_not_run() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with (
+        pytest.raises(DriverUnavailable, match="finds no CUDA GPU; check that nvidia-smi shows"),
+        count_ranges(),
+    ):
+        pytest.fail("the block ran")
 
 
 def test_blocks_can_be_counted_one_after_another() -> None:
