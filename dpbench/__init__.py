@@ -23,6 +23,7 @@ _HOMES = {
     "dpbench.workloads.data": ("get_random_dataloader",),
     "dpbench.training.phases": ("in_phase", "phase"),
     "dpbench.instruments.base": ("Instrument", "InstrumentError", "Running"),
+    "dpbench.instruments.cupti.steps": ("count_ranges",),
     "dpbench.results.rows": ("Measurement",),
     "dpbench.results.report": ("CaseReport",),
 }

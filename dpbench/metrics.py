@@ -48,6 +48,7 @@ class Metric:
         nvprof: nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison"
             in the Nsight Compute CLI documentation).
         sum_of: the metrics that add up to it, where it is not measured itself.
+        share_of: the metrics whose ratio it is, part and whole, where it is not measured itself.
         logical: what logical counting says in its place.
         shown: what of it is shown unless columns are chosen.
         expected: between which ratios to the baseline the user of this suite expects it.
@@ -63,12 +64,13 @@ class Metric:
 
     name: str
     header: str = ""
-    by: tuple[str, ...] = ("ncu",)
+    by: tuple[str, ...] = ("ncu", "cupti")
     counters: tuple[str, ...] = ()
-    scale: int = 1
+    scale: float = 1
     chips: tuple[tuple[str, tuple[str, ...]], ...] = ()
     nvprof: str = ""
     sum_of: tuple[str, ...] = ()
+    share_of: tuple[str, ...] = ()
     logical: str = ""
     shown: tuple[Kind, ...] = ()
     expected: tuple[float, float] | None = None
@@ -162,9 +164,9 @@ class Metrics(Mapping[str, Metric]):
         """The metrics of an instrument."""
         return [metric for metric in self.values() if instrument in metric.by]
 
-    def counted(self) -> list[Metric]:
-        """The metrics that are sums of hardware counters."""
-        return [metric for metric in self.values() if metric.spellings]
+    def counted(self, instrument: str) -> list[Metric]:
+        """The metrics that an instrument has as sums of hardware counters."""
+        return [metric for metric in self.had_by(instrument) if metric.spellings]
 
     def expected(self) -> dict[str, tuple[float, float]]:
         """Between which ratios to the baseline a metric is expected, where it is."""
@@ -184,44 +186,68 @@ def _sectors(*operations: str) -> tuple[str, ...]:
     return tuple(f"lts__t_sectors_op_{operation}.sum" for operation in operations)
 
 
-_NCU, _LOGICAL, _TIMING = ("ncu",), ("logical",), ("timing",)
+_COUNTED, _LOGICAL, _TIMED = ("ncu", "cupti"), ("logical",), ("timing", "cupti")
+_CUPTI = ("cupti",)  # under ncu the CPU does not run ahead of the GPU: no time, no busy share
+_TENSOR, _PEAK = "sm__pipe_tensor_cycles_active.sum", ".peak_sustained_elapsed"
 _KERNELS, _PROFILER = ("ncu_kernels",), ("torch_profiler",)
 _VALUE: tuple[Kind, ...] = ("value",)
 _AND_RATIO: tuple[Kind, ...] = ("value", "ratio")
 
 # fmt: off
 METRICS = Metrics((
-    Metric("dram_read_bytes", "DRAM\nread", _NCU, ("dram__bytes_read.sum",), chips=_dram("read"),
-           nvprof="dram_read_throughput", logical="logical_read_bytes", shown=_VALUE),
-    Metric("dram_write_bytes", "DRAM\nwrite", _NCU, ("dram__bytes_write.sum",),
+    Metric("dram_read_bytes", "DRAM\nread", _COUNTED, ("dram__bytes_read.sum",),
+           chips=_dram("read"), nvprof="dram_read_throughput", logical="logical_read_bytes",
+           shown=_VALUE),
+    Metric("dram_write_bytes", "DRAM\nwrite", _COUNTED, ("dram__bytes_write.sum",),
            chips=_dram("write"), nvprof="dram_write_throughput", logical="logical_write_bytes",
            shown=_VALUE),
-    Metric("dram_bytes", "DRAM\ntotal", _NCU, sum_of=("dram_read_bytes", "dram_write_bytes"),
+    Metric("dram_bytes", "DRAM\ntotal", _COUNTED, sum_of=("dram_read_bytes", "dram_write_bytes"),
            logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
     # Atomics and reductions are left out of reads and writes; nvprof counted them in both.
-    Metric("l2_read_bytes", "L2\nread", _NCU, _sectors("read"), SECTOR_BYTES,
+    Metric("l2_read_bytes", "L2\nread", _COUNTED, _sectors("read"), SECTOR_BYTES,
            nvprof="l2_read_throughput"),
-    Metric("l2_write_bytes", "L2\nwrite", _NCU, _sectors("write"), SECTOR_BYTES,
+    Metric("l2_write_bytes", "L2\nwrite", _COUNTED, _sectors("write"), SECTOR_BYTES,
            nvprof="l2_write_throughput"),
-    Metric("l2_atomic_bytes", "L2\natomic", _NCU, _sectors("atom", "red"), SECTOR_BYTES,
+    Metric("l2_atomic_bytes", "L2\natomic", _COUNTED, _sectors("atom", "red"), SECTOR_BYTES,
            throughput=False),
     # All traffic through the L2's slices, fills and partition crossings included.
-    Metric("l2_total_bytes", "L2\ntotal", _NCU, ("lts__t_bytes.sum",), shown=_AND_RATIO,
+    Metric("l2_total_bytes", "L2\ntotal", _COUNTED, ("lts__t_bytes.sum",), shown=_AND_RATIO,
            expected=(1.5, 3.0), throughput=False, spread=True),
     # Misses loads by TMA and LDGSTS on Hopper.
-    Metric("global_load_bytes", "global\nload", _NCU,
+    Metric("global_load_bytes", "global\nload", _COUNTED,
            ("l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",), nvprof="gld_throughput"),
-    Metric("global_store_bytes", "global\nstore", _NCU,
+    Metric("global_store_bytes", "global\nstore", _COUNTED,
            ("l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",), nvprof="gst_throughput"),
     Metric("logical_read_bytes", "logical\nread", _LOGICAL, shown=_VALUE),
     Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=_VALUE),
     Metric("logical_bytes", "logical\ntotal", _LOGICAL, shown=_AND_RATIO,
            sum_of=("logical_read_bytes", "logical_write_bytes")),
-    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMING, *_LOGICAL), logical="peak_memory_bytes",
+    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), logical="peak_memory_bytes",
            shown=_VALUE, adds_up=False),
     Metric("flops", "GFLOP", _LOGICAL),
-    Metric("step_time_seconds", "step\nms", _TIMING, shown=_VALUE, middle=True, spread=True),
-    Metric("samples_per_second", "samples\nper s", _TIMING, higher_is_better=True, middle=True),
+    Metric("step_time_seconds", "step\nms", _TIMED, shown=_VALUE, middle=True, spread=True),
+    Metric("gpu_busy_share", "busy", _CUPTI, share_of=("gpu_busy_cycles", "gpu_elapsed_cycles"),
+           shown=_VALUE, higher_is_better=True, adds_up=False, middle=True),
+    Metric("samples_per_second", "samples\nper s", _TIMED, higher_is_better=True, middle=True),
+    # How long a range took by the GPU's clock, synchronized at its borders.
+    Metric("range_time_seconds", "range\nms", _CUPTI, ("gpu__time_duration.sum",), 1e-9,
+           middle=True),
+    # Of the range's time, when anything ran; of all SMs' time, when an SM had a warp; of what
+    # tensor cores, and the slots for warps, could do in that time, what they did.
+    Metric("gpu_busy_cycles", by=_CUPTI, counters=("gr__cycles_active.sum",)),
+    Metric("gpu_elapsed_cycles", by=_CUPTI, counters=("gr__cycles_elapsed.sum",)),
+    Metric("sm_busy_share", "SMs\nbusy", _CUPTI, share_of=("sm_busy_cycles", "sm_elapsed_cycles"),
+           higher_is_better=True, adds_up=False, middle=True),
+    Metric("sm_busy_cycles", by=_CUPTI, counters=("sm__cycles_active.sum",)),
+    Metric("sm_elapsed_cycles", by=_CUPTI, counters=("sm__cycles_elapsed.sum",)),
+    Metric("tensor_pipe_share", "tensor\npipe", _CUPTI, higher_is_better=True, adds_up=False,
+           share_of=("tensor_pipe_cycles", "tensor_pipe_peak_cycles"), middle=True),
+    Metric("tensor_pipe_cycles", by=_CUPTI, counters=(_TENSOR,)),
+    Metric("tensor_pipe_peak_cycles", by=_CUPTI, counters=(_TENSOR + _PEAK,)),
+    Metric("warps_active_share", "warps\nactive", _CUPTI, higher_is_better=True, adds_up=False,
+           share_of=("warp_cycles", "warp_peak_cycles"), middle=True),
+    Metric("warp_cycles", by=_CUPTI, counters=("sm__warps_active.sum",)),
+    Metric("warp_peak_cycles", by=_CUPTI, counters=("sm__warps_active.sum" + _PEAK,)),
     # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
     Metric("kernel_launches", by=_KERNELS, source="launches"),
     Metric("kernel_dram_read_bytes", by=_KERNELS, source="read_bytes"),

@@ -6,7 +6,8 @@ step, and peak memory in bytes (CUDA only).
 
 With --profile it runs under the PyTorch profiler instead, on the steps that the schedule names,
 and leaves traces for https://ui.perfetto.dev, tables, a memory snapshot (CUDA only) for
-https://docs.pytorch.org/memory_viz and a TensorBoard log in a folder.
+https://docs.pytorch.org/memory_viz and a TensorBoard log in a folder. With --cupti further steps
+follow the timed ones, whose hardware counters are read by phase.
 
 Examples:
   dpbench step --trainer dpsgd --batch-size 4 --seq-len 32 --model-size tiny --device cpu
@@ -47,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mark phases as NVTX ranges for a profiler, and take no times",
     )
     parser.add_argument(
+        "--cupti",
+        nargs="?",
+        const="",
+        metavar="NAMES",
+        help="read hardware counters in this process, after the timed steps: of these metrics or "
+        "counters, separated by commas, or of everything",
+    )
+    parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
     )
     declare(parser.add_argument, "profile_schedule", "profile_threshold")
@@ -58,12 +67,17 @@ def run(options: argparse.Namespace) -> int:
 
     case = chosen_case(options)
     Steps(options.warmup, options.active)  # refuses what makes no sense
+    counts = options.cupti is not None
     if options.nvtx and options.profile:
         raise ConfigurationError("--nvtx is for Nsight, which excludes --profile: choose one")
+    if counts and (options.nvtx or options.profile):
+        raise ConfigurationError("--cupti excludes --nvtx and --profile: choose one")
     # With "cuda", as Nsight is told to run it, the step itself says so.
     elsewhere = options.device == "cpu" or (options.device == "auto" and not visible_gpus())
     if options.nvtx and elsewhere:
         raise ConfigurationError("--nvtx is for Nsight, which sees a GPU's work only: drop it")
+    if counts and elsewhere:
+        raise ConfigurationError("--cupti reads a GPU's counters, and there is none: drop it")
     try:
         record = _profile(case, options) if options.profile else _measure(case, options)
     except Exception as error:  # whoever started this process learns why from the record
@@ -77,6 +91,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    if options.cupti is not None:
+        from dpbench.instruments.cupti.child import count_case
+
+        return count_case(
+            case,
+            list(filter(None, options.cupti.split(","))) or None,
+            device=options.device,
+            warmup=options.warmup,
+            active=options.active,
+        )
     from dpbench.process.step import run_case
 
     return run_case(

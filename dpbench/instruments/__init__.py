@@ -15,6 +15,7 @@ INSTRUMENTS = Registry(
     {
         "timing": "dpbench.instruments.timing:Timing",
         "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "cupti": "dpbench.instruments.cupti.instrument:Cupti",
         "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
         "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",

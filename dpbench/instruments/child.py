@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -69,6 +69,7 @@ class Child(Running):
             holds the GPU meanwhile.
         read: makes rows of the record that the child printed.
         watch: is given each new piece of the log while the child is waited for.
+        errors: what to raise for kinds of errors that the child can print.
     """
 
     _all: ClassVar[WeakSet[Child]] = WeakSet()
@@ -82,7 +83,9 @@ class Child(Running):
         timeout: float,
         read: Callable[[Child], list[Measurement]],
         watch: Callable[[str], None] | None = None,
+        errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
+        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
         self.case, self.log, self.timeout, self.read, self.watch = case, log, timeout, read, watch
         self._mark = f"{secrets.token_hex(8)} "
         added = environment(case)
@@ -127,8 +130,9 @@ class Child(Running):
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kind = CaseOutOfMemory if error["kind"] == "OutOfMemory" else CaseFailed
-        raise kind(f"{self.case.id}: {error['message']}", log=self.log)
+        kind = self.errors.get(error["kind"], CaseFailed)
+        message = error["message"].removesuffix(f"; {kind.remedy}")
+        raise kind(f"{self.case.id}: {message}", log=self.log)
 
     def _wait(self) -> None:
         """Wait for the process, but not longer than its time-out."""

@@ -27,7 +27,7 @@ from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.process.build import build
 from dpbench.process.messages import MEASURING, NVTX_DOMAIN, NVTX_END, WAITING
 from dpbench.registry import MODELS, TRAINERS
-from dpbench.training.base import TrainerBase
+from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import PhaseListener, observed_step
 
 
@@ -126,7 +126,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def run_case(
-    case: Case, *, device: str = "auto", warmup: int = 3, active: int = 5, nvtx: bool = False
+    case: Case,
+    *,
+    device: str = "auto",
+    warmup: int = 3,
+    active: int = 5,
+    nvtx: bool = False,
+    after: Callable[[TrainerBase, list[Batch], dict[str, Any]], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Run one case in this process.
 
@@ -137,6 +143,8 @@ def run_case(
         active: steps that are observed.
         nvtx: mark phases for a profiler, and take no times: under a profiler they are not
             the step's.
+        after: what else happens before the GPU is given back, with the trainer, its batches and
+            the record so far; returns more for the record.
 
     Returns:
         What was done, as plain JSON types; seconds, bytes. ``peak_memory_bytes`` is what the
@@ -144,7 +152,13 @@ def run_case(
     """
     target = pick_device(device)
     import_everything(case, nvtx)
-    return alone_on(case, target, lambda: _run(case, target, warmup, active, nvtx))
+
+    def run() -> dict[str, Any]:
+        trainer, batches = build(case, target, warmup + active)
+        record = _run(case, target, trainer, batches, warmup, nvtx)
+        return {**record, **(after(trainer, batches, record) if after else {})}
+
+    return alone_on(case, target, run)
 
 
 def alone_on(case: Case, device: torch.device, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -187,8 +201,14 @@ def import_everything(case: Case, nvtx: bool) -> None:
         NvtxRanges()
 
 
-def _run(case: Case, device: torch.device, warmup: int, active: int, nvtx: bool) -> dict[str, Any]:
-    trainer, batches = build(case, device, warmup + active)
+def _run(
+    case: Case,
+    device: torch.device,
+    trainer: TrainerBase,
+    batches: list[Batch],
+    warmup: int,
+    nvtx: bool,
+) -> dict[str, Any]:
     for batch in islice(batches, warmup):
         trainer.train_step(batch)
     times = PhaseTimes(device)
@@ -203,7 +223,7 @@ def _run(case: Case, device: torch.device, warmup: int, active: int, nvtx: bool)
     if isinstance(listener, NvtxRanges):
         listener.finish()
     record = describe(case, device, trainer, loss)
-    record |= {"warmup": warmup, "active": active}
+    record |= {"warmup": warmup, "active": len(batches) - warmup}
     record["phase_seconds"] = None if nvtx else times.seconds()
     record["peak_memory_bytes"] = None
     if device.type == "cuda":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
@@ -17,8 +17,8 @@ IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
 ratios of DRAM bytes say nothing."""
 
-RATES = "ncu bytes / timing seconds"
-"""The instrument of a throughput: its two factors come from two processes."""
+RATES = "{} bytes / {} seconds"
+"""The instrument of a throughput, from those of its factors."""
 
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
@@ -27,10 +27,11 @@ def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
 
 
 def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with rows of metrics that are sums added, step by step.
+    """The frame with rows of metrics that are sums or shares added, step by step.
 
     A step that is in the frame twice, because its case was measured twice, has two totals.
     """
+    frame = pd.concat([frame, *_shares(frame)], ignore_index=True)
     sums = {metric.name: metric.sum_of for metric in METRICS.values() if metric.sum_of}
     pairs = [(part, total) for total, parts in sums.items() for part in parts]
     parts = frame.merge(pd.DataFrame(pairs, columns=["metric", "total"]), on="metric")
@@ -44,6 +45,21 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
     complete = summands.transform("size") == parts.total.map({t: len(m) for t, m in sums.items()})
     totals = totals[complete & ~parts.duplicated(["step", "again"])]
     return pd.concat([frame, totals[frame.columns]], ignore_index=True)
+
+
+def _shares(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """The rows of each metric that is the ratio of two."""
+    keys = [column for column in frame.columns if column not in ("metric", "value")]
+    for metric in METRICS.values():
+        rows = frame[frame.metric.isin(metric.share_of)]
+        if rows.empty:
+            continue
+        rows = rows.assign(again=rows.groupby([*keys, "metric"]).cumcount())
+        part, whole = (rows[rows.metric == name] for name in metric.share_of)
+        both = part.merge(whole, on=[*keys, "again"], suffixes=("", "_of_whole"))
+        both = both[both.value_of_whole > 0]
+        share = both.value / both.value_of_whole
+        yield both.assign(metric=metric.name, value=share)[frame.columns]
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
@@ -72,11 +88,18 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _steps(summary: pd.DataFrame) -> pd.Series[int]:
-    """For each row, over how many steps the whole step was counted; 0 where it was not."""
+    """For each row, over how many steps its like was counted; 0 where no whole step was.
+
+    Whole steps can be counted more often than phases.
+    """
     keys = [*AXES, "instrument", "metric", "unit", "device"]
-    whole = summary[summary.phase == STEP][[*keys, "count"]].rename(columns={"count": "steps"})
+    is_step = summary.phase == STEP
+    whole = summary[is_step][[*keys, "count"]].rename(columns={"count": "steps"})
+    phases = summary[~is_step].groupby(keys, as_index=False)["count"].max()
     merged = summary[keys].merge(whole, on=keys, how="left", validate="m:1")
-    return merged.steps.fillna(0).astype(int).set_axis(summary.index)
+    merged = merged.merge(phases, on=keys, how="left", validate="m:1").set_axis(summary.index)
+    steps = merged.steps.where(is_step, merged[["steps", "count"]].min(axis=1, skipna=False))
+    return steps.fillna(0).astype(int)
 
 
 def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:
@@ -119,18 +142,25 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     """Counted bytes per second of unprofiled step time, for each byte metric of the step.
 
-    The two factors come from two processes, one profiled and one not; the instrument column
-    says so.
+    By ncu the two factors come from two processes, one profiled and one not; the instrument
+    column says so.
     """
     step = summary[summary.phase == STEP]
-    times = step[(step.metric == "step_time_seconds") & (step.instrument == "timing")]
+    pairs = [("ncu", "timing"), ("cupti", "cupti")]
+    parts = [_throughputs(step, *pair) for pair in pairs]
+    return pd.concat([part for part in parts if not part.empty] or parts[:1], ignore_index=True)
+
+
+def _throughputs(step: pd.DataFrame, counted_by: str, timed_by: str) -> pd.DataFrame:
+    times = step[(step.metric == "step_time_seconds") & (step.instrument == timed_by)]
     times = times[[*AXES, "device", "value"]].rename(columns={"value": "seconds"})
-    counted = step[(step.unit == "B") & (step.instrument == "ncu")]
+    of_traffic = (step.unit == "B") & (step.metric != "peak_memory_bytes")
+    counted = step[of_traffic & (step.instrument == counted_by)]
     merged = counted.merge(times, on=[*AXES, "device"], validate="m:1")
     return merged.assign(
         value=merged.value / merged.seconds,
         metric=merged.metric.str.replace("_bytes", "_throughput"),
         unit="B/s",
-        instrument=RATES,
+        instrument=RATES.format(counted_by, timed_by),
         spread=float("nan"),
     ).drop(columns="seconds")

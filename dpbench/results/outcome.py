@@ -233,7 +233,7 @@ def _summarise_trainer(
         "failed": failed,
         "skipped": skipped,
         "success_rate": (tried - failed) / tried if tried else None,
-        "peak_memory_bytes": _peak(outcomes, "timing"),
+        "peak_memory_bytes": _peak(outcomes, "timing", "cupti"),
         "logical_peak_memory_bytes": _peak(outcomes, "logical"),
         "failures": [
             {"case": o.case.id, "error": o.error, "message": o.message, "log": o.log}
@@ -243,8 +243,8 @@ def _summarise_trainer(
     }
 
 
-def _peak(outcomes: Sequence[Outcome], instrument: str) -> float | None:
-    rows = (row for outcome in outcomes for row in outcome.rows if row.instrument == instrument)
+def _peak(outcomes: Sequence[Outcome], *instruments: str) -> float | None:
+    rows = (row for outcome in outcomes for row in outcome.rows if row.instrument in instruments)
     return max((row.value for row in rows if row.metric == "peak_memory_bytes"), default=None)
 
 

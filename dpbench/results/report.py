@@ -20,7 +20,7 @@ from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import as_text
 from dpbench.show.tables import tables
 
-BY_PHASE = ("ncu", "logical")
+BY_PHASE = ("ncu", "cupti", "logical")
 """Instruments whose metrics have values by phase that add up to the step."""
 
 
@@ -110,7 +110,9 @@ class CaseReport:
     def phases(self) -> pd.DataFrame:
         """Metrics by phase: one row per phase, one column per metric of the profiler or counter."""
         rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(BY_PHASE)]
-        wide = rows.pivot(index="phase", columns="metric", values="value")
+        wide = rows.drop_duplicates(["phase", "metric"]).pivot(
+            index="phase", columns="metric", values="value"
+        )
         return wide.reindex([name for name in ALL_PHASES if name in wide.index])
 
     @cached_property

@@ -67,7 +67,7 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _values(summary: pd.DataFrame, metric: str, column: str) -> pd.DataFrame:
     """One metric as a column, by case, device and phase."""
-    found = summary[summary.metric == metric]
+    found = summary[summary.metric == metric].drop_duplicates([*AXES, "device", "phase"])
     return found[[*AXES, "device", "phase", "value"]].rename(columns={"value": column})
 
 

@@ -14,7 +14,6 @@ from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
-    RATES,
     summarise,
     throughputs,
     with_logical,
@@ -24,6 +23,11 @@ from dpbench.results.rows import STEP
 from dpbench.show.groups import Group, Metrics, found, groups, in_order
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import Column, View, column, rates, shown_by_default
+
+BUSY = "gpu_busy_share"
+
+LAUNCH_BOUND = 0.7
+"""A step whose GPU is busy for less than this part of its time waits for its launches."""
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -80,6 +84,7 @@ def tables_of_summary(summary: pd.DataFrame, view: View) -> list[Table]:
 def _detail(group: Group) -> Iterator[Table]:
     yield from _phase_table(group, "dram_bytes", "DRAM")
     yield from _phase_table(group, "logical_bytes", "logical")
+    yield from _busy_table(group)
     yield from against_logical(group)
     yield from _throughput_table(group)
 
@@ -99,7 +104,9 @@ def _shown_columns(group: Group, view: View) -> list[Column]:
     filled = [shown for shown in chosen if any(found(metrics, shown) for metrics in cases)]
     if group.by_phase and not view.columns:
         return filled
-    return list(chosen) if filled or not view.columns else []
+    if not view.columns:  # not every chip and instrument says how busy the GPU was
+        return [shown for shown in chosen if shown in filled or shown.name != BUSY]
+    return list(chosen) if filled else []
 
 
 def _cell(metrics: Metrics, shown: Column) -> str:
@@ -114,6 +121,8 @@ def _cell(metrics: Metrics, shown: Column) -> str:
         return f"{value:.2f}"
     if "__" in shown.name:  # as the tool gives it
         return f"{value:.6g} {row['unit']}"
+    if shown.name.endswith("_share"):
+        return f"{value:.0%}"
     if shown.name == "samples_per_second":
         return three_digits(value)
     return f"{value * 1e3:.1f}" if row["unit"] == "s" else gigabytes(value)
@@ -149,6 +158,8 @@ def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
         yield from _spread(group, columns)
     if any(c.name.startswith("dram_") for c in columns) and _any(group, "in_cache"):
         yield "WARNING: at this size the data stays in the L2 cache; DRAM ratios mean nothing."
+    if group.phase == STEP and any(c.name == BUSY for c in columns):
+        yield from _launch_bound(group)
 
 
 def _any(group: Group, flag: str) -> bool:
@@ -181,6 +192,19 @@ def _expectation(group: Group, metric: str, limits: tuple[float, float]) -> Iter
         names = ", ".join(outside) or "none"
         name = METRICS[metric].short_header
         yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x standard; outside: {names}."
+
+
+def _launch_bound(group: Group) -> Iterator[str]:
+    idle = [
+        label
+        for label, metrics in group.shown.items()
+        if BUSY in metrics and metrics[BUSY]["value"] < LAUNCH_BOUND
+    ]
+    if idle:
+        yield (
+            f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle)} waits for its launches; "
+            f"bytes do not explain its time."
+        )
 
 
 def _spread(group: Group, columns: list[Column]) -> Iterator[str]:
@@ -230,6 +254,21 @@ def _phase_table(group: Group, metric: str, name: str) -> Iterator[Table]:
     if phases:
         title = f"{group.title}: {name} GB by phase (÷ standard)"
         yield Table(title, [group.first_header, *phases], cells)
+
+
+def _busy_table(group: Group) -> Iterator[Table]:
+    """For which part of each phase's time the GPU did anything, by case."""
+    busy = column(BUSY)
+    cases = _having(group, busy)
+    phases = _phases_shown(group, "gpu_elapsed_cycles")
+    cells = [
+        [label, *(_cell(case.get(phase, {}), busy) for phase in (*phases, STEP))]
+        for label, case in cases.items()
+    ]
+    if cells and phases:
+        note = "Phases are synchronized at their borders, the whole step is not."
+        headers = [group.first_header, *phases, STEP]
+        yield Table(f"{group.title}: busy by phase", headers, cells, (note,))
 
 
 def _having(group: Group, shown: Column) -> dict[str, dict[str, Metrics]]:
@@ -283,7 +322,7 @@ def _throughput_table(group: Group) -> Iterator[Table]:
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     """Counters that were asked for by their own names, as the tool gives them."""
-    step = summary[(summary.phase == STEP) & (summary.instrument != RATES)]
+    step = summary[(summary.phase == STEP) & (summary.unit != "B/s")]
     cells = [
         [_case_label(row), str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]
         for row in step[step.metric.str.contains("__")].to_dict("records")

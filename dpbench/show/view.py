@@ -13,7 +13,7 @@ from dpbench.metrics import METRICS, Kind, Metric, expectations
 THROUGHPUT = "_throughput"
 """The end of the name of bytes per second."""
 
-OF_CASES = ("ncu", "timing", "logical")
+OF_CASES = ("ncu", "cupti", "timing", "logical")
 """The instruments whose metrics stand in tables of cases."""
 
 

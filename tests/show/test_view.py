@@ -52,6 +52,7 @@ def test_what_is_shown_by_default() -> None:
     assert [shown.name for shown in shown_by_default(logical=False)] == [
         *("dram_read_bytes", "dram_write_bytes", "dram_bytes", "dram_ratio"),
         *("l2_total_bytes", "l2_ratio", "peak_memory_bytes", "step_time_seconds"),
+        "gpu_busy_share",
     ]
     assert [shown.name for shown in shown_by_default(logical=True)] == [
         *("logical_read_bytes", "logical_write_bytes", "logical_bytes", "logical_ratio"),
@@ -63,7 +64,8 @@ def test_of_rates_more_is_better_and_of_everything_else_less() -> None:
     larger = {name for name, shown in columns().items() if not shown.smaller_is_better}
     assert "dram_bytes" not in larger
     assert {"samples_per_second", "dram_throughput", "global_load_throughput"} <= larger
-    assert all("throughput" in name or "samples" in name for name in larger)
+    words = ("throughput", "samples", "busy", "pipe", "warps")
+    assert all(any(word in name for word in words) for name in larger)
 
 
 @pytest.mark.parametrize("axis", AXES)

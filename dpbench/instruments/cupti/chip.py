@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 
 from dpbench.errors import unknown
 from dpbench.instruments.cupti.errors import CountersDoNotCombine, CounterUnavailable
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.cupti.metrics import DRAM_COUNTERS, SPELLINGS
 from dpbench.instruments.cupti.structures import COUNTER
 
 Image = ctypes.Array[ctypes.c_uint8]
@@ -18,7 +18,7 @@ Image = ctypes.Array[ctypes.c_uint8]
 
 
 def new_image(size: int) -> Image:
-    """An image of ``size`` bytes."""
+    """An image of so many bytes."""
     return (ctypes.c_uint8 * size)()
 
 
@@ -29,13 +29,9 @@ def known_chips(library: Library) -> list[str]:
 
 
 class Chip:
-    """A kind of GPU, as a libcupti knows it.
+    """A kind of GPU, e.g. ``GH100``, as a libcupti knows it.
 
-    Args:
-        library: whom to ask.
-        name: e.g. ``GH100``.
-        availability: the counter availability image of the GPU at hand, if there is one; it
-            leaves out what this GPU's settings forbid.
+    The counter availability image of a GPU at hand leaves out what its settings forbid.
     """
 
     def __init__(self, library: Library, name: str, availability: Image | None = None) -> None:
@@ -45,54 +41,46 @@ class Chip:
         self.name = name
         self._availability = availability
 
-    def open_host(self) -> int:
-        """A new host object, to be closed with `close_host`."""
+    @contextmanager
+    def host(self) -> Iterator[int]:
+        """A host object, as long as it is needed."""
         image = self._availability
         answer = self.library.call(
             "Profiler_Host_Initialize",
             pChipName=self.name.encode(),
             pCounterAvailabilityImage=None if image is None else ctypes.addressof(image),
         )
-        return int(answer.pHostObject)
-
-    def close_host(self, host: int) -> None:
-        """Free what `open_host` made."""
-        self.library.call("Profiler_Host_Deinitialize", pHostObject=host)
+        try:
+            yield answer.pHostObject
+        finally:
+            self.library.call("Profiler_Host_Deinitialize", pHostObject=answer.pHostObject)
 
     @cached_property
     def counters(self) -> frozenset[str]:
         """The names of all counters of this chip, without ``.sum``."""
-        host = self.open_host()
-        try:
+        with self.host() as host:
             answer = self.library.call(
                 "Profiler_Host_GetBaseMetrics", pHostObject=host, metricType=COUNTER
             )
             return frozenset(answer.ppMetricNames[i].decode() for i in range(answer.numMetrics))
-        finally:
-            self.close_host(host)
 
-    def spelling(self, counter: str) -> str:
-        """What this chip calls a counter."""
-        for name in (counter, SPELLINGS.get(counter, counter)):
-            if name.partition(".")[0] in self.counters:
-                return name
-        raise CounterUnavailable(f"counter {counter} does not exist on {self.name}")
+    def has(self, counters: Iterable[str]) -> bool:
+        """Whether all these exist on this chip."""
+        return all(counter.partition(".")[0] in self.counters for counter in counters)
 
     def passes(self, counters: Iterable[str]) -> int:
         """How often the work must run for all these counters to be read."""
-        configuration = Configuration(self, counters)
-        configuration.close()
-        return configuration.passes
+        with closing(Configuration(self, counters)) as configuration:
+            return configuration.passes
 
-    def spread(self, counters: Iterable[str]) -> list[list[str]]:
-        """Counters in groups of one pass each, DRAM bytes in every group where they fit."""
+    def spread(self, counters: Iterable[str], common: Sequence[str]) -> list[list[str]]:
+        """Counters in groups of one pass each, the common ones in every group where they fit."""
         counters = list(counters)
         if self._fit_one_pass(counters):
             return [counters]
-        dram = [counter for counter in counters if counter in DRAM_COUNTERS]
         groups: list[list[str]] = []
-        for counter in (counter for counter in counters if counter not in dram):
-            starts = [*groups, dram, []]
+        for counter in (counter for counter in counters if counter not in common):
+            starts = [*groups, common, []]
             fitting = (i for i, start in enumerate(starts) if self._fit_one_pass([*start, counter]))
             place = next(fitting, None)
             if place is None:
@@ -118,11 +106,13 @@ class Configuration:
 
     def __init__(self, chip: Chip, counters: Iterable[str]) -> None:
         self._counters = list(counters)
-        spelled = [chip.spelling(counter).encode() for counter in self._counters]
-        self.names = (ctypes.c_char_p * len(spelled))(*spelled)
+        if lacking := [counter for counter in self._counters if not chip.has([counter])]:
+            raise CounterUnavailable(f"{', '.join(lacking)} does not exist on {chip.name}")
+        encoded = [counter.encode() for counter in self._counters]
+        self.names = (ctypes.c_char_p * len(encoded))(*encoded)
         self._chip = chip
-        self._host: int | None = chip.open_host()
-        try:
+        with ExitStack() as opened:
+            self._host = opened.enter_context(chip.host())
             self.image = self._choose(chip.library, self._host)
             self.passes = int(
                 chip.library.call(
@@ -131,9 +121,7 @@ class Configuration:
                     pConfigImage=ctypes.addressof(self.image),
                 ).numOfPasses
             )
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
 
     def _choose(self, library: Library, host: int) -> Image:
         names = {"ppMetricNames": ctypes.addressof(self.names), "numMetrics": len(self.names)}
@@ -172,6 +160,4 @@ class Configuration:
 
     def close(self) -> None:
         """Free the host object."""
-        if self._host is not None:
-            host, self._host = self._host, None
-            self._chip.close_host(host)
+        self._opened.close()

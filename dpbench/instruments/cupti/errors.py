@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dpbench.instruments.base import InstrumentError
 
 
 class CuptiError(InstrumentError):
     """A function of CUPTI failed. ``what`` is the message without the remedy."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, what: str, *, log: Path | None = None) -> None:
+        super().__init__(what, log=log)
         self.what = what
 
 
@@ -91,6 +93,9 @@ class StepsDiffer(CuptiError):
     remedy = "warm up longer, give every step the same shapes, and keep other processes off the GPU"
 
 
+KINDS = {kind.__name__: kind for kind in [CuptiError, *CuptiError.__subclasses__()]}
+"""All of them by name, as a child process says which it was."""
+
 _BY_CODE: dict[int, tuple[type[CuptiError], str]] = {
     15: (CuptiNotFound, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
     26: (CountersBusy, "the performance counters are in use"),
@@ -122,13 +127,10 @@ _BY_FUNCTION: dict[tuple[str, int], tuple[type[CuptiError], str]] = {
 def call_error(
     function: str, code: int, *, library: tuple[int, int], driver: tuple[int, int] | None
 ) -> CuptiError:
-    """The error behind a code.
+    """The error behind the CUptiResult that a function returned.
 
-    Args:
-        function: what returned it.
-        code: a CUptiResult.
-        library: the CUDA version of libcupti, (major, minor).
-        driver: the newest CUDA version that the driver supports, or None without a driver.
+    ``library`` and ``driver`` are CUDA versions, (major, minor): libcupti's, and the newest that
+    the driver supports.
     """
     kind, words = _BY_FUNCTION.get((function, code)) or _BY_CODE.get(code, (CuptiError, "failed"))
     if driver and driver < library and kind in (CuptiError, CuptiNotFound, DriverUnavailable):

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,7 @@ _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 
 
 class Driver:
-    """What is asked of the CUDA driver itself.
-
-    Args:
-        functions: libcuda, or None where there is none.
-    """
+    """What is asked of the CUDA driver itself: of libcuda, or None where there is none."""
 
     def __init__(self, functions: Any = None) -> None:
         self._functions = functions
@@ -36,10 +33,9 @@ class Driver:
     @classmethod
     def load(cls) -> Driver:
         """The driver of this machine."""
-        try:
+        with suppress(OSError):
             return cls(ctypes.CDLL("libcuda.so.1"))
-        except OSError:
-            return cls()
+        return cls()
 
     def version(self) -> tuple[int, int] | None:
         """The newest CUDA version that it supports, (major, minor); None without a driver."""
@@ -59,13 +55,7 @@ class Driver:
 
 
 class Library:
-    """A loaded libcupti.
-
-    Args:
-        functions: the library's functions as attributes.
-        driver: the machine's driver.
-        path: where it was loaded from, for messages.
-    """
+    """A loaded libcupti, its functions as attributes; the path is for messages."""
 
     def __init__(self, functions: Any, driver: Driver, path: Path = Path("libcupti.so")) -> None:
         self.path = path

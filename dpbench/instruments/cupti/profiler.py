@@ -18,13 +18,7 @@ On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and
 
 
 def chip_of(library: Library, device: int, context: int) -> Chip:
-    """The chip of a GPU, with the counters that can be read in this process.
-
-    Args:
-        library: the libcupti of this process.
-        device: the GPU's CUDA index.
-        context: a CUDA context on it.
-    """
+    """The chip of a GPU, by its CUDA index, with the counters that a context on it can read."""
     library.initialize()
     name = library.call("Device_GetChipName", deviceIndex=device).pChipName.decode()
     asked = library.call("Profiler_GetCounterAvailability", ctx=context)
@@ -44,13 +38,7 @@ class RangeProfiler:
     All work in the context counts, whichever thread or stream it runs in. Neither push nor pop
     waits for the GPU: synchronize before each. They take 0.01 ms; with counters of the SMs 0.4 ms,
     before and after the range. A context has one profiler at a time, and a profiler one
-    configuration: with a second one, counters that the first lacks have no value.
-
-    Args:
-        library: the libcupti of this process, initialized.
-        context: the CUDA context.
-        configuration: the counters, of one pass.
-        max_ranges: how many ranges there may be between start and stop.
+    configuration, of one pass: with a second one, counters that the first lacks have no value.
     """
 
     def __init__(

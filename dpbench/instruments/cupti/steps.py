@@ -1,13 +1,12 @@
-"""Counting steps by phase, and each once more as a whole; and any block of PyTorch code."""
+"""Counting steps by phase or as a whole; and any block of PyTorch code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dpbench.case import OUTSIDE
-from dpbench.errors import unknown
 from dpbench.instruments.cupti.chip import Configuration
 from dpbench.instruments.cupti.errors import (
     CountersDoNotCombine,
@@ -16,15 +15,9 @@ from dpbench.instruments.cupti.errors import (
     StepsDiffer,
 )
 from dpbench.instruments.cupti.library import Library, load_library
-from dpbench.instruments.cupti.metrics import (
-    BASIC_METRICS,
-    DRAM_COUNTERS,
-    SHARES,
-    RangeMetric,
-    counters_of,
-    resolve_metrics,
-)
+from dpbench.instruments.cupti.metrics import ALWAYS, chosen, with_derived
 from dpbench.instruments.cupti.profiler import MAX_RANGES, RangeProfiler, chip_of
+from dpbench.instruments.ncu.metrics import counters
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 
@@ -35,20 +28,7 @@ CACHE_BYTES = 128e6
 """What may stay in the L2 from one step to the next; the largest to date has 126 MB."""
 
 ByPhase = dict[str, dict[str, float]]
-"""Values by phase and name."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What was counted, by phase and metric; phase ``"step"`` is the whole."""
-
-    by_phase: ByPhase = field(default_factory=dict)
-
-    def share(self, name: str, phase: str = STEP) -> float:
-        """How busy something was, 0 to 1, e.g. ``gpu_busy_share``."""
-        if name not in SHARES:
-            raise unknown("share", name, SHARES)
-        return SHARES[name].of(self.by_phase[phase])
+"""Values by phase and name; phase ``"step"`` is the whole."""
 
 
 @dataclass(frozen=True)
@@ -81,56 +61,53 @@ class Target:
 
 
 class StepCounter:
-    """A `PhaseListener` that counts the steps it hears.
+    """A `PhaseListener` that counts the steps it hears, in rounds.
 
-    Where one pass is not enough for all metrics, equal steps that follow each other count one
-    group of counters each. First they are counted by phase; then as many steps as a whole,
-    because synchronizing at the borders of phases keeps the CPU from running ahead, so that the
-    phases' times and shares say where the time goes, and the whole's how much it is.
+    Where one pass is not enough for all metrics, a round takes equal steps that follow each other
+    and count one group of counters each. Synchronizing at the borders of phases keeps the CPU
+    from running ahead: the phases' times and shares say where the time goes, and those of a step
+    that is counted as a whole how much it is.
 
     Args:
-        metrics: what is counted.
+        names: what to count beside DRAM bytes, time and busy shares; None for everything.
         target: where.
-        by_phase: for each round of steps, whether it is counted by phase.
+        rounds: for each round, whether its steps are counted by phase.
         max_ranges: how many ranges a step may have, one for each time that the phase changes.
 
     Attributes:
         chip: the GPU's chip.
-        passes: how many steps it takes to count every metric.
+        passes: how many steps a round takes.
+        steps: how many steps must be heard.
     """
 
     def __init__(
         self,
-        metrics: Iterable[RangeMetric],
+        names: Iterable[str] | None,
         target: Target,
-        *,
-        by_phase: Sequence[bool] = (True, False),
+        rounds: Sequence[bool] = (True, False),
         max_ranges: int = MAX_RANGES,
     ) -> None:
-        self._metrics = list(metrics)
         self._target = target
         self._max_ranges = max_ranges
         self.chip = chip_of(target.library, target.device, target.context)
-        groups = self.chip.spread(counters_of(self._metrics))
+        self._metrics = chosen(self.chip, names)
+        self._dram = counters(metric for metric in self._metrics if metric.name in ALWAYS)
+        groups = self.chip.spread(counters(self._metrics), self._dram)
         self.passes = len(groups)
         with ExitStack() as opened:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            self._plan = [(c, phases) for phases in by_phase for c in configurations]
+            self._plan = [(c, by_phase) for by_phase in rounds for c in configurations]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
+        self.steps = len(self._plan)
         self._phases: list[str] = []
         self._counted: list[ByPhase] = []
 
-    @property
-    def steps(self) -> int:
-        """How many steps must be heard for one `Counts`; further ones begin the next."""
-        return len(self._plan)
-
     def start_step(self) -> None:
         """See `PhaseListener`."""
-        configuration, self._by_phase = self._plan[len(self._counted) % self.steps]
+        configuration, self._by_phase = self._plan[len(self._counted)]
         if configuration is not self._profiler.configuration:
             self._profiler.close()
             self._profiler = self._open(configuration)
@@ -148,8 +125,8 @@ class StepCounter:
         """See `PhaseListener`."""
         self._end()
         counted: ByPhase = {}
-        for phase, counters in zip(self._phases, self._profiler.stop(), strict=True):
-            counted[phase] = _sum([counted[phase], counters]) if phase in counted else counters
+        for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
+            counted[phase] = _sum([counted[phase], values]) if phase in counted else values
         self._counted.append(counted)
 
     def _open(self, configuration: Configuration) -> RangeProfiler:
@@ -165,24 +142,36 @@ class StepCounter:
         self._target.synchronize()
         self._profiler.pop()
 
-    def counts(self, repeat: int = 0) -> Counts:
-        """What was counted in the first `steps` steps, or in the ``repeat``-th as many."""
-        steps = self._counted[repeat * self.steps : (repeat + 1) * self.steps]
-        if len(steps) < self.steps:
-            raise CuptiError(f"{len(steps)} of {self.steps} steps were counted")
-        check_alike(steps)
-        counters: ByPhase = {}
+    def rounds(self) -> list[ByPhase]:
+        """The metrics that each round counted, by phase or of the whole step."""
+        if len(self._counted) < self.steps:
+            raise CuptiError(f"{len(self._counted)} of {self.steps} steps were counted")
+        self._check_alike()
+        starts = range(0, self.steps, self.passes)
+        return [self._metrics_of(self._counted[i : i + self.passes]) for i in starts]
+
+    def _metrics_of(self, steps: Iterable[ByPhase]) -> ByPhase:
+        values: ByPhase = {}
         for step in steps:
-            for phase, values in step.items():
-                counters[phase] = values | counters.get(phase, {})  # the first step's, if in both
-        if STEP not in counters:
-            counters[STEP] = _sum(counters.values())
-        return Counts(
-            {
-                phase: {metric.name: metric.value(values) for metric in self._metrics}
-                for phase, values in counters.items()
-            }
-        )
+            for phase, counted in step.items():
+                values[phase] = counted | values.get(phase, {})  # the first step's, if in both
+        return {
+            phase: {metric.name: metric.value(counted) for metric in self._metrics}
+            for phase, counted in values.items()
+        }
+
+    def _check_alike(self) -> None:
+        """Refuse steps of different phases, or that moved other DRAM bytes."""
+        by_phase = [set(step) for step in self._counted if STEP not in step]
+        if any(phases != by_phase[0] for phases in by_phase):
+            raise StepsDiffer("the steps have different phases")
+        totals = [_sum(step.values()) for step in self._counted]
+        moved = [
+            sum(total[name] for name in self._dram) for total in totals if {*self._dram} <= {*total}
+        ]
+        if moved and max(moved) - min(moved) > CACHE_BYTES + STEPS_TOLERANCE * max(moved):
+            each = ", ".join(f"{total / 1e9:.3f}" for total in moved)
+            raise StepsDiffer(f"the steps moved {each} GB")
 
     def close(self) -> None:
         """Give the counters back."""
@@ -191,25 +180,9 @@ class StepCounter:
 
 
 def _sum(counted: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Counters of several ranges together."""
+    """Values of several ranges together."""
     first, *others = counted
     return {name: value + sum(more[name] for more in others) for name, value in first.items()}
-
-
-def check_alike(steps: Iterable[ByPhase]) -> None:
-    """Find out whether steps went through the same phases and moved the same DRAM bytes."""
-    by_phase = [set(step) for step in steps if STEP not in step]
-    if any(phases != by_phase[0] for phases in by_phase):
-        raise StepsDiffer("the steps have different phases")
-    totals = [_sum(step.values()) for step in steps]
-    moved = [
-        sum(total[counter] for counter in DRAM_COUNTERS)
-        for total in totals
-        if set(DRAM_COUNTERS) <= set(total)
-    ]
-    if moved and max(moved) - min(moved) > CACHE_BYTES + STEPS_TOLERANCE * max(moved):
-        each = ", ".join(f"{total / 1e9:.3f}" for total in moved)
-        raise StepsDiffer(f"the steps moved {each} GB")
 
 
 @contextmanager
@@ -219,7 +192,7 @@ def count_ranges(
     by_phase: bool = True,
     max_ranges: int = MAX_RANGES,
     target: Target | None = None,
-) -> Iterator[Counts]:
+) -> Iterator[ByPhase]:
     """Count what the GPU does in a block of PyTorch code, by ``phase()`` and in all.
 
     >>> with count_ranges() as counts:  # doctest: +SKIP
@@ -227,7 +200,7 @@ def count_ranges(
     ...         loss = model(batch)
     ...     with phase("backward"):
     ...         loss.backward()
-    >>> counts.by_phase["backward"]["dram_read_bytes"]  # doctest: +SKIP
+    >>> counts["backward"]["dram_bytes"], counts["step"]["gpu_busy_share"]  # doctest: +SKIP
 
     The GPU is synchronized at each border of a phase. Run the block once before, so that what
     happens only the first time is not counted, and let nothing else use the GPU: its DRAM
@@ -240,19 +213,18 @@ def count_ranges(
         target: the GPU; by default torch's.
 
     Yields:
-        The counts, empty until the block has ended.
+        The metrics by phase, ``"step"`` being the whole; empty until the block has ended.
     """
-    chosen = resolve_metrics([*BASIC_METRICS, *metrics])
-    counter = StepCounter(
-        chosen, target or Target.of_torch(), by_phase=[by_phase], max_ranges=max_ranges
-    )
+    counter = StepCounter(metrics, target or Target.of_torch(), [by_phase], max_ranges)
     with closing(counter):
         if counter.passes > 1:
             raise CountersDoNotCombine(
                 f"these metrics need {counter.passes} passes on {counter.chip.name}, and a block "
                 f"runs once"
             )
-        counts = Counts()
+        counts: ByPhase = {}
         with observed_step(counter):
             yield counts
-        counts.by_phase.update(counter.counts().by_phase)
+        [counted] = counter.rounds()
+        for phase, values in {STEP: _sum(counted.values()), **counted}.items():
+            counts[phase] = with_derived(values)

@@ -18,7 +18,7 @@ class NcuMetric:
 
     name: str
     counters: tuple[str, ...]
-    scale: int = 1
+    scale: float = 1
     unit: str = "B"
 
     @classmethod
@@ -36,38 +36,45 @@ def on_chip(chip: str = "") -> dict[str, NcuMetric]:
 
     On GH100 they take one pass of the process.
     """
-    having = [(metric, metric.on(chip)) for metric in METRICS.counted()]
+    having = [(metric, metric.on(chip)) for metric in METRICS.counted("ncu")]
     return {metric.name: NcuMetric.of(metric, names) for metric, names in having if names}
 
 
 def lacking(chip: str) -> list[str]:
     """The metrics that a chip has no counters for."""
-    return [metric.name for metric in METRICS.counted() if not metric.on(chip)]
+    return [metric.name for metric in METRICS.counted("ncu") if not metric.on(chip)]
 
 
 def in_report(names: Iterable[str]) -> list[NcuMetric]:
     """The metrics of which a report with these counters holds all, on whichever chip."""
     present = set(names)
-    spelled = [NcuMetric.of(m, names) for m in METRICS.counted() for names in m.spellings]
+    spelled = [NcuMetric.of(m, names) for m in METRICS.counted("ncu") for names in m.spellings]
     whole = [metric for metric in reversed(spelled) if present.issuperset(metric.counters)]
     return list({metric.name: metric for metric in whole}.values())[::-1]
 
 
-def resolve(names: Iterable[str] | None = None, chip: str = "") -> list[NcuMetric]:
+def resolve(
+    names: Iterable[str] | None = None, chip: str = "", ours: Mapping[str, NcuMetric] | None = None
+) -> list[NcuMetric]:
     """The metrics behind names of ours, of nvprof, or of counters; all that there are by default.
 
     A counter must add up over the ranges of a step, so a rate is refused.
+
+    Args:
+        names: what is asked for.
+        chip: the GPU's.
+        ours: every metric that it has, if that is known better than by its name.
     """
-    ours = on_chip(chip)
+    ours = on_chip(chip) if ours is None else ours
     if names is None:
         return list(ours.values())
-    nvprof = {metric.nvprof: metric.name for metric in METRICS.counted() if metric.nvprof}
+    nvprof = {metric.nvprof: metric.name for metric in METRICS.values() if metric.nvprof}
     chosen = {name: ours[name] for name in ALWAYS if name in ours}
     for asked in names:
         name = nvprof.get(asked, asked)
         if name in ours:
             chosen[name] = ours[name]
-        elif name in lacking(chip):
+        elif name in [metric.name for metric in METRICS.counted("ncu")]:
             raise ConfigurationError(f"{chip} has no counters for {asked}")
         elif "__" in name and not name.endswith(".sum"):
             raise ConfigurationError(

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dpbench.instruments.cupti.library import Driver, Library
-from dpbench.instruments.cupti.metrics import METRICS, counters_of
 from dpbench.instruments.cupti.steps import Target
 from dpbench.instruments.cupti.structures import NAMES, c_function, struct_size
+from dpbench.metrics import METRICS
+
+ALL = tuple(dict.fromkeys(c for m in METRICS.counted("cupti") for c in m.counters))
+"""Every counter that is read by default."""
 
 WRONG_PARAMETER, WRONG_ORDER = 1, 7
 CONTEXT = 4711
@@ -48,7 +51,7 @@ class FakeCupti:
         self,
         version: int = 130001,
         *,
-        counters: Iterable[str] = tuple(counters_of(METRICS.values())),
+        counters: Iterable[str] = ALL,
         a_pass: float = 100,
         fails: dict[str, int] | None = None,
         lacks: Iterable[str] = (),
@@ -72,7 +75,7 @@ class FakeCupti:
 
     def work(self, amount: float, counters: Iterable[str] | None = None) -> None:
         """The GPU does something that each of these counters sees."""
-        for counter in counters or [name for m in METRICS.values() for name in m.counters]:
+        for counter in counters or ALL:
             self.now[counter] = self.now.get(counter, 0.0) + amount
 
     def __getattr__(self, function: str) -> Callable[[Any], int]:

@@ -8,17 +8,12 @@ from dpbench.errors import ConfigurationError
 from dpbench.instruments.cupti.chip import Chip, Configuration, known_chips
 from dpbench.instruments.cupti.errors import CountersDoNotCombine, CounterUnavailable
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.cupti.metrics import (
-    BASIC_METRICS,
-    DRAM_COUNTERS,
-    METRICS,
-    counters_of,
-)
-from tests.instruments.cupti.fake import FakeCupti, library
+from dpbench.instruments.cupti.metrics import BASIC, chosen, on_chip
+from dpbench.instruments.ncu.metrics import counters
+from tests.instruments.cupti.fake import ALL, FakeCupti, library
 from tests.instruments.cupti.wheels import usable_library
 
-ALL = counters_of(METRICS.values())
-BASIC = counters_of(BASIC_METRICS.values())
+DRAM = list(ALL[:2])
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +38,16 @@ def test_a_chip_needs_so_many_passes(nvidia: Library, name: str, passes: int, dr
     if name not in known_chips(nvidia):
         pytest.skip(f"libcupti {nvidia.version} does not know {name}")
     chip = Chip(nvidia, name)
-    groups = chip.spread(ALL)
-    assert chip.passes(ALL) == passes == len(groups)
-    assert chip.passes(BASIC) == 1
-    assert {counter for group in groups for counter in group} == set(ALL)
-    assert all(group[:2] == list(DRAM_COUNTERS) for group in groups)
+    everything = counters(chosen(chip))
+    groups = chip.spread(everything, everything[:2])
+    assert chip.passes(everything) == passes == len(groups)
+    assert chip.passes(counters(chosen(chip, []))) == 1
+    assert [metric.name for metric in chosen(chip, [])] == list(BASIC)
+    assert {counter for group in groups for counter in group} == set(everything)
+    assert all(group[:2] == everything[:2] for group in groups)
     assert all(chip.passes(group) == 1 for group in groups)
     if nvidia.version >= 28:  # before, GB202's went by the usual name
-        assert chip.spelling("dram__bytes_read.sum") == dram
+        assert everything[0] == dram
 
 
 def test_counters_that_do_not_go_together_are_spread(nvidia: Library) -> None:
@@ -58,10 +55,10 @@ def test_counters_that_do_not_go_together_are_spread(nvidia: Library) -> None:
         pytest.skip("CUDA 12.6 says nothing against it")
     chip = Chip(nvidia, "GH100")
     with pytest.raises(CountersDoNotCombine, match=r"nvlrx__bytes\.sum on GH100"):
-        chip.passes([*DRAM_COUNTERS, "nvlrx__bytes.sum"])
-    assert chip.spread([*DRAM_COUNTERS, "nvlrx__bytes.sum", "sm__cycles_active.sum"]) == [
+        chip.passes([*DRAM, "nvlrx__bytes.sum"])
+    assert chip.spread([*DRAM, "nvlrx__bytes.sum", "sm__cycles_active.sum"], DRAM) == [
         ["nvlrx__bytes.sum"],
-        [*DRAM_COUNTERS, "sm__cycles_active.sum"],
+        [*DRAM, "sm__cycles_active.sum"],
     ]
 
 
@@ -80,26 +77,30 @@ def test_a_chip_that_does_not_exist_is_answered_with_those_that_do(nvidia: Libra
 
 @pytest.mark.parametrize(("a_pass", "sizes"), [(18, [18]), (12, [12, 8]), (6, [6, 6, 6, 6])])
 def test_groups_are_of_one_pass_and_each_has_dram_bytes(a_pass: int, sizes: list[int]) -> None:
-    groups = Chip(library(FakeCupti(a_pass=a_pass)), "GH100").spread(ALL)
+    groups = Chip(library(FakeCupti(a_pass=a_pass)), "GH100").spread(ALL, DRAM)
     assert [len(group) for group in groups] == sizes
-    assert all(group[:2] == list(DRAM_COUNTERS) for group in groups)
+    assert all(group[:2] == DRAM for group in groups)
 
 
 def test_a_counter_of_several_passes_cannot_be_counted() -> None:
     chip = Chip(library(FakeCupti(a_pass=0.5)), "GH100")
-    with pytest.raises(CounterUnavailable, match=r"gpu__time_duration\.sum needs several passes"):
-        chip.spread(ALL)
+    with pytest.raises(
+        CounterUnavailable, match=r"lts__t_sectors_op_read\.sum needs several passes"
+    ):
+        chip.spread(ALL, DRAM)
 
 
 def test_chips_that_call_dram_bytes_otherwise_are_asked_in_their_words() -> None:
     cupti = FakeCupti(counters=["dram__bytes_op_read.sum", "dram__bytes_op_write.sum"])
-    Configuration(Chip(library(cupti), "GH100"), DRAM_COUNTERS).close()
-    assert cupti.configurations == [["dram__bytes_op_read.sum", "dram__bytes_op_write.sum"]]
-    assert cupti.hosts == {}
+    found = on_chip(Chip(library(cupti), "GH100"))
+    assert {name: metric.counters for name, metric in found.items()} == {
+        "dram_read_bytes": ("dram__bytes_op_read.sum",),
+        "dram_write_bytes": ("dram__bytes_op_write.sum",),
+    }
 
 
 def test_nothing_stays_open_where_a_configuration_fails() -> None:
     cupti = FakeCupti(fails={"cuptiProfilerHostGetNumOfPasses": 27})
     with pytest.raises(Exception, match="GetNumOfPasses returned 27"):
-        Configuration(Chip(library(cupti), "GH100"), DRAM_COUNTERS)
+        Configuration(Chip(library(cupti), "GH100"), DRAM)
     assert cupti.hosts == {}

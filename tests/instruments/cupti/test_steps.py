@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dpbench.case import OUTSIDE
-from dpbench.errors import ConfigurationError
 from dpbench.instruments.cupti.errors import (
     CountersBusy,
     CountersDoNotCombine,
@@ -20,13 +19,12 @@ from dpbench.instruments.cupti.errors import (
     RangesLost,
     StepsDiffer,
 )
-from dpbench.instruments.cupti.metrics import METRICS, RangeMetric
 from dpbench.instruments.cupti.steps import StepCounter, count_ranges
+from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
 from tests.instruments.cupti.fake import FakeCupti, target
 
-DRAM = [METRICS["dram_read_bytes"], METRICS["dram_write_bytes"]]
 GB = 1e9
 
 
@@ -41,39 +39,36 @@ def step(cupti: FakeCupti, scale: float = 1.0) -> None:
 
 
 def count_steps(
-    cupti: FakeCupti,
-    scales: Iterable[float],
-    metrics: Iterable[RangeMetric] = METRICS.values(),
-    **options: Any,
+    cupti: FakeCupti, scales: Iterable[float], names: Iterable[str] | None = None, **options: Any
 ) -> StepCounter:
-    with closing(StepCounter(metrics, target(cupti), **options)) as counter:
+    with closing(StepCounter(names, target(cupti), **options)) as counter:
         for scale in scales:
             with observed_step(counter):
                 step(cupti, scale)
     return counter
 
 
-def read_bytes(counter: StepCounter, repeat: int = 0) -> dict[str, float]:
-    counts = counter.counts(repeat).by_phase
-    return {phase: values["dram_read_bytes"] for phase, values in counts.items()}
+def read_bytes(counter: StepCounter) -> list[dict[str, float]]:
+    return [
+        {phase: values["dram_read_bytes"] for phase, values in counts.items()}
+        for counts in counter.rounds()
+    ]
 
 
 def test_a_step_is_counted_by_phase_and_once_more_as_a_whole() -> None:
     cupti = FakeCupti()
     counter = count_steps(cupti, [1, 1])
     assert (counter.passes, counter.steps) == (1, 2)
-    assert read_bytes(counter) == {
-        OUTSIDE: 9 * GB,
-        "forward": 2 * GB,
-        "backward": 4 * GB,
-        STEP: 15 * GB,
-    }
+    assert read_bytes(counter) == [
+        {OUTSIDE: 9 * GB, "forward": 2 * GB, "backward": 4 * GB},
+        {STEP: 15 * GB},
+    ]
     assert cupti.calls.count("RangeProfiler_PushRange") == 5 + 1
 
 
 def test_the_calls_come_in_the_order_that_cupti_wants() -> None:
     cupti = FakeCupti()
-    count_steps(cupti, [1], DRAM, by_phase=[False])
+    count_steps(cupti, [1], [], rounds=[False])
     once = list(dict.fromkeys(cupti.calls))
     assert once[:3] == [
         "Profiler_Initialize",
@@ -115,39 +110,42 @@ def test_the_gpu_is_synchronized_before_each_border() -> None:
 def test_several_passes_are_spread_over_steps() -> None:
     counter = count_steps(FakeCupti(a_pass=12), [1, 1, 1, 1])
     assert (counter.passes, counter.steps) == (2, 4)
-    by_phase = counter.counts().by_phase
-    assert by_phase["forward"].keys() == METRICS.keys()
+    by_phase, whole = counter.rounds()
+    assert by_phase["forward"].keys() == {metric.name for metric in METRICS.counted("cupti")}
     assert by_phase["forward"]["global_store_bytes"] == 2 * GB
-    assert by_phase[STEP]["l2_total_bytes"] == 15 * GB
+    assert whole[STEP]["l2_total_bytes"] == 15 * GB
 
 
 @pytest.mark.parametrize("scales", [[1, 1.01, 1, 1], [1, 1, 1, 0.99]])
 def test_steps_that_move_other_bytes_are_refused(scales: list[float]) -> None:
     counter = count_steps(FakeCupti(a_pass=12), scales)
     with pytest.raises(StepsDiffer, match=r"the steps moved 30\.000, .*; warm up longer"):
-        counter.counts()
+        counter.rounds()
 
 
 def test_what_the_cache_keeps_makes_no_difference() -> None:
-    assert read_bytes(count_steps(FakeCupti(), [0.001, 0.002]))["forward"] == 0.002 * GB
+    by_phase, whole = read_bytes(count_steps(FakeCupti(), [0.001, 0.002]))
+    assert (by_phase["forward"], whole[STEP]) == (0.002 * GB, 0.03 * GB)
 
 
 def test_steps_of_different_phases_are_refused() -> None:
     cupti = FakeCupti(a_pass=12)
-    with closing(StepCounter(METRICS.values(), target(cupti), by_phase=[True])) as counter:
+    with closing(StepCounter(None, target(cupti), [True])) as counter:
         for name in ("forward", "clip"):
             with observed_step(counter), phase(name):
                 cupti.work(GB)
     with pytest.raises(StepsDiffer, match="different phases"):
-        counter.counts()
+        counter.rounds()
 
 
-def test_further_steps_are_further_repeats() -> None:
-    counter = count_steps(FakeCupti(), [1, 1, 2, 2])
-    assert read_bytes(counter, repeat=0)["forward"] == 2 * GB
-    assert read_bytes(counter, repeat=1)["forward"] == 4 * GB
-    with pytest.raises(CuptiError, match="0 of 2 steps were counted"):
-        counter.counts(repeat=2)
+def test_whole_steps_can_be_counted_more_often() -> None:
+    counter = count_steps(FakeCupti(), [1, 1, 1.002], rounds=[True, False, False])
+    assert [step[STEP] for step in read_bytes(counter)[1:]] == [15 * GB, 15.03 * GB]
+
+
+def test_steps_that_were_not_heard_are_an_error() -> None:
+    with pytest.raises(CuptiError, match="1 of 2 steps were counted"):
+        count_steps(FakeCupti(), [1]).rounds()
 
 
 def test_a_lost_range_is_an_error_and_not_a_zero() -> None:
@@ -182,20 +180,19 @@ def test_a_block_is_counted_by_phase_and_in_all() -> None:
     cupti = FakeCupti()
     with count_ranges(["global_load_bytes"], target=target(cupti)) as counts:
         step(cupti)
-        assert counts.by_phase == {}
-    assert counts.by_phase["backward"]["global_load_bytes"] == 4 * GB
-    assert counts.by_phase[STEP]["range_time_seconds"] == pytest.approx(15.0)
-    assert counts.share("gpu_busy_share", "forward") == 1.0
-    assert counts.share("warps_active_share") == 1.0
-    with pytest.raises(ConfigurationError, match="unknown share 'busy'; choose from gpu"):
-        counts.share("busy")
+        assert counts == {}
+    assert counts["backward"]["global_load_bytes"] == 4 * GB
+    assert counts["backward"]["dram_bytes"] == 8 * GB
+    assert counts[STEP]["range_time_seconds"] == pytest.approx(15.0)
+    assert counts["forward"]["gpu_busy_share"] == 1.0
+    assert counts[STEP]["warps_active_share"] == 1.0
 
 
 def test_a_block_can_be_counted_as_one_range() -> None:
     cupti = FakeCupti()
     with count_ranges(by_phase=False, target=target(cupti)) as counts:
         step(cupti)
-    assert counts.by_phase.keys() == {STEP}
+    assert counts.keys() == {STEP}
     assert cupti.calls.count("RangeProfiler_PushRange") == 1
 
 
@@ -232,5 +229,5 @@ def test_blocks_can_be_counted_one_after_another() -> None:
     for _ in range(2):
         with count_ranges(target=where) as counts:
             step(cupti)
-        assert counts.by_phase["forward"]["dram_read_bytes"] == 2 * GB
+        assert counts["forward"]["dram_read_bytes"] == 2 * GB
     assert cupti.calls.count("Profiler_Initialize") == 1

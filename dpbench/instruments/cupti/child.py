@@ -1,0 +1,68 @@
+"""The child process: the steps that are timed, and after them those that are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from itertools import cycle, islice
+from statistics import median
+from typing import Any
+
+from dpbench.case import Case
+from dpbench.instruments.cupti.steps import StepCounter, Target
+from dpbench.process.step import run_case
+from dpbench.results.rows import STEP
+from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.phases import observed_step
+
+WHOLE_STEPS = 3
+"""How often a short step is counted as a whole: one of them can have met a pause of the CPU."""
+
+SHORT_SECONDS = 1.0
+"""Below this such a pause matters."""
+
+
+def count_case(
+    case: Case,
+    metrics: Iterable[str] | None = None,
+    *,
+    device: str = "auto",
+    warmup: int = 3,
+    active: int = 5,
+    find_target: Callable[[], Target] = Target.of_torch,
+) -> dict[str, Any]:
+    """Run one case in this process: time its steps, then count as many as it takes.
+
+    Args:
+        case: what to run.
+        metrics: what to count beside DRAM bytes, time and busy shares; None for everything.
+        device: see `run_case`.
+        warmup: see `run_case`.
+        active: steps that are timed.
+        find_target: makes what is counted, once there is a CUDA context.
+
+    Returns:
+        The record of `run_case`, with libcupti's version as ``cupti``, ``chip``, ``passes``, and
+        the metrics by phase as ``counted_phases`` and of each whole step as ``counted_steps``.
+    """
+
+    def count(
+        trainer: TrainerBase, batches: Iterable[Batch], record: dict[str, Any]
+    ) -> dict[str, Any]:
+        seconds = median(sum(step.values()) for step in record["phase_seconds"])
+        whole_steps = WHOLE_STEPS if seconds < SHORT_SECONDS else 1
+        target = find_target()
+        with closing(StepCounter(metrics, target, [True, *[False] * whole_steps])) as counter:
+            for batch in islice(cycle(batches), counter.steps):
+                with observed_step(counter):
+                    trainer.train_step(batch)
+            by_phase, *whole = counter.rounds()
+        return {
+            "cupti": "{}.{}".format(*target.library.cuda_version),
+            "chip": counter.chip.name,
+            "passes": counter.passes,
+            "counted_phases": by_phase,
+            "counted_steps": [step[STEP] for step in whole],
+        }
+
+    return run_case(case, device=device, warmup=warmup, active=active, after=count)

@@ -1,0 +1,79 @@
+"""Bytes and busy shares by phase, step time and peak memory, all from one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dpbench.case import Case
+from dpbench.instruments.base import Instrument, check_place
+from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.cupti.errors import KINDS
+from dpbench.instruments.settings import InstrumentSettings
+from dpbench.instruments.timing import timing_rows
+from dpbench.metrics import METRICS
+from dpbench.process.schedule import Steps
+from dpbench.results.rows import STEP, Measurement
+
+
+@dataclass(frozen=True)
+class Cupti(Instrument):
+    """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones.
+
+    Args:
+        directory: where the cases' logs go.
+        metrics: what to count beside DRAM bytes, time and busy shares; None for everything.
+        steps: warm-up and timed steps.
+        timeout: seconds after which a case is ended.
+    """
+
+    name: ClassVar[str] = "cupti"
+
+    directory: Path
+    metrics: tuple[str, ...] | None = None
+    steps: Steps = InstrumentSettings.timing_steps
+    timeout: float = InstrumentSettings.timeout
+
+    @classmethod
+    def from_settings(cls, settings: InstrumentSettings) -> Cupti:
+        """As ``--ncu-metrics``, ``--warmup``, ``--active`` and the like say."""
+        names = settings.metric_names
+        metrics = None if names is None else tuple(names)
+        return cls(settings.directory, metrics, settings.timing_steps, settings.timeout)
+
+    def check(self) -> None:
+        """There are a GPU and a directory that can hold logs."""
+        check_place(self.directory, on_gpu=True)
+
+    def command(self, case: Case) -> list[str]:
+        """The whole argument list for one case."""
+        names = "" if self.metrics is None else "=" + ",".join(self.metrics)
+        return [*step_command(case, self.steps, device="cuda"), f"--cupti{names}"]
+
+    def start(self, case: Case) -> Child:
+        """Start a process whose rows are those of timing, and each metric by phase and step."""
+        return Child(
+            self.command(case),
+            case=case,
+            log=(self.directory / case.report_path).with_suffix(".cupti.log"),
+            timeout=self.timeout,
+            read=lambda process: list(cupti_rows(case, process.record())),
+            errors=KINDS,
+        )
+
+
+def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
+    """The rows of one record of ``dpbench step --cupti``."""
+    tool = f"cupti {record['cupti']}, torch {record['torch']}"
+    for row in timing_rows(case, dict(record)):
+        yield replace(row, instrument=Cupti.name, tool=tool)
+    counted = [(phase, values, 0) for phase, values in record["counted_phases"].items()]
+    counted += [(STEP, values, repeat) for repeat, values in enumerate(record["counted_steps"])]
+    for phase, values, repeat in counted:
+        for metric, value in values.items():
+            unit = METRICS[metric].unit if metric in METRICS else "B" if "bytes" in metric else "1"
+            yield Measurement(
+                case, Cupti.name, phase, metric, value, unit, repeat, record["device"], tool
+            )

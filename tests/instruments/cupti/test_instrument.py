@@ -1,0 +1,188 @@
+"""The instrument, from the steps of a case to the tables: on the CPU, beside a fake library."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench import Case, CaseReport, ConfigurationError
+from dpbench.cli import main
+from dpbench.instruments import choose
+from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentError
+from dpbench.instruments.cupti import child
+from dpbench.instruments.cupti.errors import CountersForbidden, CuptiTooOld
+from dpbench.instruments.cupti.instrument import Cupti, cupti_rows
+from dpbench.instruments.settings import InstrumentSettings
+from dpbench.process.schedule import Steps
+from dpbench.results.frame import summarise, to_frame
+from dpbench.results.rows import STEP
+from dpbench.show.layout import as_text
+from dpbench.show.tables import tables
+from dpbench.workloads.transformer import SimpleBigModel
+from tests.instruments.cupti.fake import FakeCupti, target
+from tests.programs import program
+
+CASE = Case("dpsgd", 2, 16, "tiny")
+GB = 1e9
+BUSY = 0.4
+"""Of the time in which the fake GPU runs."""
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    """What the process of a case prints; its forward pass does all that the GPU sees."""
+    cupti = FakeCupti()
+    forward = SimpleBigModel.forward
+
+    def counted(self: SimpleBigModel, *batch: Any) -> Any:
+        cupti.work(5 * GB)
+        cupti.now["gr__cycles_active.sum"] = BUSY * cupti.now["gr__cycles_elapsed.sum"]
+        return forward(self, *batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimpleBigModel, "forward", counted)
+        return child.count_case(
+            CASE, device="cpu", warmup=1, active=2, find_target=lambda: target(cupti)
+        )
+
+
+def said(record: dict[str, Any]) -> str:
+    """The text of a program that prints a record."""
+    return f"from dpbench.process.messages import print_record; print_record(**{record!r})"
+
+
+def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any]) -> None:
+    assert (record["cupti"], record["chip"], record["passes"]) == ("13.0", "GH100", 1)
+    assert len(record["phase_seconds"]) == record["active"] == 2
+    assert record["counted_phases"]["forward"]["dram_read_bytes"] == 5 * GB
+    assert {"clip", "noise", "backward"} < record["counted_phases"].keys()
+    assert [step["dram_read_bytes"] for step in record["counted_steps"]] == 3 * [5 * GB]
+
+
+def test_a_long_step_is_counted_once_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "SHORT_SECONDS", 0.0)
+    found = child.count_case(
+        CASE, [], device="cpu", warmup=0, active=1, find_target=lambda: target(FakeCupti())
+    )
+    assert len(found["counted_steps"]) == 1
+    assert "l2_total_bytes" not in found["counted_steps"][0]
+
+
+def test_the_report_has_times_and_bytes_of_the_step_and_its_phases(record: dict[str, Any]) -> None:
+    report = CaseReport.of(CASE, cupti_rows(CASE, record))
+    assert set(report.frame.instrument) == {"cupti"}
+    assert set(report.frame.tool) == {f"cupti 13.0, torch {record['torch']}"}
+    assert report.dram_bytes == report.value("dram_bytes", "forward") == 10 * GB
+    assert report.value("dram_bytes", "clip") == 0
+    assert report.value("gpu_busy_share") == report.value("gpu_busy_share", "forward") == BUSY
+    assert report.value("step_time_seconds") > report.value("step_time_seconds", "forward") > 0
+    assert report.phases.dram_bytes["forward"] == 10 * GB
+
+
+def test_the_busy_share_of_a_step_is_that_of_the_middle_one(record: dict[str, Any]) -> None:
+    whole = record["counted_steps"]
+    paused = [{**whole[0], "gpu_elapsed_cycles": 10 * GB}, *whole[1:]]
+    rows = cupti_rows(CASE, {**record, "counted_steps": paused})
+    summary = summarise(to_frame(rows)).set_index(["metric", "phase"])
+    assert summary.value["gpu_busy_share", STEP] == BUSY
+    assert summary.spread["gpu_busy_share", STEP] == pytest.approx(0.5)
+
+
+def test_tables_show_how_busy_the_gpu_was_and_say_that_a_step_waits(record: dict[str, Any]) -> None:
+    step, *others = tables(to_frame(cupti_rows(CASE, record)))
+    assert step.headers[-1] == "busy"
+    assert step.cells[0][-1] == "40%"
+    waits = (
+        "Busy below 70%: the step of dpsgd waits for its launches; bytes do not explain its time."
+    )
+    assert waits in step.notes
+    [by_phase] = [table for table in others if "busy by phase" in table.title]
+    assert by_phase.headers == ["trainer", "forward", "step"]
+    assert by_phase.cells == [["dpsgd", "40%", "40%"]]
+    [rates] = [table for table in others if table.title.endswith("GB/s")]
+    assert rates.cells
+
+
+def test_a_busy_step_needs_no_word(record: dict[str, Any]) -> None:
+    busy = [{**step, "gpu_busy_cycles": 4.5 * GB} for step in record["counted_steps"]]
+    text = as_text(tables(to_frame(cupti_rows(CASE, {**record, "counted_steps": busy}))))
+    assert "90%" in text
+    assert "waits for its launches" not in text
+
+
+# --- its process ---------------------------------------------------------------------------------
+
+
+def test_options_reach_the_child(tmp_path: Path) -> None:
+    settings = InstrumentSettings(tmp_path, timing_steps=Steps(1, 2), timeout=60.0)
+    [usual] = choose(["cupti"], settings)
+    assert isinstance(usual, Cupti)
+    assert usual.timeout == 60.0
+    command = usual.command(CASE)
+    assert command[-7:] == ["--device", "cuda", "--warmup", "1", "--active", "2", "--cupti"]
+    asked = InstrumentSettings(tmp_path, metrics=("l2_read_bytes,dram_bytes__x.sum",))
+    assert Cupti.from_settings(asked).command(CASE)[-1] == "--cupti=l2_read_bytes,dram_bytes__x.sum"
+
+
+def measure(says: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> CaseReport:
+    replay = program(directory / "replay", says)
+    monkeypatch.setattr(sys, "executable", str(replay))
+    return CaseReport.of(CASE, Cupti(directory).measure(CASE))
+
+
+def test_rows_come_from_what_the_process_printed(
+    record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = measure(said(record), tmp_path, monkeypatch)
+    assert report.dram_bytes == 10 * GB
+    assert (tmp_path / CASE.report_path).with_suffix(".cupti.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (CountersForbidden("not allowed"), CountersForbidden),
+        (CuptiTooOld("too old"), CuptiTooOld),
+        (ValueError("odd"), CaseFailed),
+    ],
+)
+def test_an_error_of_the_process_is_raised_here_with_its_remedy_once(
+    raised: Exception, kind: type[InstrumentError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = {"kind": type(raised).__name__, "message": str(raised)}
+    with pytest.raises(InstrumentError) as caught:
+        measure(said({"error": error}), tmp_path, monkeypatch)
+    assert type(caught.value) is kind
+    assert str(caught.value) == f"{CASE.id}: {raised}"
+    assert caught.value.log is not None
+
+
+def test_too_little_memory_is_told_as_by_every_instrument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
+    with pytest.raises(CaseOutOfMemory, match="out of memory; use a smaller batch size"):
+        measure(said({"error": error}), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--device=cpu"], "--cupti reads a GPU's counters, and there is none: drop it"),
+        (["--nvtx"], "--cupti excludes --nvtx and --profile: choose one"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(
+    more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["step", "--trainer=dpsgd", "--model-size=tiny", "--cupti", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="no CUDA GPU"):
+        Cupti(tmp_path).check()
