@@ -85,6 +85,7 @@ class Child(Running):
         watch: Callable[[str], None] | None = None,
         errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
+        self.errors: Mapping[str, type[InstrumentError]]
         self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
         self.case, self.log, self.timeout, self.read, self.watch = case, log, timeout, read, watch
         self._mark = f"{secrets.token_hex(8)} "

@@ -20,7 +20,7 @@ from dpbench.results.frame import (
     with_ratios,
 )
 from dpbench.results.rows import STEP
-from dpbench.show.groups import Group, Metrics, found, groups, in_order
+from dpbench.show.groups import Group, Metrics, found, groups, in_order, of_one_instrument
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import Column, View, column, rates, shown_by_default
 
@@ -40,7 +40,7 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
     where there was one step; ``has_baseline`` says whether standard training was measured in
     the cell, ``in_cache`` whether the case moves so little that DRAM ratios mean nothing.
     """
-    summary = summarise(frame)
+    summary = of_one_instrument(summarise(frame))
     rates = throughputs(summary)
     if not rates.empty:
         summary = pd.concat([summary, rates], ignore_index=True)

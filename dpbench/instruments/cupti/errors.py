@@ -93,7 +93,10 @@ class StepsDiffer(CuptiError):
     remedy = "warm up longer, give every step the same shapes, and keep other processes off the GPU"
 
 
-KINDS = {kind.__name__: kind for kind in [CuptiError, *CuptiError.__subclasses__()]}
+KINDS: dict[str, type[InstrumentError]] = {
+    CuptiError.__name__: CuptiError,
+    **{kind.__name__: kind for kind in CuptiError.__subclasses__()},
+}
 """All of them by name, as a child process says which it was."""
 
 _BY_CODE: dict[int, tuple[type[CuptiError], str]] = {

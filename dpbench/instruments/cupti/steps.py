@@ -15,9 +15,9 @@ from dpbench.instruments.cupti.errors import (
     StepsDiffer,
 )
 from dpbench.instruments.cupti.library import Library, load_library
-from dpbench.instruments.cupti.metrics import ALWAYS, chosen, with_derived
+from dpbench.instruments.cupti.metrics import chosen, with_derived
 from dpbench.instruments.cupti.profiler import MAX_RANGES, RangeProfiler, chip_of
-from dpbench.instruments.ncu.metrics import counters
+from dpbench.instruments.ncu.metrics import ALWAYS, counters
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 

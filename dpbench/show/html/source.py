@@ -12,7 +12,7 @@ from dpbench.case import AXES, Case
 from dpbench.results.frame import CONFIGURATION, summarise, with_ratios
 from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import COLUMNS
-from dpbench.show.groups import in_order
+from dpbench.show.groups import in_order, of_one_instrument
 
 UNMEASURED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""
@@ -86,7 +86,7 @@ def summary_of(sources: Sequence[Source]) -> pd.DataFrame:
     ratio compares with the standard trainer of the same run.
     """
     parts = [
-        in_order(with_ratios(summarise(source.frame))).assign(run=source.label)
+        in_order(with_ratios(of_one_instrument(summarise(source.frame)))).assign(run=source.label)
         for source in sources
         if not source.frame.empty
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,21 @@ def test_a_busy_step_needs_no_word(record: dict[str, Any]) -> None:
     text = as_text(tables(to_frame(cupti_rows(CASE, {**record, "counted_steps": busy}))))
     assert "90%" in text
     assert "waits for its launches" not in text
+
+
+def test_where_ncu_counted_too_the_tables_show_its_bytes(record: dict[str, Any]) -> None:
+    rows = list(cupti_rows(CASE, record))
+    by_ncu = [
+        replace(row, instrument="ncu", value=2 * row.value)
+        for row in rows
+        if row.metric.startswith("dram_")
+    ]
+    step = tables(to_frame([*rows, *by_ncu]))[0]
+    assert step.cells[0][1:4] == ["10.0", "10.0", "20.0"]
+    both = CaseReport.of(CASE, [*rows, *by_ncu])
+    with pytest.raises(ConfigurationError, match="make a report of one of them"):
+        _ = both.dram_bytes
+    assert len(both.phases) == len(record["counted_phases"])
 
 
 # --- its process ---------------------------------------------------------------------------------
