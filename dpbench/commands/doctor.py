@@ -5,8 +5,11 @@ them: a copy of known size must be counted within 1 %. Each line is ok, a warnin
 last two with what would help. The exit code is 1 if anything failed. Reports and logs of the two
 profiled processes stay in DIR/doctor.
 
+With --chip it says what CUPTI counts on a kind of GPU, by which counters and in how many steps.
+
 Examples:
   dpbench doctor
+  dpbench doctor --chip GA100
   dpbench doctor --json
   dpbench doctor --ncu-path /opt/nvidia/nsight-compute/2025.3.1/ncu
 """
@@ -29,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     declare(parser.add_argument, "ncu_path", "ncu_dir")
     declare(parser.add_argument, "timeout", default=120)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--chip", metavar="NAME", help="what CUPTI counts on a chip such as GA100; needs no GPU"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,6 +42,12 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.doctor import FAILED, Setup, examine
     from dpbench.instruments.settings import check_timeout
 
+    if options.chip:
+        from dpbench.instruments.cupti.library import load_library
+        from dpbench.instruments.cupti.metrics import describe
+
+        print(describe(load_library(), options.chip))
+        return 0
     check_timeout(options.timeout)
     findings = []
     for finding in examine(Setup(options.ncu_dir, options.ncu_path, options.timeout)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from dpbench.instruments.cupti.chip import Chip
-from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, resolve
+from dpbench.instruments.cupti.library import Library
+from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, counters, resolve
 from dpbench.metrics import METRICS
 
 BASIC = (*ALWAYS, *(m.name for m in METRICS.counted("cupti") if m.by == ("cupti",)))
@@ -31,6 +32,21 @@ def chosen(chip: Chip, names: Iterable[str] | None = None) -> list[NcuMetric]:
         return list(ours.values())
     parts = [part for name in names for part in _parts(name)]
     return resolve([*(name for name in BASIC if name in ours), *parts], chip.name, ours)
+
+
+def describe(library: Library, name: str) -> str:
+    """What a chip counts, in words: the passes, and each metric's counters."""
+    chip = Chip(library, name)
+    metrics = chosen(chip)
+    common = counters(metric for metric in metrics if metric.name in ALWAYS)
+    groups = chip.spread(counters(metrics), common)
+    version = "{}.{}".format(*library.cuda_version)
+    lines = [f"{name}, libcupti {version}: {len(groups)} step(s) to count everything by phase"]
+    for metric in metrics:
+        places = [i for i, group in enumerate(groups, 1) if {*metric.counters} & {*group}]
+        step = ", ".join(map(str, places))
+        lines.append(f"  {metric.name:<24}step {step:<6}{' + '.join(metric.counters)}")
+    return "\n".join(lines)
 
 
 def _parts(name: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.cupti.chip import Chip
-from dpbench.instruments.cupti.metrics import BASIC, chosen, on_chip, with_derived
+from dpbench.instruments.cupti.metrics import BASIC, chosen, describe, on_chip, with_derived
 from dpbench.instruments.ncu import metrics as ncu
 from tests.instruments.cupti.fake import FakeCupti, library
 
@@ -47,6 +47,13 @@ def test_what_the_chip_lacks_is_refused_where_it_is_asked_for() -> None:
     assert [metric.name for metric in chosen(chip)] == ["range_time_seconds"]
     with pytest.raises(ConfigurationError, match="GH100 has no counters for dram_read_bytes"):
         chosen(chip, ["dram_read_bytes"])
+
+
+def test_a_chip_is_described_without_a_gpu() -> None:
+    first, *lines = describe(library(FakeCupti(a_pass=12)), "GA100").splitlines()
+    assert first == "GA100, libcupti 13.0: 2 step(s) to count everything by phase"
+    assert len(lines) == len(ncu.on_chip()) + 9
+    assert lines[0].split() == ["dram_read_bytes", "step", "1,", "2", "dram__bytes_read.sum"]
 
 
 def test_a_metric_is_its_counters_times_its_scale() -> None:
