@@ -13,6 +13,9 @@ from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
 
+PREFERRED = ("ncu", "timing", "cupti")
+"""Whose numbers are shown where several instruments have the same."""
+
 IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
 ratios of DRAM bytes say nothing."""
@@ -85,6 +88,14 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     summary["spread"] = ((summary["max"] - summary["min"]) / summary.value).fillna(0.0)
     summary["repeats"] = steps.where(partial, summary["count"])
     return summary.drop(columns=["mean", "median", "min", "max", "count"])
+
+
+def of_one_instrument(summary: pd.DataFrame) -> pd.DataFrame:
+    """The summary with one number a case, device, phase and metric: of `PREFERRED`, the first's."""
+    places = summary.instrument.map({name: place for place, name in enumerate(PREFERRED)})
+    first = summary.assign(place=places).sort_values("place", kind="stable")
+    keys = [*AXES, "device", "phase", "metric"]
+    return summary.loc[first.drop_duplicates(keys).index.sort_values()]
 
 
 def _steps(summary: pd.DataFrame) -> pd.Series[int]:

@@ -13,7 +13,7 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.rows import STEP
-from dpbench.show.view import OF_CASES, Column, View, column
+from dpbench.show.view import Column, View, column
 
 _PHASES = (*ALL_PHASES, STEP)
 _ORDINARY = {"attention": "sdpa", "model": "simple"}
@@ -70,14 +70,6 @@ def _place(key: str, value: Any) -> Any:
     if key == "trainer":
         return TRAINERS.rank(value), value
     return _PHASES.index(value) if key == "phase" else value
-
-
-def of_one_instrument(summary: pd.DataFrame) -> pd.DataFrame:
-    """The summary with one number a case, device, phase and metric."""
-    places = summary.instrument.map({name: place for place, name in enumerate(OF_CASES)})
-    first = summary.assign(place=places).sort_values("place", kind="stable")
-    keys = [*AXES, "device", "phase", "metric"]
-    return summary.loc[first.drop_duplicates(keys).index.sort_values()]
 
 
 def in_order(summary: pd.DataFrame) -> pd.DataFrame:

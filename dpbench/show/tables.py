@@ -14,13 +14,14 @@ from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
+    of_one_instrument,
     summarise,
     throughputs,
     with_logical,
     with_ratios,
 )
 from dpbench.results.rows import STEP
-from dpbench.show.groups import Group, Metrics, found, groups, in_order, of_one_instrument
+from dpbench.show.groups import Group, Metrics, found, groups, in_order
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import Column, View, column, rates, shown_by_default
 

@@ -14,7 +14,7 @@ THROUGHPUT = "_throughput"
 """The end of the name of bytes per second."""
 
 OF_CASES = ("ncu", "timing", "cupti", "logical")
-"""The instruments whose metrics stand in tables of cases; where two have the same, the first's."""
+"""The instruments whose metrics stand in tables of cases."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES, Case
-from dpbench.results.frame import CONFIGURATION, summarise, with_ratios
+from dpbench.results.frame import CONFIGURATION, of_one_instrument, summarise, with_ratios
 from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import COLUMNS
-from dpbench.show.groups import in_order, of_one_instrument
+from dpbench.show.groups import in_order
 
 UNMEASURED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""
