@@ -321,13 +321,13 @@ class Session:
 
     def _write_page(self, outcomes: Sequence[Outcome], complete: bool) -> None:
         """Draw the page that was asked for; it takes a second, so once."""
+        from dpbench.show.html.data import labelled
         from dpbench.show.html.page import write_html
-        from dpbench.show.html.source import labelled
 
         path = self.settings.html
         if path is not None and outcomes:
             document = self._document(outcomes, complete)
-            write_html(path, labelled([(path.stem, document)]))
+            write_html(path, labelled([(path.stem, document)]), self.view.expected)
 
     @contextmanager
     def reporting_problems(self) -> Iterator[None]:

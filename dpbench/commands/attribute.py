@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.files import write_text
     from dpbench.results.account import account, account_json, unaccounted
-    from dpbench.show.account import account_table
+    from dpbench.show.kernels import account_table
     from dpbench.show.layout import as_text, terminal_width
 
     case = chosen_case(options)

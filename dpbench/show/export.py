@@ -15,10 +15,9 @@ from dpbench.files import write_text
 from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
-from dpbench.show.groups import in_order
 from dpbench.show.layout import Table, as_markdown
 from dpbench.show.summary import write_markdown
-from dpbench.show.tables import complete
+from dpbench.show.tables import complete, in_order
 from dpbench.show.view import Column, View, shown_by_default
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"

@@ -1,4 +1,4 @@
-"""Which kernels move the bytes, and how near they come to the hardware's limits: tables."""
+"""Which kernels move the bytes, how near they come to the hardware's limits, what else does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
+from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
 from dpbench.results.cards import Roofs, known_roofs
 from dpbench.results.kernel_names import matched_category, short_name
 from dpbench.results.kernel_table import kernel_frame, kernel_table, step_bytes
@@ -40,7 +41,7 @@ class KernelContext:
 def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
     """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
     device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
-    title = f"{outcome.case.id}, {device}" if device else outcome.case.id
+    title = ", ".join(filter(None, (outcome.case.id, device)))
     measured = [row for row in outcome.rows if row.instrument == "ncu"]
     context = KernelContext(title, step_bytes(measured), known_roofs(device))
     return [
@@ -141,3 +142,27 @@ def speed_table(speeds: Iterable[KernelSpeed], title: str) -> list[Table]:
     )
     headers = ["kernel", "µs", "SM", "mem", "DRAM", "L2\nhit", "occ.", "top stall"]
     return [Table(f"{title}: Speed of Light", headers, cells, (note,))]
+
+
+def account_table(title: str, account: pd.DataFrame) -> Table:
+    """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
+    small = in_cache(account)
+    cells = [
+        [
+            str(phase),
+            *(
+                gigabytes(line[part]) if small else f"{line[part] / 1e9:.2f}"
+                for part in (*ACCOUNT_COLUMNS, "remainder")
+            ),
+            f"{line.share:.2%}",
+        ]
+        for phase, line in account.iterrows()
+    ]
+    parts = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
+    notes = ["Left over: range less kernels less copies; % of the step's range."]
+    if small:
+        notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
+    elif unaccounted(account):
+        notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
+    headers = ["phase", *parts, "left\nover", "%"]
+    return Table(f"{title}: DRAM GB per step", headers, cells, tuple(notes))

@@ -10,9 +10,8 @@ from dpbench.case import ALL_PHASES
 from dpbench.results.cards import Roofs, known_roofs
 from dpbench.results.ceilings import Ceilings
 from dpbench.results.rows import STEP
-from dpbench.show.groups import by_cell, in_order
 from dpbench.show.layout import Table, gigabytes, written
-from dpbench.show.tables import SHOWN_SHARE
+from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order
 
 
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:

@@ -13,7 +13,7 @@ from dpbench import Case, ConfigurationError
 from dpbench.results.account import ACCOUNT_COLUMNS, account, unaccounted
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.account import account_table
+from dpbench.show.kernels import account_table
 
 CASE = Case("dpsgd", 8, 256)
 BYTES = st.integers(0, 10**12).map(float)

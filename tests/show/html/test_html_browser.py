@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.case import AXES
+from dpbench.show.html.data import labelled
 from dpbench.show.html.page import write_html
-from dpbench.show.html.source import labelled
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

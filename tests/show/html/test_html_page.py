@@ -15,12 +15,9 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.show.html import check_libraries
-from dpbench.show.html.data import IN_CACHE
-from dpbench.show.html.drawing import Material
+from dpbench.show.html.data import IN_CACHE, labelled
+from dpbench.show.html.figures import OURS, PHASE_STYLES, Chart, Material, exact, plain, styles
 from dpbench.show.html.page import draw, render
-from dpbench.show.html.palette import OURS, PHASE_STYLES, styles
-from dpbench.show.html.parts import Chart, exact, plain
-from dpbench.show.html.source import labelled
 
 ROOT = Path(__file__).parents[3]
 GRID1 = json.loads((ROOT / "docs/results/h200-grid1.json").read_text())
@@ -59,7 +56,7 @@ def cell(**parts: Any) -> dict[str, Any]:
 
 def charts_of(*documents: dict[str, Any]) -> dict[str, Chart]:
     found = labelled((f"run{place}", document) for place, document in enumerate(documents))
-    return {chart.id: chart for chart in draw(found, Material.of(found))}
+    return {chart.id: chart for chart in draw(Material.of(found))}
 
 
 def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
