@@ -52,8 +52,6 @@ MAY_USE = {
 ON_THE_WAY = {
     ("dpbench.instruments.torch_profiler.files", "dpbench.show.profile"),
     ("dpbench.results.threshold", "dpbench.show.view"),
-    ("dpbench.results.report", "dpbench.show.layout"),
-    ("dpbench.results.report", "dpbench.show.tables"),
     ("dpbench.process.ceilings", "dpbench.results.ceilings"),
     ("dpbench.doctor.counters", "dpbench.doctor"),
     ("dpbench.doctor.machine", "dpbench.doctor"),

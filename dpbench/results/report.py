@@ -17,8 +17,6 @@ from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.layout import as_text
-from dpbench.show.tables import tables
 
 BY_PHASE = ("ncu", "logical")
 """Instruments whose metrics have values by phase that add up to the step."""
@@ -189,4 +187,8 @@ class CaseReport:
         return value / reference
 
     def __str__(self) -> str:
-        return as_text(tables(self.frame))
+        columns = ["instrument", "device", "metric", "unit"]
+        wide = self.summary.pivot(index=columns, columns="phase", values="value")
+        wide = wide[[name for name in (STEP, *ALL_PHASES) if name in wide]]
+        numbers = wide.to_string(float_format="{:.6g}".format, na_rep="-")
+        return f"{self.case.id}, per step and phase:\n{numbers}"
