@@ -44,10 +44,7 @@ def write_renderings(
 
 
 def write_csv(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Write the long table: one line per measurement, exact numbers, bytes and seconds.
-
-    Ratios are not in it: they are between means over the steps, and a line is one step.
-    """
+    """Write the long table: a line per measurement of a step, exact numbers, bytes and seconds."""
     frame = pd.DataFrame(as_rows(measurements), columns=COLUMNS, dtype=object)
     write_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
@@ -80,7 +77,9 @@ def github_benchmark_entries(
     shown = dict.fromkeys(view.columns or usual)
     columns = [c for c in shown if c.kind != "spread" and c.smaller_is_better]
     summary = in_order(complete(frame))
-    step = summary[summary.phase == STEP].merge(_tools(frame), how="left")
+    by_instrument = frame.groupby([*AXES, "device", "instrument"], as_index=False)
+    tools = by_instrument.agg(tool=("tool", lambda names: ", ".join(dict.fromkeys(names))))
+    step = summary[summary.phase == STEP].merge(tools, how="left")
     for _, case in step.groupby([*AXES, "device"], sort=False):
         for column in columns:
             rows = case[case.metric.isin(column.metrics)].dropna(subset=column.kind)
@@ -88,12 +87,6 @@ def github_benchmark_entries(
                 rows = rows[rows.trainer != BASELINE_TRAINER]
             for row in rows.head(1).to_dict("records"):
                 yield _entry(row, column)
-
-
-def _tools(frame: pd.DataFrame) -> pd.DataFrame:
-    """What made the numbers of each case and instrument."""
-    by = frame.groupby([*AXES, "device", "instrument"], as_index=False)
-    return by.agg(tool=("tool", lambda tools: ", ".join(dict.fromkeys(tools))))
 
 
 def _entry(row: Mapping[Any, Any], column: Column) -> dict[str, Any]:

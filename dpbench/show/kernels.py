@@ -25,13 +25,7 @@ NAME_WIDTH = 24
 
 @dataclass(frozen=True)
 class KernelContext:
-    """What kernels are compared with.
-
-    Args:
-        title: which case, and where it was measured.
-        step_bytes: DRAM bytes of a whole step, by its ranges; None if they were not measured.
-        roofs: of the card; None if they are not known.
-    """
+    """Which case it is, and what its kernels are compared with: its step's DRAM bytes, roofs."""
 
     title: str
     step_bytes: float | None = None
@@ -100,17 +94,11 @@ def wrapped(name: str) -> str:
 def _notes(frame: pd.DataFrame, context: KernelContext) -> Iterator[str]:
     """What a reader must know to read the numbers right."""
     total = frame.dram_bytes.sum() / max(frame.repeat.nunique(), 1)
-    if context.step_bytes:
-        yield (
-            f"Share of the step's {gigabytes(context.step_bytes)} GB by its ranges; all kernels "
-            f"profiled move {total / context.step_bytes:.1%} of it. Copies and memsets are no "
-            f"kernels."
-        )
-    else:
-        yield (
-            f"Share of the {gigabytes(total)} GB of all kernels profiled; the step itself was not "
-            f"measured. Copies and memsets are no kernels."
-        )
+    of = f"{gigabytes(total)} GB of all kernels profiled; the step itself was not measured"
+    if step := context.step_bytes:
+        of = f"step's {gigabytes(step)} GB by its ranges; all kernels profiled move "
+        of += f"{total / step:.1%} of it"
+    yield f"Share of the {of}. Copies and memsets are no kernels."
     yield "ms: the kernels' own time under the profiler, without the gaps between them."
     if context.roofs:
         yield (

@@ -86,13 +86,10 @@ def profile_report(
 ) -> str:
     """The text report of one profiled case.
 
-    Args:
-        record: what ran and where.
-        rows: its rows.
-        launches: what the device did, folded; sums over the recorded steps.
-        operators: sums by operator, and by operator and input shapes, of each cycle; their
-            ``kind`` is ``operator``, ``call`` (of CUDA), ``kernel`` or ``annotation``.
-        threshold: milliseconds of a step from which an operator is a bottleneck.
+    ``launches`` are what the device did, folded: sums over the recorded steps. ``operators`` are
+    sums by operator, and by operator and input shapes, of each cycle; their ``kind`` is
+    ``operator``, ``call`` (of CUDA), ``kernel`` or ``annotation``. An operator that takes
+    ``threshold`` milliseconds of a step is a bottleneck.
     """
     frame = to_frame(rows)
     steps = int(frame.repeat.nunique())

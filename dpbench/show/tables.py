@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -53,7 +53,7 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
     summary = with_logical(with_ratios(summary))
     dram_step = (summary.metric == "dram_bytes") & (summary.phase == STEP)
     return summary.assign(
-        has_baseline=_in_any((summary.trainer == BASELINE_TRAINER), summary, CONFIGURATION),
+        has_baseline=_in_any(summary.trainer == BASELINE_TRAINER, summary, CONFIGURATION),
         in_cache=_in_any(dram_step & (summary.value < IN_CACHE_BYTES), summary, AXES),
     )
 
@@ -89,18 +89,13 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
 class Group:
     """Cases that share a table.
 
-    Args:
-        title: what they have in common.
-        rows: theirs, by label (which tells the cases of this group apart), phase and metric.
-        labels: of all cases, in the order of the view.
-        phase: what the group's first table shows: whole steps, or the phase it is of.
-        first_header: what stands above the labels.
-        by_phase: whether it is of one phase.
-        one_cell: whether the cases share a baseline.
+    ``rows`` are theirs, by label (which tells them apart), phase and metric; ``labels`` are in the
+    order of the view. ``phase`` is what the first table shows: whole steps, or the phase that the
+    group is of; ``one_cell`` whether the cases share a baseline.
     """
 
     title: str
-    rows: dict[tuple[str, str, str], Row] = field(repr=False)
+    rows: dict[tuple[str, str, str], Row]
     labels: list[str]
     phase: str
     first_header: str
@@ -150,11 +145,14 @@ def in_order(summary: pd.DataFrame) -> pd.DataFrame:
 
 def _sorted(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Rows by these columns: trainers as registered, phases as they come in a step."""
-    phases = {phase: place for place, phase in enumerate((*ALL_PHASES, STEP))}
-    places = {"trainer": TRAINERS.rank, "phase": phases.get}
-    return rows.sort_values(
-        keys, key=lambda c: c.map(places[c.name]) if c.name in places else c, kind="stable"
-    )
+    phases = [*ALL_PHASES, STEP]
+
+    def places(column: pd.Series[Any]) -> pd.Series[Any]:
+        if column.name == "trainer":
+            return column.map(TRAINERS.rank)
+        return column.map(phases.index) if column.name == "phase" else column
+
+    return rows.sort_values(keys, key=places, kind="stable")
 
 
 def by_cell(summary: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -177,7 +175,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
     rows = _sorted(in_order(summary), keys)
     prefixes = {"batch_size": "bs", "seq_len": "seq"}  # as in `Case.id`
     parts = [prefixes.get(axis, "") + rows[axis].astype(str) for axis in labels]
-    rows = rows.assign(label=parts[0].str.cat(parts[1:], sep=" "))
+    rows = rows.assign(label=[" ".join(names) for names in zip(*parts, strict=True)])
     for values, group in rows.groupby(keys, sort=False):
         shared = dict(zip(keys, values, strict=True))
         # What is the same everywhere is said once.

@@ -19,14 +19,10 @@ OF_CASES = ("ncu", "timing", "logical")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column of a table: of which metrics (of several, the largest number counts), and what.
 
-    Args:
-        name: as it is written on a command line.
-        header: what stands above it, on one or two lines.
-        metrics: the metric of the rows it shows; of several, the largest number counts.
-        kind: which number of these rows: the value itself, its ratio to standard training, its
-            spread over the active steps, or measured ÷ logical.
+    ``kind`` is the value itself, its ratio to standard training, its spread over the active
+    steps, or measured ÷ logical.
     """
 
     name: str
@@ -115,14 +111,11 @@ def column(name: str) -> Column:
 
 @dataclass(frozen=True)
 class View:
-    """Columns, order and grouping of the tables by case.
+    """Columns, order and grouping of the tables by case, and how many kernels are shown.
 
-    Args:
-        columns: what to show; empty for `shown_by_default`, and every table that goes with it.
-        sort: a column's name or an axis; None for the order of the trainers.
-        group_by: some of `GROUPS`. Rows of different devices never share a table.
-        top: how many kernels a table of kernels shows.
-        expected: by metric, between which ratios to standard the user expects it.
+    Without ``columns`` they are those of `shown_by_default`, with every table that goes with
+    them; ``sort`` is a column's name or an axis. Rows of different devices never share a table.
+    ``expected`` says by metric between which ratios to standard the user expects it.
     """
 
     columns: tuple[Column, ...] = ()

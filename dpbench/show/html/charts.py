@@ -221,11 +221,17 @@ def ratio_along(material: Material, along: str) -> Chart:
         why = f"No trainer has a ratio at more than one {what} (all else equal)."
         return Chart(along, title, missing=why)
     drawn = pd.concat([rows for _, _, rows in series])
+    say = (drawn.trainer, drawn[along], drawn.ratio)
+    said = [
+        figures.lines(name, f"{what} {x}", figures.times(y))
+        for name, x, y in zip(*say, strict=True)
+    ]
+    drawn = drawn.assign(x=drawn[along], y=drawn.ratio, said=said)
     points = sorted(set(drawn[along]))
     margin = 0.06 * math.log10(points[-1] / points[0])
     ends = [math.log10(points[0]) - margin, math.log10(points[-1]) + margin]
     top = max(float(ratios.ratio.max()) * 1.1, 1.5)
-    layout = {
+    layout: Json = {
         "xaxis": figures.axis(
             f"{what}, {unit}", type="log", range=ends, tickvals=points, ticktext=[*map(str, points)]
         ),
@@ -234,11 +240,16 @@ def ratio_along(material: Material, along: str) -> Chart:
     }
     keys = [*material.keys(ratios.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
     if limits := material.expected.get(basis.metric):
-        layout["shapes"].append(_band(limits[0], min(limits[1], top)))
+        place = {"xref": "paper", "x0": 0, "x1": 1, "y0": limits[0], "y1": min(limits[1], top)}
+        grey = {"fillcolor": NEUTRAL, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
+        layout["shapes"].append({"type": "rect", **place, **grey})
         keys.append(Key("▒", "expected range", NEUTRAL))
     panels = [
         figures.panel(
-            f"{config}, {other} {value}", _along(rows, along, what, material), 300, **layout
+            f"{config}, {other} {value}",
+            [*figures.joined_marks(drawn.loc[rows.index], material.look, 2.5, 10)],
+            300,
+            **layout,
         )
         for config, value, rows in series
     ]
@@ -246,23 +257,6 @@ def ratio_along(material: Material, along: str) -> Chart:
     table = DataTable.of(caption, drawn, {**CASE, "ratio": f"{basis.name} ÷ standard"})
     notes = data.cautions(summary, basis)
     return Chart(along, title, basis.premise, panels, keys, table, notes, width=340)
-
-
-def _along(rows: pd.DataFrame, along: str, what: str, material: Material) -> list[Json]:
-    traces = []
-    for name, group in rows.groupby("trainer", sort=False):
-        x, y = group[along].tolist(), group.ratio.tolist()
-        said = [
-            figures.lines(name, f"{what} {a}", figures.times(b)) for a, b in zip(x, y, strict=True)
-        ]
-        traces.append(figures.joined_marks(x, y, material.look[str(name)], 2.5, 10, said))
-    return traces
-
-
-def _band(low: float, high: float) -> Json:
-    """A grey band where ratios were expected."""
-    place = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high}
-    return {**place, "fillcolor": NEUTRAL, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
 
 
 # --- peak memory -----------------------------------------------------------------------------
@@ -274,12 +268,8 @@ def memory(material: Material) -> Chart:
     points = data.memory_against_bytes(material.summary, basis)
     title = f"Peak memory against {basis.name}"
     if points.empty:
-        return Chart(
-            "memory",
-            title,
-            missing="No case has both its bytes and its peak memory, which a second, unprofiled "
-            "process measures.",
-        )
+        why = "No case has both its bytes and its peak memory, which a second, unprofiled process"
+        return Chart("memory", title, missing=f"{why} measures.")
     premise = basis.premise
     if basis.measured:
         premise = "bytes by hardware counters, peak memory in a second, unprofiled process"
@@ -319,25 +309,19 @@ def _scatter(points: pd.DataFrame, material: Material, reach: tuple[float, float
     first, basis = points.iloc[0], material.basis
     one_length = points.seq_len.nunique() == 1
     cell = figures.cell_label(first.batch_size, first.seq_len)
-    labels = _lengths_with_room(points, reach)
-    traces = []
-    for name, group in points.groupby("trainer", sort=False):
-        said = [
-            figures.lines(
-                name,
-                figures.cell_label(row["batch_size"], row["seq_len"]),
-                f"{gigabytes(row['value'])} GB moved",
-                f"{gigabytes(row['peak'])} GB at peak",
-            )
-            for row in group.to_dict("records")
-        ]
-        x, y, style = group.x.tolist(), group.y.tolist(), material.look[str(name)]
-        text = {"text": labels[group.index].tolist(), "textfont": {"size": 11}}
-        text |= {"mode": "lines+markers+text", "textposition": "top center"}
-        traces.append(figures.joined_marks(x, y, style, 1, 12, said) | text)
+    said = [
+        figures.lines(
+            row["trainer"],
+            figures.cell_label(row["batch_size"], row["seq_len"]),
+            f"{gigabytes(row['value'])} GB moved",
+            f"{gigabytes(row['peak'])} GB at peak",
+        )
+        for row in points.to_dict("records")
+    ]
+    labelled = points.assign(said=said, label=_lengths_with_room(points, reach))
     return figures.panel(
         f"{first.title}, {cell if one_length else f'batch {first.batch_size}'}",
-        traces,
+        [*figures.joined_marks(labelled, material.look, 1, 12)],
         380,
         xaxis=figures.axis(basis.short, range=[0, reach[0]]),
         yaxis=figures.axis(f"peak memory, GB ({basis.verb})", range=[0, reach[1]]),

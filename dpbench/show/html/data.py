@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -37,19 +37,17 @@ IN_CACHE = (
 
 @dataclass(frozen=True)
 class Source:
-    """One run of the page.
+    """One run of the page, under a label.
 
-    Args:
-        label: what the page calls it.
-        environment: software and hardware, and what else the document says of the run.
-        cases: each case's fields with ``error`` (None if it succeeded) and ``message``.
-        frame: the long table, with the columns of `Measurement.as_row`.
+    ``environment`` is software and hardware, and what else the document says of the run;
+    ``cases`` are the fields of each, with ``error`` (None if it succeeded) and ``message``;
+    ``frame`` is the long table.
     """
 
     label: str
-    environment: Mapping[str, Any] = field(repr=False)
-    cases: Sequence[Mapping[str, Any]] = field(repr=False)
-    frame: pd.DataFrame = field(repr=False)
+    environment: Mapping[str, Any]
+    cases: Sequence[Mapping[str, Any]]
+    frame: pd.DataFrame
 
     @classmethod
     def of(cls, label: str, document: Mapping[str, Any]) -> Source:
@@ -158,34 +156,27 @@ def cases_without_logical(sources: Iterable[Source]) -> list[Case]:
 class Basis:
     """Which bytes a chart is about; measured and counted ones never share one.
 
-    Args:
-        metric: in the summary.
-        measured: whether hardware counted them.
-        name: e.g. ``DRAM bytes``.
-        short: the same for an axis, e.g. ``DRAM GB per step``.
-        premise: where such a number comes from.
-        verb: the same in a word.
+    ``short`` is the name for an axis, ``premise`` where such a number comes from, in a word
+    ``verb``.
     """
 
     metric: str
-    measured: bool
     name: str
     short: str
     premise: str
-    verb: str
+    verb: str = "measured"
+
+    @property
+    def measured(self) -> bool:
+        """Whether hardware counted them."""
+        return self.verb == "measured"
 
 
 DRAM = Basis(
-    "dram_bytes",
-    True,
-    "DRAM bytes",
-    "DRAM GB per step (measured)",
-    "measured by hardware counters",
-    "measured",
+    "dram_bytes", "DRAM bytes", "DRAM GB per step (measured)", "measured by hardware counters"
 )
 LOGICAL = Basis(
     "logical_bytes",
-    False,
     "Logical bytes",
     "logical GB per step (counted)",
     "counted operator by operator without hardware, not measured",
@@ -234,7 +225,7 @@ def ratios(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
     return rows[(rows.trainer != BASELINE_TRAINER) & rows.ratio.notna()]
 
 
-def series(ratios: pd.DataFrame, along: str) -> Iterator[tuple[str, int, pd.DataFrame]]:
+def series(ratios: pd.DataFrame, along: str) -> Iterator[tuple[Any, Any, pd.DataFrame]]:
     """Ratios along one axis of the grid: title, the other axis's value, the rows.
 
     Only series in which some trainer has two points or more.
@@ -242,7 +233,7 @@ def series(ratios: pd.DataFrame, along: str) -> Iterator[tuple[str, int, pd.Data
     other = {"seq_len": "batch_size", "batch_size": "seq_len"}[along]
     for (title, value), rows in ratios.groupby(["title", other], sort=False):
         if (rows.groupby("trainer")[along].nunique() > 1).any():
-            yield str(title), int(value), rows.sort_values(along, kind="stable")
+            yield title, value, rows.sort_values(along, kind="stable")
 
 
 def memory_against_bytes(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:

@@ -111,16 +111,8 @@ class Key(NamedTuple):
 class Chart:
     """A section of the page.
 
-    Args:
-        id: its anchor.
-        title: its heading.
-        premise: where its numbers come from.
-        panels: its drawings.
-        keys: its legend.
-        table: the same numbers as text.
-        notes: what must be known to read it right.
-        missing: why there is nothing to draw, if there is not.
-        width: of a panel at least, px.
+    ``premise`` is where its numbers come from, ``keys`` its legend, ``table`` the same numbers
+    as text, ``missing`` why there is nothing to draw, ``width`` that of a panel at least, px.
     """
 
     id: str
@@ -136,22 +128,16 @@ class Chart:
 
 @dataclass(frozen=True)
 class Material:
-    """What the charts of one page share.
+    """What the charts of one page share: frames, colours, and which bytes they are about.
 
-    Args:
-        sources: the runs.
-        summary: of `summary_of`.
-        failed: of `failures_of`.
-        basis: which bytes most charts are about.
-        look: the style of every trainer on the page.
-        expected: by metric, between which ratios to standard the reader expects it.
+    ``expected`` says by metric between which ratios to standard the reader expects it.
     """
 
-    sources: Sequence[Source] = field(repr=False)
-    summary: pd.DataFrame = field(repr=False)
-    failed: pd.DataFrame = field(repr=False)
+    sources: Sequence[Source]
+    summary: pd.DataFrame
+    failed: pd.DataFrame
     basis: Basis
-    look: Mapping[str, Style] = field(repr=False)
+    look: Mapping[str, Style]
     expected: Mapping[str, tuple[float, float]]
 
     @classmethod
@@ -188,12 +174,7 @@ def bar_panel(
 ) -> Panel:
     """A drawing of one row a trainer, with room at its right for the longest of the labels.
 
-    Args:
-        title: of the panel.
-        traces: what is drawn.
-        ends: the trainers (``y``), and where (``x``) which label (``text``) stands.
-        labels: those of all panels that have this scale.
-        layout: what else plotly is to know.
+    ``ends`` are the trainers (``y``), and where (``x``) which label (``text``) stands.
     """
     labelled = {
         **ends,
@@ -252,12 +233,24 @@ def line(x: Sequence[Any], y: Sequence[Any], width: float) -> Json:
 
 
 def joined_marks(
-    x: Sequence[float], y: Sequence[float], style: Style, width: float, size: float, said: list[str]
-) -> Json:
-    """A trainer's points, joined by a line of so many px."""
-    joined = {"color": style.colour, "dash": style.dash, "width": width}
-    marker = {"symbol": style.symbol, "size": size}
-    return marks(x, y, marker, said, mode="lines+markers", line=joined)
+    points: pd.DataFrame, look: Mapping[str, Style], width: float, size: float
+) -> Iterator[Json]:
+    """Each trainer's points, joined by a line of so many px.
+
+    The columns are ``trainer``, ``x``, ``y``, ``said`` and, where text stands at the marks,
+    ``label``.
+    """
+    for name, group in points.groupby("trainer", sort=False):
+        style, mode = look[str(name)], "lines+markers"
+        joined = {"color": style.colour, "dash": style.dash, "width": width}
+        marker = {"symbol": style.symbol, "size": size}
+        text = {}
+        if "label" in group:
+            mode += "+text"
+            text = {"text": group.label.tolist(), "textfont": {"size": 11}}
+            text["textposition"] = "top center"
+        x, y, said = (group[name].tolist() for name in ("x", "y", "said"))
+        yield marks(x, y, marker, said, mode=mode, line=joined, **text)
 
 
 def level(y: float, dash: str) -> Json:
@@ -287,7 +280,7 @@ def name_axis(names: Sequence[str]) -> Json:
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows by cell of the grid, in the order in which they come, with the title of each."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
-        yield f"{title}, {cell_label(batch, seq)}", group
+        yield f"{title}, batch {batch} × sequence {seq}", group
 
 
 # --- tables and text -------------------------------------------------------------------------
@@ -308,8 +301,8 @@ class DataTable:
 
     caption: str
     headers: list[str]
-    rows: list[list[Cell]] = field(repr=False)
-    numeric: list[bool] = field(repr=False)
+    rows: list[list[Cell]]
+    numeric: list[bool]
 
     @classmethod
     def of(

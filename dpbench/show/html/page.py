@@ -95,11 +95,10 @@ def _template(name: str) -> str:
 def headline(material: Material) -> list[str]:
     """What the page is about, in sentences: cases, devices, premises, failures."""
     summary = material.summary.drop_duplicates(["run", *AXES, "measured"])
-    measured = summary[summary.measured]
     devices = sorted(set(material.summary.device[material.summary.measured]))
     found = {
-        f"measured on {', '.join(devices)}": len(measured),
-        "counted without hardware": len(summary) - len(measured),
+        f"measured on {', '.join(devices)}": int(summary.measured.sum()),
+        "counted without hardware": int((~summary.measured).sum()),
     }
     fates = Counter(map(figures.fate, material.failed.error))
     said = [(n, what) for what, n in (*found.items(), *sorted(fates.items())) if n]
@@ -114,7 +113,7 @@ def trainers(material: Material) -> DataTable:
         {**case, "failed": bool(case.get("error"))} for s in material.sources for case in s.cases
     ]
     each = pd.DataFrame(listed, columns=[*AXES, "failed"])
-    each = each.groupby(list(AXES), sort=False, as_index=False).failed.any()
+    each = each.groupby(list(AXES), sort=False).failed.any().reset_index()
     counts = each.groupby("trainer", sort=False).failed.agg(cases="size", failed="sum")
     ratios = data.ratios(summary, basis).groupby("trainer").ratio.agg(["min", "max"])
     peaks = data.memory_against_bytes(summary, basis).groupby("trainer").peak.max()
