@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.layout import Table, as_markdown
-from dpbench.show.summary import write_markdown
+from dpbench.show.summary import summary_tables
 from dpbench.show.tables import complete, in_order
 from dpbench.show.view import Column, View, shown_by_default
 
@@ -33,28 +33,20 @@ def write_renderings(
     csv: Path | None = None,
     github_benchmark: Path | None = None,
 ) -> None:
-    """Write a run in each of the forms for which there is a file."""
+    """Write a run in each of the forms for which there is a file.
+
+    The CSV is the long table, exact, in bytes and seconds. Ratios are not in it: they are between
+    means over the steps, and a line is one step.
+    """
     rows = [row for outcome in outcomes for row in outcome.rows]
     if markdown:
-        write_markdown(markdown, outcomes, view)
+        write_text(markdown, as_markdown(summary_tables(outcomes, view)))
     if csv:
-        write_csv(csv, rows)
+        frame = pd.DataFrame(as_rows(rows), columns=COLUMNS, dtype=object)
+        write_text(csv, frame.to_csv(index=False, lineterminator="\n"))
     if github_benchmark:
-        write_github_benchmark(github_benchmark, rows, view)
-
-
-def write_csv(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Write the long table: a line per measurement of a step, exact numbers, bytes and seconds."""
-    frame = pd.DataFrame(as_rows(measurements), columns=COLUMNS, dtype=object)
-    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
-
-
-def write_github_benchmark(
-    path: Path, measurements: Sequence[Measurement], view: View | None = None
-) -> None:
-    """Write `github_benchmark_entries`."""
-    entries = list(github_benchmark_entries(measurements, view or View()))
-    write_text(path, json.dumps(entries, indent=1) + "\n")
+        entries = list(github_benchmark_entries(rows, view))
+        write_text(github_benchmark, json.dumps(entries, indent=1) + "\n")
 
 
 def github_benchmark_entries(

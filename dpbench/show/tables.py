@@ -159,7 +159,7 @@ def by_cell(summary: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows that share a baseline, with a title that says which and where they were measured."""
     keys = [*CONFIGURATION, "device"]
     for values, rows in summary.groupby(keys, sort=False):
-        yield _title(dict(zip(keys, values, strict=True))), rows
+        yield title_of(dict(zip(keys, values, strict=True))), rows
 
 
 def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
@@ -183,7 +183,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
         if view.sort in AXES:
             group = _sorted(group, [view.sort])
         made = Group(
-            title=_title(shared),
+            title=title_of(shared),
             rows={(r["label"], r["phase"], r["metric"]): r for r in group[::-1].to_dict("records")},
             labels=list(dict.fromkeys(group.label)),
             phase=str(shared.get("phase", STEP)),
@@ -206,7 +206,7 @@ def _by_column(group: Group, name: str | None) -> list[str]:
     return sorted(group.labels, key=lambda label: numbers[label])
 
 
-def _title(shared: Mapping[str, Any]) -> str:
+def title_of(shared: Mapping[str, Any]) -> str:
     """What some rows share, in words; the usual attention and model go without saying."""
     size = " ".join(shared[axis] for axis in ("model_size", "precision") if axis in shared)
     parts = [shared.get("trainer", ""), size]

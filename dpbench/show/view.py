@@ -42,7 +42,7 @@ def columns() -> dict[str, Column]:
     return _columns_of(tuple(METRICS.values()))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # metrics can be registered
 def _columns_of(metrics: Sequence[Metric]) -> dict[str, Column]:
     headed = [m for m in metrics if m.header and not set(m.by).isdisjoint(OF_CASES)]
     listed = [Column(m.name, m.header, (m.name,)) for m in headed]

@@ -23,7 +23,9 @@ from dpbench.results.outcome import (
     write_json,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
-from dpbench.show.summary import summary_tables, trainer_table, write_markdown
+from dpbench.show.export import write_renderings
+from dpbench.show.summary import summary_tables, trainer_table
+from dpbench.show.view import View
 
 UNITS = {"bytes": "B", "seconds": "s"}
 FIGURES = {
@@ -323,7 +325,7 @@ def test_json_file_holds_the_document(tmp_path: Path) -> None:
 
 def test_markdown_file_holds_every_table(tmp_path: Path) -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
-    write_markdown(tmp_path / "run.md", outcomes)
+    write_renderings(outcomes, View(), markdown=tmp_path / "run.md")
     text = (tmp_path / "run.md").read_text(encoding="utf-8")
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("#")]
     assert titles == [table.title for table in summary_tables(outcomes)]

@@ -140,13 +140,7 @@ def _in_words(roofs: Roofs, rows: pd.DataFrame) -> str:
 
 
 class Window(NamedTuple):
-    """What all roofs are seen through.
-
-    Args:
-        intensity: FLOP per byte, from left to right.
-        speed: FLOP/s, from low to high.
-        share: the largest share of a roof in any cell, %, at least 100.
-    """
+    """What all roofs are seen through: FLOP/B, FLOP/s, and the largest share of a roof, %."""
 
     intensity: tuple[float, float]
     speed: tuple[float, float]
@@ -177,7 +171,10 @@ def _under_roof(
     roof = figures.line(
         [left, roofs.ridge(precision), right], [roofs.bandwidth * left / TERA, peak, peak], 2.5
     )
-    said = {phase: _of_phase(str(phase), group) for phase, group in placed.groupby("phase")}
+    said = {
+        phase: figures.lines(phase, *map(_under, group.to_dict("records")))
+        for phase, group in placed.groupby("phase")
+    }  # a line a trainer: they may lie upon each other
     groups = [(look[n], placed[placed.trainer == n]) for n in look if n in set(placed.trainer)]
     step = (LARGEST - SMALLEST) / max(len(groups) - 1, 1)
     rings = [
@@ -207,16 +204,9 @@ def _log_axis(title: str, low: float, high: float) -> Json:
     return figures.axis(title, type="log", range=[math.log10(low), math.log10(high)], dtick=1)
 
 
-def _of_phase(phase: str, rows: pd.DataFrame) -> str:
-    """What the marks of a phase say, a line a trainer: they may lie upon each other."""
-    return figures.lines(
-        phase,
-        *(
-            f"{row['trainer']}: {row['intensity']:.1f} FLOP/B, "
-            f"{row['flops_per_second'] / TERA:.1f} TFLOP/s, {row['share']:.0%} of the roof"
-            for row in rows.to_dict("records")
-        ),
-    )
+def _under(row: Mapping[Any, Any]) -> str:
+    speed = f"{row['intensity']:.1f} FLOP/B, {row['flops_per_second'] / TERA:.1f} TFLOP/s"
+    return f"{row['trainer']}: {speed}, {row['share']:.0%} of the roof"
 
 
 def _shares(title: str, rows: pd.DataFrame, look: Mapping[str, Style], highest: float) -> Panel:
