@@ -1,4 +1,4 @@
-"""The charts of bytes, of ratios and of memory; the roofline has a file of its own."""
+"""The charts of bytes, of ratios and of memory; `roofline` has those that need counts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,8 @@ from dpbench.show.html.figures import (
     Material,
     Panel,
 )
-from dpbench.show.layout import gigabytes, written
+from dpbench.show.layout import gigabytes
 from dpbench.show.tables import in_order
-
-NEEDS_LOGICAL = (
-    "These runs hold no logical counts of the measured cases. The option --with-logical of "
-    "dpbench report counts them, in seconds a case and without a GPU."
-)
 
 # --- bytes by trainer and phase --------------------------------------------------------------
 
@@ -354,62 +349,3 @@ def _capacity_line(size: float) -> Json:
         "text": f"memory of the GPU, {gigabytes(size * GIGA)} GB",
     }
     return {"shapes": [figures.level(size, "dash")], "annotations": [note]}
-
-
-# --- measured against logical bytes ----------------------------------------------------------
-
-
-def against_logical(material: Material) -> Chart:
-    """Measured against logical bytes, one panel per cell: two marks, told apart by shape."""
-    title = "Measured against logical bytes"
-    both = data.measured_against_logical(material.summary)
-    if both.empty:
-        measured = not data.step_bytes(material.summary, data.DRAM).empty
-        why = NEEDS_LOGICAL if measured else "No DRAM bytes were measured in these runs."
-        return Chart("logical", title, missing=why)
-    longest = max(*both.value, *both.logical) / GIGA  # one scale for all panels
-    headers = {"value": "measured, GB", "logical": "logical (counted), GB"}
-    return Chart(
-        "logical",
-        title,
-        "filled marks are measured, open marks are counted without hardware",
-        [_pairs(what, rows, longest, material) for what, rows in figures.cells(both)],
-        [
-            Key("●", "measured: DRAM bytes, by hardware counters"),
-            Key("◇", "counted: logical bytes, without hardware"),
-        ],
-        DataTable.of(
-            "DRAM bytes of one step, measured, beside logical bytes, counted without hardware",
-            both,
-            {**CASE, **headers, "over_logical": "measured ÷ logical"},
-        ),
-        [
-            "At the right: measured ÷ logical. Logical bytes are what operators must move if "
-            "nothing stays in a cache between two of them."
-        ],
-    )
-
-
-def _pairs(title: str, rows: pd.DataFrame, longest: float, material: Material) -> Panel:
-    trainers = rows.trainer.tolist()
-    colours = [material.look[name].colour for name in trainers]
-    counted, measured = ((rows[name] / GIGA).tolist() for name in ("logical", "value"))
-    joined = [x for pair in zip(measured, counted, strict=True) for x in (*pair, None)]
-    traces = [figures.line(joined, [name for name in trainers for _ in range(3)], 2)]
-    for what, places, marker in (
-        (
-            "logical (counted)",
-            counted,
-            {"symbol": "diamond-open", "size": 13, "line": {"width": 2.5}},
-        ),
-        ("measured", measured, {"symbol": "circle", "size": 11}),
-    ):
-        said = [
-            figures.lines(name, f"{what}: {gigabytes(x * GIGA)} GB")
-            for name, x in zip(trainers, places, strict=True)
-        ]
-        traces.append(figures.marks(places, trainers, {**marker, "color": colours}, said))
-    labels = [written(quotient, "   {:.2f}".format, "") for quotient in rows.over_logical]
-    ends = {"y": trainers, "x": [longest] * len(rows), "text": labels}
-    across = figures.axis("GB per step", range=[0, longest * 1.02 or 1])
-    return figures.bar_panel(title, traces, ends, labels, xaxis=across)

@@ -23,7 +23,7 @@ from dpbench.results.rows import COLUMNS
 from dpbench.show.html import charts, data, figures
 from dpbench.show.html.data import UNMEASURED, Source
 from dpbench.show.html.figures import CASE, Cell, Chart, DataTable, Material, Writer
-from dpbench.show.html.roofline import roofline
+from dpbench.show.html.roofline import against_logical, roofline
 from dpbench.show.layout import ABSENT, gigabytes
 from dpbench.show.tables import in_order
 from dpbench.show.view import Column
@@ -77,7 +77,7 @@ def draw(material: Material) -> list[Chart]:
         *(charts.ratio_along(material, axis) for axis in charts.AXES_OF_THE_GRID),
         charts.memory(material),
         roofline(material),
-        charts.against_logical(material),
+        against_logical(material),
     ]
 
 

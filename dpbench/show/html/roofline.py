@@ -1,4 +1,4 @@
-"""Roofline by phase: measured time and bytes, counted operations, a named card's two roofs."""
+"""Charts that need logical counts too: the roofline by phase, measured against logical bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dpbench.results.cards import Roofs, find_card
 from dpbench.results.roofline import MEASURED_BYTES, intensities, under
 from dpbench.results.rows import STEP
 from dpbench.show.html import data, figures
-from dpbench.show.html.charts import NEEDS_LOGICAL
 from dpbench.show.html.data import UNMEASURED, has_case_of
 from dpbench.show.html.figures import (
     CASE,
+    GIGA,
     PHASE_STYLES,
     Chart,
     DataTable,
@@ -27,8 +27,13 @@ from dpbench.show.html.figures import (
     Panel,
     Style,
 )
-from dpbench.show.layout import gigabytes
+from dpbench.show.layout import gigabytes, written
 from dpbench.show.tables import SHOWN_SHARE, in_order
+
+NEEDS_LOGICAL = (
+    "These runs hold no logical counts of the measured cases. The option --with-logical of "
+    "dpbench report counts them, in seconds a case and without a GPU."
+)
 
 TERA = 1e12
 
@@ -236,3 +241,62 @@ def _of_share(row: Mapping[Any, Any]) -> str:
         f"bound by {row['bound_by']}",
         f"{taken} ms, at least {least} ms",
     )
+
+
+# --- measured against logical bytes ----------------------------------------------------------
+
+
+def against_logical(material: Material) -> Chart:
+    """Measured against logical bytes, one panel per cell: two marks, told apart by shape."""
+    title = "Measured against logical bytes"
+    both = data.measured_against_logical(material.summary)
+    if both.empty:
+        measured = not data.step_bytes(material.summary, data.DRAM).empty
+        why = NEEDS_LOGICAL if measured else "No DRAM bytes were measured in these runs."
+        return Chart("logical", title, missing=why)
+    longest = max(*both.value, *both.logical) / GIGA  # one scale for all panels
+    headers = {"value": "measured, GB", "logical": "logical (counted), GB"}
+    return Chart(
+        "logical",
+        title,
+        "filled marks are measured, open marks are counted without hardware",
+        [_pairs(what, rows, longest, material) for what, rows in figures.cells(both)],
+        [
+            Key("●", "measured: DRAM bytes, by hardware counters"),
+            Key("◇", "counted: logical bytes, without hardware"),
+        ],
+        DataTable.of(
+            "DRAM bytes of one step, measured, beside logical bytes, counted without hardware",
+            both,
+            {**CASE, **headers, "over_logical": "measured ÷ logical"},
+        ),
+        [
+            "At the right: measured ÷ logical. Logical bytes are what operators must move if "
+            "nothing stays in a cache between two of them."
+        ],
+    )
+
+
+def _pairs(title: str, rows: pd.DataFrame, longest: float, material: Material) -> Panel:
+    trainers = rows.trainer.tolist()
+    colours = [material.look[name].colour for name in trainers]
+    counted, measured = ((rows[name] / GIGA).tolist() for name in ("logical", "value"))
+    joined = [x for pair in zip(measured, counted, strict=True) for x in (*pair, None)]
+    traces = [figures.line(joined, [name for name in trainers for _ in range(3)], 2)]
+    for what, places, marker in (
+        (
+            "logical (counted)",
+            counted,
+            {"symbol": "diamond-open", "size": 13, "line": {"width": 2.5}},
+        ),
+        ("measured", measured, {"symbol": "circle", "size": 11}),
+    ):
+        said = [
+            figures.lines(name, f"{what}: {gigabytes(x * GIGA)} GB")
+            for name, x in zip(trainers, places, strict=True)
+        ]
+        traces.append(figures.marks(places, trainers, {**marker, "color": colours}, said))
+    labels = [written(quotient, "   {:.2f}".format, "") for quotient in rows.over_logical]
+    ends = {"y": trainers, "x": [longest] * len(rows), "text": labels}
+    across = figures.axis("GB per step", range=[0, longest * 1.02 or 1])
+    return figures.bar_panel(title, traces, ends, labels, xaxis=across)
