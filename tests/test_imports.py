@@ -51,10 +51,9 @@ MAY_USE = {
 
 ON_THE_WAY = {
     ("dpbench.instruments.torch_profiler.files", "dpbench.show.profile"),
-    ("dpbench.results.threshold", "dpbench.show.view"),
     ("dpbench.results.report", "dpbench.show.layout"),
     ("dpbench.results.report", "dpbench.show.tables"),
-    ("dpbench.process.ceilings", "dpbench.results.ceilings"),
+    ("dpbench.process.ceilings", "dpbench.results.cards"),
     ("dpbench.doctor.counters", "dpbench.doctor"),
     ("dpbench.doctor.machine", "dpbench.doctor"),
 }

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import RATIO, ratio_name
 from dpbench.results.frame import summarise, with_ratios
+from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
 KEYS = [*AXES, "instrument", "metric", "phase"]
 CHANGES = [*KEYS, "device", "unit", "before", "after", "change", "relative"]
 """The columns of a comparison; ``change`` is after - before, ``relative`` that over before."""
+
+MOST = 5
+"""How many operators or kernels that grew are named."""
+
+SHARE = 0.02
+"""Of what changed most, the part below which nothing is named."""
+
+_MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
+"""Metrics that operators and kernels add up to."""
 
 
 @dataclass(frozen=True)
@@ -125,3 +138,48 @@ def _numbers(frame: pd.DataFrame) -> pd.DataFrame:
     names = {metric: ratio_name(metric) for metric in ratios.metric.unique()}
     ratios = ratios.assign(metric=ratios.metric.map(names), value=ratios.ratio, unit="1")
     return pd.concat([summary, ratios], ignore_index=True)[[*keys, "unit", "value"]]
+
+
+def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:
+    """The operators, or else the kernels, of a case that changed most between two runs.
+
+    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (negative for what shrank), the largest
+    first. Nothing if one of the runs did not look so closely.
+    """
+    if not _MOVED.match(metric):
+        return []
+    for parts in ["operators"] if metric.startswith("logical") else ["kernels", "operators"]:
+        old, new = (_moved(run, case, metric, parts) for run in (before, after))
+        if old and new:
+            break
+    else:
+        return []
+    change = {
+        key: new.get(key, 0.0) - old.get(key, 0.0)
+        for key in {**old, **new}
+        if phase in (key[0], STEP)
+    }
+    largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
+    return [
+        {"trainer": case.trainer, "phase": key[0], "name": key[1], "bytes": change[key]}
+        for key in largest
+        if abs(change[key]) > SHARE * abs(change[largest[0]])
+    ]
+
+
+def _moved(run: Run, case: Case, metric: str, parts: str) -> dict[tuple[str, str], float]:
+    """Bytes of a step by phase and name of a kernel or operator."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for outcome in run.outcomes:
+        if outcome.case != case:
+            continue
+        if parts == "operators":
+            for operator in outcome.operators:
+                found[operator.phase, operator.operator] += operator.total_bytes
+            continue
+        steps = len({kernel.repeat for kernel in outcome.kernels})
+        for kernel in outcome.kernels:
+            by = f" ({kernel.operator})" if kernel.operator else ""
+            moved = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
+            found[kernel.phase, f"{kernel.kernel}{by}"] += moved / steps
+    return found

@@ -8,10 +8,8 @@ this one function `judge`.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +17,7 @@ import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.metrics import RATIO
-from dpbench.results.compare import CHANGES, Pairs, pairs, without_baseline
+from dpbench.results.compare import CHANGES, Pairs, grown, pairs, without_baseline
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.outcome import COMPLETE
@@ -32,15 +30,6 @@ Asked = Collection[tuple[Case, str]]
 
 NAMED = 10
 """How many cases a line names before it only counts them."""
-
-MOST = 5
-"""How many operators or kernels that grew are named."""
-
-SHARE = 0.02
-"""Of what changed most, the part below which nothing is named."""
-
-_MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
-"""Metrics that operators and kernels add up to."""
 
 _SUBJECT = [*AXES, "instrument"]
 
@@ -71,7 +60,7 @@ class Unjudged:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {**asdict(self), "cases": list(self.cases)}
+        return {**vars(self), "cases": list(self.cases)}
 
 
 @dataclass(frozen=True)
@@ -99,11 +88,6 @@ class Verdict:
     def passed(self) -> bool:
         """Whether the limits judged everything that they had to, and nothing exceeds one."""
         return not (self.regressions or self.unjudged)
-
-    def as_json(self) -> dict[str, Any]:
-        """What is saved of it, as plain JSON types."""
-        unjudged = [missing.as_json() for missing in self.unjudged]
-        return {"regressions": self.regressions, "unjudged": unjudged}
 
 
 def judge(
@@ -344,9 +328,6 @@ def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in rows.to_dict("records")]
 
 
-# --- what grew -------------------------------------------------------------------------------
-
-
 def _regressions(before: Run, after: Run, judged: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows that exceed their limit, as plain JSON types, NaN as None."""
     worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
@@ -358,52 +339,7 @@ def _regressions(before: Run, after: Run, judged: pd.DataFrame) -> list[dict[str
         growth = [
             line
             for case in cases
-            for line in _grown(before, after, case, row["metric"], row["phase"])
+            for line in grown(before, after, case, row["metric"], row["phase"])
         ]
         found.append({**row, "reference": before.name, "grown": growth})
-    return found
-
-
-def _grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:
-    """The operators, or else the kernels, of a case that changed most between two runs.
-
-    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (negative for what shrank), the largest
-    first. Nothing if one of the runs did not look so closely.
-    """
-    if not _MOVED.match(metric):
-        return []
-    for parts in ["operators"] if metric.startswith("logical") else ["kernels", "operators"]:
-        old, new = (_moved(run, case, metric, parts) for run in (before, after))
-        if old and new:
-            break
-    else:
-        return []
-    change = {
-        key: new.get(key, 0.0) - old.get(key, 0.0)
-        for key in {**old, **new}
-        if phase in (key[0], STEP)
-    }
-    largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
-    return [
-        {"trainer": case.trainer, "phase": key[0], "name": key[1], "bytes": change[key]}
-        for key in largest
-        if abs(change[key]) > SHARE * abs(change[largest[0]])
-    ]
-
-
-def _moved(run: Run, case: Case, metric: str, parts: str) -> dict[tuple[str, str], float]:
-    """Bytes of a step by phase and name of a kernel or operator."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    for outcome in run.outcomes:
-        if outcome.case != case:
-            continue
-        if parts == "operators":
-            for operator in outcome.operators:
-                found[operator.phase, operator.operator] += operator.total_bytes
-            continue
-        steps = len({kernel.repeat for kernel in outcome.kernels})
-        for kernel in outcome.kernels:
-            by = f" ({kernel.operator})" if kernel.operator else ""
-            moved = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
-            found[kernel.phase, f"{kernel.kernel}{by}"] += moved / steps
     return found

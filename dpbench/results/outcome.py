@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
 from dpbench.registry import TRAINERS
-from dpbench.results.kernels import KernelCount
+from dpbench.results.kernels import KernelCount, KernelSpeed
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows
-from dpbench.results.speed_of_light import KernelSpeed
 
 if TYPE_CHECKING:
     import pandas as pd

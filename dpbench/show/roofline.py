@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.results.cards import Roofs, known_roofs
-from dpbench.results.ceilings import Ceilings
+from dpbench.results.cards import Ceilings, Roofs, known_roofs
 from dpbench.results.rows import STEP
 from dpbench.show.groups import by_cell, in_order
 from dpbench.show.layout import Table, gigabytes, written

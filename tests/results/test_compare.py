@@ -137,7 +137,7 @@ some_numbers = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=4)
 @given(before=some_numbers, after=some_numbers, power=st.integers(-10, 10))
 def test_unit_of_measurement_does_not_matter(
     before: dict[tuple[str, str, str], float],
