@@ -75,22 +75,17 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types; the inverse of `from_json`."""
-        rest = {k: v for k, v in vars(self).items() if k not in ("case", "rows")}
-        rest["instruments"] = list(self.instruments)
-        rest |= {part: [entry.as_row() for entry in getattr(self, part)] for part in PARTS}
-        rest["notes"] = list(self.notes)
-        return {"case": asdict(self.case), **rest, "rows": as_rows(self.rows)}
+        lists = {part: [entry.as_row() for entry in getattr(self, part)] for part in PARTS}
+        lists |= {"instruments": list(self.instruments), "notes": list(self.notes)}
+        return {**vars(self), **lists, "case": asdict(self.case), "rows": as_rows(self.rows)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """The outcome that `as_json` described."""
-        rest = {k: v for k, v in data.items() if k not in ("case", "rows")}
-        rest["instruments"] = tuple(rest["instruments"])
-        for part, kind in PARTS.items():
-            rest[part] = tuple(kind.from_row(row) for row in rest[part])
-        rest["notes"] = tuple(rest["notes"])
-        rows = tuple(Measurement.from_row(row) for row in data["rows"])
-        return cls(case=Case.from_row(data["case"]), rows=rows, **rest)
+        made = {**PARTS, "rows": Measurement}
+        tuples = {name: tuple(map(kind.from_row, data[name])) for name, kind in made.items()}
+        tuples |= {name: tuple(data[name]) for name in ("instruments", "notes")}
+        return cls(**{**data, **tuples, "case": Case.from_row(data["case"])})
 
 
 def document(

@@ -88,7 +88,7 @@ def test_outcome_survives_json(outcome: Outcome) -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=8)
 @given(message=st.text(), tail=st.text(), seconds=st.floats(0, 1e6), log=st.none() | st.text())
 def test_outcome_survives_json_whatever_was_said(
     message: str, tail: str, seconds: float, log: str | None

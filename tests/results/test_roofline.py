@@ -140,7 +140,7 @@ def test_operations_of_one_phase_that_were_not_counted_are_an_error() -> None:
 positive = st.floats(1e3, 1e18)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(flops=positive, moved=positive)
 def test_the_least_time_is_that_of_the_slower_roof(flops: float, moved: float) -> None:
     found = of(logical(forward=(flops, moved))).loc["forward"]
