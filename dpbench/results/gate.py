@@ -249,8 +249,8 @@ class _Sides:
             yield f"{self.before.name} was interrupted: it has what was finished until then"
         if self.before.regressed:
             yield f"{self.before.name} did not pass its own comparison"
-        if found := premise_differences(self.before, self.after):
-            yield f"different from {self.before.name}: {'; '.join(found)}"
+        if differences := premise_differences(self.before, self.after):
+            yield f"different from {self.before.name}: {'; '.join(differences)}"
 
 
 def _by_reason(

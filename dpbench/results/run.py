@@ -178,7 +178,7 @@ class Run:
 
 def _outcome(case: Case, rows: list[Measurement], data: Mapping[str, Any]) -> Outcome:
     """An outcome from a case's entry in a document."""
-    rest = {
+    rest: dict[str, Any] = {
         f.name: tuple(value) if isinstance(value := data[f.name], list) else value
         for f in fields(Outcome)
         if f.name in data
