@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,9 +54,7 @@ def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
     """The heavy operators that were counted by the general rule, with their part of the step."""
     counts = list(counts)
     total = sum(count.total_bytes for count in counts)
-    parts: dict[str, float] = {}
+    guessed = Counter[str]()
     for count in counts:
-        if count.general_rule and total:
-            before = parts.get(count.operator, 0.0)
-            parts[count.operator] = before + count.total_bytes / total
-    return {name: part for name, part in parts.items() if part > HEAVY}
+        guessed[count.operator] += count.total_bytes * count.general_rule
+    return {name: size / total for name, size in guessed.items() if size > HEAVY * total}
