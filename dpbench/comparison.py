@@ -94,16 +94,16 @@ class Comparison:
     @cached_property
     def reference(self) -> Run:
         """What the session is compared with; without rows if there is nothing."""
-        from dpbench.results.references import choose
         from dpbench.results.run import Run
+        from dpbench.results.storage import choose
 
         if self.named is not None:
             return Run.load(self.named)
         if self.candidates is None:  # only a test's own limits ask for it
             self.candidates = self._saved()
-        choice = choose(self.candidates, self.sources, self.asked)
-        self.notes += choice.skipped
-        return choice.run or Run.of("the storage")
+        run, skipped = choose(self.candidates, self.sources, self.asked)
+        self.notes += skipped
+        return run or Run.of("the storage")
 
     def shared(self) -> dict[str, Any]:
         """What `join` needs, as plain types."""

@@ -159,7 +159,7 @@ class Metrics(Mapping[str, Metric]):
         return len(self._all())
 
     def had_by(self, instrument: str) -> list[Metric]:
-        """The metrics of an instrument."""
+        """Those of an instrument."""
         return [metric for metric in self.values() if instrument in metric.by]
 
     def counted(self) -> list[Metric]:
@@ -255,16 +255,12 @@ def expectations(texts: Iterable[str]) -> dict[str, tuple[float, float]]:
     for text in texts:
         if text == "none":
             continue
-        match = re.fullmatch(r"\s*(\w+)\s*:\s*([\d.]+)\s*-\s*([\d.]+)\s*", text)
-        try:
-            name, low, high = match.groups() if match else ("", "", "")
-            limits = float(low), float(high)
-        except ValueError:
-            limits = (1.0, 0.0)
-        if limits[0] > limits[1]:
+        number = r"\s*(\d+\.?\d*|\.\d+)\s*"
+        match = re.fullmatch(rf"\s*(\w+)\s*:{number}-{number}", text)
+        if match is None or float(match[2]) > float(match[3]):
             raise ConfigurationError(f"expectation {text!r}: write dram_ratio:2-5, or none")
-        metric = METRICS.of_ratio(name)
+        metric = METRICS.of_ratio(match[1])
         if metric is None:
-            raise unknown("ratio", name, map(ratio_name, METRICS))
-        expected[metric] = limits
+            raise unknown("ratio", match[1], map(ratio_name, METRICS))
+        expected[metric] = float(match[2]), float(match[3])
     return expected

@@ -71,14 +71,11 @@ class Registry(Mapping[str, Any]):
             return name
         raise unknown(self.kind, spelling, self, "or package.module:Class")
 
-    def _target(self, spelling: str) -> str:
-        return self._targets[self.canonical(spelling)]
-
     def __contains__(self, name: object) -> bool:
         return name in self._targets  # the mapping's own would import the class
 
     def __getitem__(self, spelling: str) -> Any:
-        module, _, attribute = self._target(spelling).partition(":")
+        module, _, attribute = self._targets[self.canonical(spelling)].partition(":")
         try:
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -93,7 +90,7 @@ class Registry(Mapping[str, Any]):
 
     def locate(self, spelling: str) -> None:
         """Refuse a class whose module is not there; packages around it are imported, it is not."""
-        module = self._target(spelling).partition(":")[0]
+        module = self._targets[self.canonical(spelling)].partition(":")[0]
         try:
             if module not in sys.modules and find_spec(module) is None:
                 raise ModuleNotFoundError(name=module)
@@ -128,7 +125,7 @@ class Registry(Mapping[str, Any]):
     def argument(self, name: str) -> str:
         """The spelling that a process with nothing registered understands."""
         name = self.canonical(name)
-        return name if name in self._builtin else f"{name}={self._target(name)}"
+        return name if name in self._builtin else f"{name}={self._targets[name]}"
 
     def import_path(self, name: str) -> Path | None:
         """The directory from which this process imported an outside class, if it has.
@@ -137,7 +134,7 @@ class Registry(Mapping[str, Any]):
         """
         if self.is_builtin(name):
             return None
-        module = self._target(name).partition(":")[0]
+        module = self._targets[self.canonical(name)].partition(":")[0]
         file = getattr(sys.modules.get(module), "__file__", None)
         if file is None:
             return None
@@ -162,9 +159,6 @@ TRAINERS = Registry(
 
 MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
-
-
-# --- cases -----------------------------------------------------------------------------------
 
 
 def resolve(case: Case) -> Case:

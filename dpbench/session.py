@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from dpbench.gpu import Gpu
     from dpbench.instruments.base import Instrument
     from dpbench.results.conditions import Conditions
-    from dpbench.results.outcome import Outcome
+    from dpbench.results.outcome import Outcome, OutcomeStore
     from dpbench.results.run import Run
-    from dpbench.results.run_file import RunFile
-    from dpbench.results.store import OutcomeStore
+    from dpbench.results.storage import RunFile
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
@@ -152,8 +151,7 @@ class Session:
     @cached_property
     def conditions(self) -> Conditions:
         """What the session measures, with what and where; asks git, so only where it is needed."""
-        from dpbench.results.conditions import Conditions
-        from dpbench.results.outcome import environment
+        from dpbench.results.conditions import Conditions, environment
 
         ncu = [i.versions["ncu"] for i in self.instruments if "ncu" in i.versions]
         found = environment(
@@ -166,8 +164,7 @@ class Session:
 
     def _open_file(self) -> None:
         """Take the next number in the storage, or an interrupted run's."""
-        from dpbench.results.run_file import RunFile
-        from dpbench.results.storage import Storage
+        from dpbench.results.storage import RunFile, Storage
 
         settings = self.settings
         storage = Storage(settings.storage)
@@ -205,7 +202,7 @@ class Session:
 
             self.conditions = Conditions(**shared["conditions"])
         if shared["file"]:
-            from dpbench.results.run_file import RunFile
+            from dpbench.results.storage import RunFile
 
             self.file = RunFile(Path(shared["file"]))
         self.comparison.join(shared["comparison"])
@@ -213,7 +210,7 @@ class Session:
     @cached_property
     def store(self) -> OutcomeStore:
         """The outcomes of all processes, in a directory that is made when it is needed."""
-        from dpbench.results.store import OutcomeStore
+        from dpbench.results.outcome import OutcomeStore
 
         if self.directory is None:
             self.directory = Path(tempfile.mkdtemp(prefix="dpbench-"))

@@ -51,8 +51,7 @@ MAY_USE = {
 
 ON_THE_WAY = {
     ("dpbench.instruments.torch_profiler.files", "dpbench.show.profile"),
-    ("dpbench.results.threshold", "dpbench.show.view"),
-    ("dpbench.process.ceilings", "dpbench.results.ceilings"),
+    ("dpbench.process.ceilings", "dpbench.results.cards"),
     ("dpbench.doctor.counters", "dpbench.doctor"),
     ("dpbench.doctor.machine", "dpbench.doctor"),
 }

@@ -95,8 +95,7 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
     )
     from dpbench.results.cards import known_roofs
     from dpbench.results.frame import to_frame
-    from dpbench.results.kernel_table import step_bytes
-    from dpbench.results.kernels import fold, kernel_rows
+    from dpbench.results.kernels import dram_bytes_of_step, fold, kernel_rows
     from dpbench.show.kernels import KernelContext, kernel_tables
     from dpbench.show.profile import copies_table
 
@@ -118,6 +117,6 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
         *kernel_rows(case, counts, instrument="ncu_kernels", device=kernels.device, tool="ncu"),
         *profile.rows,
     ]
-    context = KernelContext(case.id, step_bytes(ranges), known_roofs(kernels.device))
+    context = KernelContext(case.id, dram_bytes_of_step(ranges), known_roofs(kernels.device))
     tables = kernel_tables(counts, context, top=options.top)
     return to_frame(rows), [*tables, *copies_table(profile.launches, profile.steps)]

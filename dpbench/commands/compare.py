@@ -62,7 +62,7 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
 
     title = f"{before.name} -> {after.name}"
     if not across:
-        check_comparable(before.frame, after.frame)
+        check_comparable(before, after)
     verdict = judge(before, after, limits, across=across)
     if verdict.changes.empty:
         raise ConfigurationError(f"{title}: the two have no case in common")

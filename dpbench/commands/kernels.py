@@ -83,14 +83,14 @@ def _context(path: Path, report: KernelReport) -> KernelContext:
     """What kernels are compared with: the case's report of ranges, if it lies where it should."""
     from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
     from dpbench.results.cards import known_roofs
-    from dpbench.results.kernel_table import step_bytes
+    from dpbench.results.kernels import dram_bytes_of_step
     from dpbench.show.kernels import KernelContext
 
     place = path.resolve().parent
     ranges = place.parent / path.name
     measured = None
     if place.name == KERNELS and ranges.exists():
-        measured = step_bytes(read(ranges, case_of(ranges)))
+        measured = dram_bytes_of_step(read(ranges, case_of(ranges)))
     return KernelContext(f"{_title(path)}, {report.device}", measured, known_roofs(report.device))
 
 

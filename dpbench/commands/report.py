@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.show.html import check_libraries
 
     check_libraries()
-    from dpbench.results.outcome import document, environment
+    from dpbench.results.conditions import environment
+    from dpbench.results.outcome import document
     from dpbench.show.html.data import Source, cases_without_logical, labelled
     from dpbench.show.html.page import write_html
 

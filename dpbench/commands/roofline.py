@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     measured_on = sorted(set(saved[saved.instrument != "logical"].device))
     if named:
         named.require(measured_on)  # before anything is counted
-    roofs = {device: named or find_card(device).roofs() for device in measured_on}
+    roofs = {device: named or find_card(device) for device in measured_on}
     if not roofs:
         named = named or _visible_roofs()
     has_flops = set(_cases_of(saved[saved.metric == "flops"]))
@@ -139,10 +139,10 @@ def _cases_of(frame: pd.DataFrame) -> list[Case]:
 
 def _named_roofs(options: argparse.Namespace) -> Roofs | None:
     if options.ceilings:
-        from dpbench.results.ceilings import read_ceilings
+        from dpbench.results.cards import read_ceilings
 
         return read_ceilings(options.ceilings).roofs()
-    return find_card(options.card).roofs() if options.card else None
+    return find_card(options.card) if options.card else None
 
 
 def _visible_roofs() -> Roofs:
@@ -154,4 +154,4 @@ def _visible_roofs() -> Roofs:
         raise ConfigurationError(
             f"no CUDA GPU is visible here, so name a card with --card: {one_of(CARDS)}"
         )
-    return find_card(gpu.name).roofs()
+    return find_card(gpu.name)

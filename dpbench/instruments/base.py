@@ -11,10 +11,9 @@ from dpbench.case import Case
 from dpbench.errors import DpbenchError
 from dpbench.files import check_writable
 from dpbench.gpu import require_gpu
-from dpbench.results.kernels import KernelCount
+from dpbench.results.kernels import KernelCount, KernelSpeed
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
-from dpbench.results.speed_of_light import KernelSpeed
 
 if TYPE_CHECKING:
     from dpbench.instruments.settings import InstrumentSettings

@@ -11,7 +11,7 @@ from torch.utils.benchmark import Timer
 from dpbench import gpu
 from dpbench.case import PRECISIONS
 from dpbench.process.step import alone, pick_device
-from dpbench.results.ceilings import Ceilings
+from dpbench.results.cards import Ceilings
 
 COPY_BYTES = 4 * 2**30
 """Size of the copied buffer: 32 times the largest L2 cache that is known of (126 MB)."""

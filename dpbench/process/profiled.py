@@ -155,6 +155,12 @@ def _operators(profiler: profile) -> list[dict[str, Any]]:
     return found
 
 
+def _kind(event: Any) -> str:
+    if event.is_user_annotation:
+        return "annotation"
+    return "operator" if event.device_type.name == "CPU" else "kernel"
+
+
 def _snapshot(trainer: TrainerBase, batch: Batch, path: Path) -> None:
     """The allocations of one more step, each with its Python stack, for PyTorch's memory_viz."""
     torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")

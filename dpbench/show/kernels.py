@@ -12,10 +12,14 @@ import pandas as pd
 from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
 from dpbench.results.cards import Roofs, known_roofs
 from dpbench.results.kernel_names import matched_category, short_name
-from dpbench.results.kernel_table import kernel_frame, kernel_table, step_bytes
-from dpbench.results.kernels import KernelCount
+from dpbench.results.kernels import (
+    KernelCount,
+    KernelSpeed,
+    dram_bytes_of_step,
+    kernel_frame,
+    kernel_table,
+)
 from dpbench.results.outcome import Outcome
-from dpbench.results.speed_of_light import KernelSpeed
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
 from dpbench.show.view import TOP
 
@@ -37,7 +41,7 @@ def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
     device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
     title = ", ".join(filter(None, (outcome.case.id, device)))
     measured = [row for row in outcome.rows if row.instrument == "ncu"]
-    context = KernelContext(title, step_bytes(measured), known_roofs(device))
+    context = KernelContext(title, dram_bytes_of_step(measured), known_roofs(device))
     return [
         *kernel_tables(outcome.kernels, context, top=top),
         *speed_table(outcome.speed_of_light, title),

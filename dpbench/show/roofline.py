@@ -5,8 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.results.cards import Roofs, known_roofs
-from dpbench.results.ceilings import Ceilings
+from dpbench.results.cards import Ceilings, Roofs, known_roofs
 from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order

@@ -62,7 +62,7 @@ def test_copies_from_and_to_the_host_and_memsets_count_once() -> None:
     assert found.copies_written["forward"] == 5.0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["forward", "backward", "clip"]), PARTS_OF_A_PHASE, min_size=1)
 )

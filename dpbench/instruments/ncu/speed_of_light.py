@@ -35,9 +35,8 @@ from dpbench.instruments.ncu.range_report import (
     report_path,
 )
 from dpbench.instruments.settings import InstrumentSettings, KernelChoice
-from dpbench.results.kernels import fold
+from dpbench.results.kernels import KernelSpeed, fold
 from dpbench.results.rows import Measurement
-from dpbench.results.speed_of_light import KernelSpeed
 
 METRICS = {
     "sm": "sm__throughput.avg.pct_of_peak_sustained_elapsed",

@@ -76,7 +76,7 @@ def roofline(material: Material) -> Chart:
     roofs: dict[str, Roofs] = {}
     for run, device, frame in _with_operations(material):
         try:
-            roofs[device] = find_card(device).roofs()
+            roofs[device] = find_card(device)
             drawn.append(under(intensities(frame), roofs[device]).assign(run=run))
         except ConfigurationError as error:
             refusals.append(f"{device}: {error}.")
