@@ -68,7 +68,6 @@ class Child(Running):
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
         read: makes rows of the record that the child printed.
-        watch: is given each new piece of the log while the child is waited for.
     """
 
     _all: ClassVar[WeakSet[Child]] = WeakSet()
@@ -81,9 +80,9 @@ class Child(Running):
         log: Path,
         timeout: float,
         read: Callable[[Child], list[Measurement]],
-        watch: Callable[[str], None] | None = None,
     ) -> None:
-        self.case, self.log, self.timeout, self.read, self.watch = case, log, timeout, read, watch
+        self.case, self.log, self.timeout, self.read = case, log, timeout, read
+        self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self._mark = f"{secrets.token_hex(8)} "
         added = environment(case)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -94,7 +93,6 @@ class Child(Running):
         with log.open("x", encoding="utf-8") as stream:
             stream.write(f"$ {pasteable}\n")
             stream.flush()
-            self._output = stream.tell()
             self.group = ProcessGroup(
                 command,
                 stdout=stream,
@@ -107,6 +105,9 @@ class Child(Running):
         """Wait for the process, and make rows of its record."""
         try:
             return self.read(self)
+        except InstrumentError as error:
+            error.log = self.log
+            raise
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             message = f"{self.case.id}: its record cannot be read ({what})"
@@ -131,50 +132,44 @@ class Child(Running):
         raise kind(f"{self.case.id}: {error['message']}", log=self.log)
 
     def _wait(self) -> None:
-        """Wait for the process, but not longer than its time-out."""
-        clock = _Clock(self.case, self.timeout, self._others)
+        clock = _Clock(self)
         rest = ""
         with self.log.open(encoding="utf-8", errors="replace") as stream:
-            stream.seek(self._output)
+            stream.readline()  # its command
             while self.group.process.poll() is None:
-                text = stream.read()
-                if self.watch and text:
-                    self.watch(text)
-                *lines, rest = (rest + text).split("\n")
+                *lines, rest = (rest + stream.read()).split("\n")
                 for line in lines:
                     clock.hear(line)
-                if error := clock.error():
-                    error.log = self.log
-                    raise error
+                    if self.watch:
+                        self.watch(line)
+                clock.check()
                 time.sleep(POLL_SECONDS)
-
-    def _others(self, process_id: int) -> bool:
-        """Whether a process is no child of this session."""
-        try:
-            group = os.getpgid(process_id)
-        except ProcessLookupError:  # of another container
-            return True
-        return all(child.group.process.pid != group for child in self._all)
 
     def cancel(self) -> None:
         """End what is left of the process group."""
         self.group.end()
 
+    @classmethod
+    def is_ours(cls, process_id: int) -> bool:
+        """Whether a process belongs to a child of this session."""
+        try:
+            group = os.getpgid(process_id)
+        except ProcessLookupError:  # of another container
+            return False
+        return any(child.group.process.pid == group for child in cls._all)
+
 
 class _Clock:
     """What a child does with its time: it sets up, waits for its GPU, and measures.
 
-    Args:
-        case: what it measures.
-        timeout: seconds that each of these may take, waiting for each other process apart.
-        others: whether a process belongs to another session.
+    Each of these may take as long as the child's time-out says, waiting for each other process
+    apart.
     """
 
-    def __init__(self, case: Case, timeout: float, others: Callable[[int], bool]) -> None:
-        self.case, self.timeout, self.others = case, timeout, others
+    def __init__(self, child: Child) -> None:
+        self.child = child
         self.start = self.deadline_from = time.monotonic()
-        self.holder = ""
-        self.told: str | None = None
+        self.holder = self.told = ""
         self.measuring = False
 
     def hear(self, line: str) -> None:
@@ -188,22 +183,22 @@ class _Clock:
         else:
             self.measuring = True
             if self.told:
-                tell(f"{self.case.id} waited {now - self.start:.0f} s for its GPU")
+                tell(f"{self.child.case.id} waited {now - self.start:.0f} s for its GPU")
 
-    def error(self) -> InstrumentError | None:
-        """What to end the child with, if its time is up. Says whom it waits for, once."""
+    def check(self) -> None:
+        """Say whom the child waits for, once; raise what to end it with if its time is up."""
+        case, timeout, log = self.child.case, self.child.timeout, self.child.log
         waited = time.monotonic() - self.deadline_from
         waiting = self.holder and not self.measuring
         if waiting and waited > PATIENCE_SECONDS and self.told != self.holder:
             process = re.search(r"held by process (\d+)", self.holder)
-            if process and self.others(int(process[1])):
+            if process and not Child.is_ours(int(process[1])):
                 self.told = self.holder
-                tell(f"{self.case.id} waits for {self.holder}")
-        if waited <= self.timeout:
-            return None
-        if waiting:
-            return GpuBusy(f"{self.case.id} waited {self.timeout:g} s for {self.holder}")
-        return CaseTimedOut(f"{self.case.id} did not finish within {self.timeout:g} s")
+                tell(f"{case.id} waits for {self.holder}")
+        if waited > timeout and waiting:
+            raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
+        if waited > timeout:
+            raise CaseTimedOut(f"{case.id} did not finish within {timeout:g} s", log=log)
 
 
 def describe_exit(returncode: int) -> str:

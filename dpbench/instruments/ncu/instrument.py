@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.ncu.program import diagnose, ncu_version
 from dpbench.instruments.ncu.range_report import NothingProfiled, report_path
@@ -89,14 +89,7 @@ class NcuInstrument(Instrument):
         report = self.report(case)
         report.unlink(missing_ok=True)  # or a failed run would leave the last one's numbers
         log = report.with_suffix(".log")
-        return Child(command, case=case, log=log, timeout=self.timeout, read=self._read)
-
-    def _read(self, process: Child) -> list[Measurement]:
-        try:
-            return self.read(process)
-        except InstrumentError as error:
-            error.log = process.log
-            raise
+        return Child(command, case=case, log=log, timeout=self.timeout, read=self.read)
 
     @abstractmethod
     def read(self, process: Child) -> list[Measurement]:

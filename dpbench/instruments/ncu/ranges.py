@@ -37,13 +37,12 @@ class Ncu(NcuInstrument):
     @classmethod
     def from_settings(cls, settings: InstrumentSettings) -> Ncu:
         """As ``--ncu-metrics``, ``--ncu-warmup`` and the like say."""
-        chip = next((card.chip for card in gpu.visible_gpus()), "")
         return cls(
             settings.directory,
             find_ncu(settings.ncu_path),
             settings.ncu_steps,
             settings.timeout,
-            tuple(resolve(settings.metric_names, chip)),
+            tuple(resolve(settings.metric_names, gpu.chip_here())),
         )
 
     def command(self, case: Case) -> list[str]:

@@ -18,6 +18,7 @@ from dpbench.instruments.base import Running
 from dpbench.instruments.child import Child
 from dpbench.instruments.ncu.kernel_report import (
     GRID,
+    TIME,
     check_complete,
     full_name,
     phase_of,
@@ -25,7 +26,6 @@ from dpbench.instruments.ncu.kernel_report import (
 )
 from dpbench.instruments.ncu.kernels import OfKernels
 from dpbench.instruments.ncu.program import find_ncu
-from dpbench.instruments.ncu.progress import launch_progress
 from dpbench.instruments.ncu.range_report import (
     KERNELS,
     SPEED_OF_LIGHT,
@@ -48,8 +48,6 @@ METRICS = {
     "occupancy_limit": "sm__maximum_warps_per_active_cycle_pct",
 }
 """The metric behind each percentage of a `KernelSpeed`; asked for beside any set or section."""
-
-TIME = "gpu__time_duration.sum"
 
 STALL = re.compile(
     r"smsp__pcsamp_warps_issue_stalled_(?P<sampled>\w+?)(?P<rest>_not_issued)?"
@@ -132,8 +130,7 @@ class SpeedOfLight(OfKernels):
 
     def read(self, process: Child) -> list[Measurement]:
         """See `NcuInstrument.read`: no row, for what it finds is in ``speed_of_light``."""
-        with launch_progress(f"{process.case.id}: Speed of Light", None) as process.watch:
-            self.record_of(process)
+        self.watched(process, f"{process.case.id}: Speed of Light", None)
         process.speed_of_light = read_speeds(self.report(process.case))
         return []
 
