@@ -55,8 +55,6 @@ ON_THE_WAY = {
     ("dpbench.results.report", "dpbench.show.layout"),
     ("dpbench.results.report", "dpbench.show.tables"),
     ("dpbench.process.ceilings", "dpbench.results.ceilings"),
-    ("dpbench.doctor.counters", "dpbench.doctor"),
-    ("dpbench.doctor.machine", "dpbench.doctor"),
 }
 """Imports that are still to go: each one that is mended is taken out of here."""
 

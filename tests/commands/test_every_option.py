@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.cli import build_parser, main
-from dpbench.doctor import Setup
+from dpbench.doctor.findings import Setup
 from dpbench.gpu import Gpu
 from dpbench.process.ceilings import measure_ceilings
 from dpbench.results.ceilings import read_ceilings

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from dpbench import Case, gpu
-from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, counters, examine
+from dpbench.doctor import counters, examine
 from dpbench.doctor.copying import CopyTrainer
 from dpbench.doctor.counters import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
+from dpbench.doctor.findings import FAILED, OK, WARNING, Check, Finding, Setup
 from dpbench.gpu import Gpu, Use
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.metrics import METRICS, Metric

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, machine
+from dpbench.doctor import machine
+from dpbench.doctor.findings import FAILED, OK, WARNING, Check, Finding, Setup
 from dpbench.gpu import Gpu, Use, in_use
 from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.program import NcuNotFound

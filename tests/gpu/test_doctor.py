@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.doctor import OK, Setup, counters
+from dpbench.doctor import counters
+from dpbench.doctor.findings import OK, Setup
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
 from dpbench.process.ceilings import measure_ceilings
