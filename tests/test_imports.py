@@ -50,7 +50,6 @@ MAY_USE = {
 """The places that use a library."""
 
 ON_THE_WAY = {
-    ("dpbench.instruments.torch_profiler.files", "dpbench.show.profile"),
     ("dpbench.results.threshold", "dpbench.show.view"),
     ("dpbench.results.report", "dpbench.show.layout"),
     ("dpbench.results.report", "dpbench.show.tables"),

@@ -89,11 +89,21 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _profile(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    from dpbench.instruments.torch_profiler.files import prepare, write_summary
+    from dpbench.instruments.torch_profiler.files import prepare
     from dpbench.process.profiled import profile_case
 
     schedule = Schedule.parse(options.profile_schedule)
     prepare(options.profile)
     record = profile_case(case, device=options.device, schedule=schedule, directory=options.profile)
-    write_summary(case, record, options.profile, options.profile_threshold)
+    write_profile(case, record, options.profile, options.profile_threshold)
     return record
+
+
+def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
+    """Make what a person reads of what the profiler recorded: summary, report, TensorBoard."""
+    from dpbench.instruments.torch_profiler.files import REPORT, write_summary
+    from dpbench.show.profile import profile_report
+
+    profile = write_summary(case, record, directory)
+    report = profile_report(record, profile.rows, profile.launches, profile.operators, threshold)
+    (directory / REPORT).write_text(report, encoding="utf-8")

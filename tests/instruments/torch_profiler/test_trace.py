@@ -66,13 +66,6 @@ def test_a_kernel_knows_the_operator_that_launched_it() -> None:
     }
 
 
-def test_operators_are_found_by_the_place_of_a_kernel_in_its_phase() -> None:
-    operators = recorded("standard").operators()
-    assert operators[0, "forward", 0] == "aten::arange"
-    assert operators[0, "optimizer", 0] == "aten::_foreach_add_"
-    assert Counter(phase for _, phase, _ in operators) == KERNELS["standard"]
-
-
 def test_memory_grows_to_the_peaks_that_the_allocator_saw() -> None:
     record = json.loads((DATA / "standard" / "record.json").read_text())
     (growth,) = recorded("standard").memory_growth
