@@ -53,7 +53,6 @@ ON_THE_WAY = {
     ("dpbench.results.threshold", "dpbench.show.view"),
     ("dpbench.results.report", "dpbench.show.layout"),
     ("dpbench.results.report", "dpbench.show.tables"),
-    ("dpbench.process.ceilings", "dpbench.results.ceilings"),
 }
 """Imports that are still to go: each one that is mended is taken out of here."""
 

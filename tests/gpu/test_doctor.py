@@ -12,6 +12,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
 from dpbench.process.ceilings import measure_ceilings
 from dpbench.results.cards import Card, find_card
+from dpbench.results.ceilings import Ceilings
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ def card() -> Card:
 
 def test_measured_ceilings_lie_below_the_data_sheet_and_not_far() -> None:
     sheet = card().roofs()
-    measured = measure_ceilings()
+    measured = Ceilings(**measure_ceilings())
     assert 0.6 < measured.bandwidth / sheet.bandwidth < 1.02
     for precision, peak in sheet.flops.items():
         assert 0.4 < measured.flops[precision] / peak < 1.05, precision
