@@ -33,7 +33,11 @@ ON_GPU = ("timing", "ncu")
 def choose(names: Iterable[str], settings: InstrumentSettings) -> list[Instrument]:
     """The instruments with these names, as the settings have them, each once."""
     asked = [_canonical(name) for name in (*names, *settings.kernels.instruments)]
-    return [_class(name).from_settings(settings) for name in INSTRUMENTS if name in asked]
+    chosen = {name: INSTRUMENTS[name] for name in INSTRUMENTS if name in asked}
+    for name, instrument in chosen.items():
+        if not (isinstance(instrument, type) and issubclass(instrument, Instrument)):
+            raise ConfigurationError(f"instrument {name!r} is no subclass of dpbench.Instrument")
+    return [instrument.from_settings(settings) for instrument in chosen.values()]
 
 
 def _canonical(spelling: str) -> str:
@@ -45,10 +49,3 @@ def _canonical(spelling: str) -> str:
             if entry.name not in INSTRUMENTS:
                 INSTRUMENTS.register(entry.name, entry.value)
         return INSTRUMENTS.canonical(spelling)
-
-
-def _class(name: str) -> type[Instrument]:
-    found = INSTRUMENTS[name]
-    if not (isinstance(found, type) and issubclass(found, Instrument)):
-        raise ConfigurationError(f"instrument {name!r} is no subclass of dpbench.Instrument")
-    return found

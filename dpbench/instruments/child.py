@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,13 +46,6 @@ def step_command(
     return [*command, "--nvtx"] if nvtx else command
 
 
-def environment(case: Case) -> dict[str, str]:
-    """What a case's process needs in its environment beyond this process's."""
-    added = child_environment()
-    path = child_python_path(TRAINERS.import_path(case.trainer), MODELS.import_path(case.model))
-    return {**added, "PYTHONPATH": path} if path else added
-
-
 class Child(Running):
     """The process of one case, from its start to its record.
 
@@ -84,7 +76,11 @@ class Child(Running):
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self._mark = f"{secrets.token_hex(8)} "
-        added = environment(case)
+        added = child_environment()
+        if path := child_python_path(
+            TRAINERS.import_path(case.trainer), MODELS.import_path(case.model)
+        ):
+            added["PYTHONPATH"] = path
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
         print(f"$ {pasteable}", file=sys.stderr, flush=True)
@@ -218,4 +214,4 @@ def log_tail(error: InstrumentError, lines: int = 20) -> str:
     """The end of a failed case's log, or nothing if it has none."""
     if error.log is None or not error.log.exists():
         return ""
-    return "\n".join(deque(log_lines(error.log), maxlen=lines))
+    return "\n".join(log_lines(error.log)[-lines:])

@@ -165,16 +165,17 @@ def read_speeds(path: Path) -> tuple[KernelSpeed, ...]:
 
 
 def _speed(action: Any, path: Path) -> KernelSpeed:
-    x, y, z = (int(counter(action, name, path).value()) for name in GRID)
+    def value(name: str) -> float:
+        return float(counter(action, name, path).value())
+
+    x, y, z = (int(value(name)) for name in GRID)
     return KernelSpeed(
         phase=phase_of(label(action))[1],
         name=full_name(action),
         grid=(x, y, z),
-        seconds=float(counter(action, TIME, path).value()) * 1e-9,
+        seconds=value(TIME) * 1e-9,
         stall=top_stall(action),
-        **{
-            field: float(counter(action, metric, path).value()) for field, metric in METRICS.items()
-        },
+        **{field: value(metric) for field, metric in METRICS.items()},
     )
 
 
@@ -186,9 +187,9 @@ def top_stall(action: Any) -> str | None:
         match = STALL.fullmatch(name)
         if match is None or match["rest"]:
             continue
-        reason = match["counted"] or match["sampled"]
-        if reason != "selected":  # that warp was not waiting
-            kind = counted if match["counted"] else sampled
-            kind[reason] = float(action.metric_by_name(name).value())
-    reasons = {reason: value for reason, value in (counted or sampled).items() if value}
-    return max(reasons, key=lambda reason: reasons[reason]) if reasons else None
+        reasons = counted if match["counted"] else sampled
+        reasons[match["counted"] or match["sampled"]] = float(action.metric_by_name(name).value())
+    reasons = counted or sampled
+    reasons.pop("selected", None)  # that warp was not waiting
+    most = max(reasons, key=lambda reason: reasons[reason], default=None)
+    return most if most and reasons[most] else None
