@@ -132,14 +132,17 @@ class Child(Running):
         rest = ""
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             stream.readline()  # its command
-            while self.group.process.poll() is None:
+            ended = False
+            while not ended:
+                ended = self.group.process.poll() is not None
                 *lines, rest = (rest + stream.read()).split("\n")
                 for line in lines:
                     clock.hear(line)
                     if self.watch:
                         self.watch(line)
-                clock.check()
-                time.sleep(POLL_SECONDS)
+                if not ended:
+                    clock.check()
+                    time.sleep(POLL_SECONDS)
 
     def cancel(self) -> None:
         """End what is left of the process group."""

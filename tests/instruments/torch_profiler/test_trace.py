@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ KERNELS = {
 """What Nsight Compute counted in the same phases of the same case, in another process."""
 
 
+@cache
 def recorded(trainer: str) -> Trace:
     return read(DATA / trainer / "trace_0.json.gz")
 
@@ -81,12 +83,15 @@ def test_phases_take_the_time_of_the_training_thread() -> None:
     assert seconds["backward"] == pytest.approx(3.854e-3, rel=1e-3)
 
 
+@cache
+def events() -> list[dict[str, Any]]:
+    with gzip.open(DATA / "dpsgd" / "trace_0.json.gz", "rb") as stream:
+        return json.load(stream)["traceEvents"]
+
+
 def rewritten(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Trace:
     """A recorded trace without some of its events, and not compressed."""
-    with gzip.open(DATA / "dpsgd" / "trace_0.json.gz", "rb") as stream:
-        document = json.load(stream)
-    document["traceEvents"] = [event for event in document["traceEvents"] if keep(event)]
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps({"traceEvents": [event for event in events() if keep(event)]}))
     return read(path)
 
 
