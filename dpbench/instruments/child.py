@@ -98,7 +98,6 @@ class Child(Running):
         self._all.add(self)
 
     def rows(self) -> list[Measurement]:
-        """Wait for the process, and make rows of its record."""
         try:
             return self.read(self)
         except InstrumentError as error:
@@ -145,7 +144,6 @@ class Child(Running):
                     time.sleep(POLL_SECONDS)
 
     def cancel(self) -> None:
-        """End what is left of the process group."""
         self.group.end()
 
     @classmethod
@@ -172,7 +170,6 @@ class _Clock:
         self.measuring = False
 
     def hear(self, line: str) -> None:
-        """Take the next line of the child's log."""
         if self.measuring or not (WAITING in line or MEASURING in line):
             return
         now = self.deadline_from = time.monotonic()

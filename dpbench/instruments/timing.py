@@ -35,11 +35,9 @@ class Timing(Instrument):
 
     @classmethod
     def from_settings(cls, settings: InstrumentSettings) -> Timing:
-        """As ``--warmup``, ``--active`` and the like say."""
         return cls(settings.directory, settings.device, settings.timing_steps, settings.timeout)
 
     def check(self) -> None:
-        """There are the device and a directory that can hold logs."""
         check_place(self.directory, on_gpu=self.device == "cuda")
 
     def start(self, case: Case) -> child.Child:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -20,9 +21,6 @@ CASE = Case("dpsgd", 2, 8, "100x16x1x2")
 SCHEDULE = Schedule(skip_first=0, wait=1, warmup=1, active=2, repeat=2)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with everything that profiling leaves."""
@@ -30,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["step", "--device", "cpu", "--trainer", "dpsgd", "--batch-size", "2"]
     command += ["--seq-len", "8", "--model-size", CASE.model_size, "--profile", str(folder)]
     command += ["--profile-schedule", str(SCHEDULE), "--profile-threshold", "0"]
-    with redirect_stdout(StringIO()):
+    with redirect_stdout(StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own, of several cycles
         assert main(command) == 0
     return folder
 

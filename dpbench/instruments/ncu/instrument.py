@@ -47,16 +47,13 @@ class NcuInstrument(Instrument):
     timeout: float = 1800.0
 
     def check(self) -> None:
-        """There is a GPU to profile, and a directory that can hold reports."""
         check_place(self.directory, on_gpu=True)
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Nsight Compute's."""
         return {"ncu": ncu_version(self.path)}
 
     def report(self, case: Case) -> Path:
-        """Where a case's report is."""
         return self.directory / report_path(case, self.folder)
 
     def command_under_ncu(

@@ -23,7 +23,7 @@ from dpbench.instruments.ncu.range_report import (
     ReportUnreadable,
     launches_by_phase,
 )
-from dpbench.instruments.settings import InstrumentSettings, check_phases
+from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.terminal import begin_line, place
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.results.kernels import fold, kernel_rows
@@ -42,9 +42,6 @@ class OfKernels(NcuInstrument):
 
     phases: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_phases(self.phases)
-
     @property
     def filters(self) -> list[str]:
         """The NVTX filters that let through the phases of every active step."""
@@ -61,13 +58,7 @@ class OfKernels(NcuInstrument):
         return sum(counts[phase] for phase in self.phases or counts) * self.steps.active
 
     def watched(self, process: Child, description: str, total: int | None) -> dict[str, Any]:
-        """`record_of`, with a progress bar on a terminal; none in an xdist worker, one of many.
-
-        Args:
-            process: which.
-            description: what it measures.
-            total: how many kernels there will be; if that is not known, the bar only counts.
-        """
+        """`record_of`, with a progress bar on a terminal; none in an xdist worker, one of many."""
         from tqdm import tqdm
 
         hidden = "PYTEST_XDIST_WORKER" in os.environ or not place().isatty()
@@ -102,7 +93,6 @@ class NcuKernels(OfKernels):
 
     @classmethod
     def from_settings(cls, settings: InstrumentSettings) -> NcuKernels:
-        """As ``--kernels-phase`` and the like say."""
         return cls(
             settings.directory,
             find_ncu(settings.ncu_path),
@@ -112,7 +102,6 @@ class NcuKernels(OfKernels):
         )
 
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
         return self.command_under_ncu(case, ["--metrics", ",".join(self.counters)], self.filters)
 
     def start(self, case: Case) -> Child:
@@ -123,7 +112,6 @@ class NcuKernels(OfKernels):
         return self.launch(case, self.command(case))
 
     def read(self, process: Child) -> list[Measurement]:
-        """See `NcuInstrument.read`."""
         case = process.case
         try:
             record = self.watched(process, f"{case.id}: kernels", self.expected(case))

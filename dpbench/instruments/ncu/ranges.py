@@ -36,7 +36,6 @@ class Ncu(NcuInstrument):
 
     @classmethod
     def from_settings(cls, settings: InstrumentSettings) -> Ncu:
-        """As ``--ncu-metrics``, ``--ncu-warmup`` and the like say."""
         return cls(
             settings.directory,
             find_ncu(settings.ncu_path),
@@ -46,7 +45,6 @@ class Ncu(NcuInstrument):
         )
 
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
         return self.command_under_ncu(case, ["--metrics", ",".join(counters(self.metrics))])
 
     def start(self, case: Case) -> Child:
@@ -54,6 +52,5 @@ class Ncu(NcuInstrument):
         return self.launch(case, self.command(case))
 
     def read(self, process: Child) -> list[Measurement]:
-        """See `NcuInstrument.read`."""
         tool = self.tool(self.record_of(process))
         return read(self.report(process.case), process.case, self.metrics, tool=tool)

@@ -87,7 +87,6 @@ class SpeedOfLight(OfKernels):
 
     @classmethod
     def from_settings(cls, settings: InstrumentSettings) -> SpeedOfLight:
-        """As ``--ncu-set``, ``--ncu-section`` and the like say."""
         asked = settings.kernels
         return cls(
             settings.directory,
@@ -113,10 +112,7 @@ class SpeedOfLight(OfKernels):
         return self.command_under_ncu(case, collect, self.filters)
 
     def chosen(self, case: Case) -> list[str]:
-        """The demangled names of the kernels that move most bytes, from the case's report.
-
-        No name if the phases launch none.
-        """
+        """The kernels that move most bytes in the case's report; none if the phases launch none."""
         if self.nothing_to_profile(case):
             return []
         launches = read_kernels(self.directory / report_path(case, KERNELS)).launches
@@ -138,23 +134,21 @@ class SpeedOfLight(OfKernels):
 class Waiting(Running):
     """A measurement that starts its process when it is asked for its rows."""
 
+    _child: Child | None = None
+
     def __init__(self, instrument: SpeedOfLight, case: Case) -> None:
         self.instrument, self.case = instrument, case
-        self._child: Child | None = None
 
     def rows(self) -> list[Measurement]:
-        """See `SpeedOfLight.read`."""
-        names = self.instrument.chosen(self.case)
-        if not names:
-            return []
-        self._child = self.instrument.launch(self.case, self.instrument.command(self.case, names))
-        rows = self._child.rows()
-        self.speed_of_light = self._child.speed_of_light
-        return rows
+        if names := self.instrument.chosen(self.case):
+            command = self.instrument.command(self.case, names)
+            self._child = self.instrument.launch(self.case, command)
+            self._child.rows()
+            self.speed_of_light = self._child.speed_of_light
+        return []
 
     def cancel(self) -> None:
-        """See `Running.cancel`."""
-        if self._child is not None:
+        if self._child:
             self._child.cancel()
 
 

@@ -46,7 +46,6 @@ class TorchProfiler(Instrument):
 
     @classmethod
     def from_settings(cls, settings: InstrumentSettings) -> TorchProfiler:
-        """As ``--profile-schedule`` and the like say."""
         return cls(
             settings.profile_directory,
             settings.device,
@@ -62,7 +61,6 @@ class TorchProfiler(Instrument):
             print(f"dpbench: {NO_TENSORBOARD}", file=sys.stderr)
 
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
         return [
             *child.step_command(case, device=self.device),
             *("--profile", str(self.directory / case.id)),

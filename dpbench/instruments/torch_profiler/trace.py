@@ -120,7 +120,6 @@ def read(path: Path) -> Trace:
 
 
 def _events(path: Path) -> dict[str, list[Event]]:
-    """The events of a trace by category."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rb") as stream:
         events = json.load(stream)["traceEvents"]
@@ -154,7 +153,6 @@ class _Timeline:
         return step, self.phases[place]["name"].removeprefix(ANNOTATION)
 
     def seconds(self) -> list[dict[str, float]]:
-        """For each step, how long it was in each phase."""
         steps: list[dict[str, float]] = [defaultdict(float) for _ in self.step_starts]
         for event in self.phases:
             step, phase = self.locate(float(event["ts"]))
@@ -163,7 +161,6 @@ class _Timeline:
 
 
 def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[Launch]:
-    """What the device did, in the order in which it was launched."""
     device = [event for category in KINDS for event in by_category[category]]
     calls = by_category["cuda_runtime"] + by_category["cuda_driver"]
     wanted = {_correlation(event) for event in device} - {None}
