@@ -171,9 +171,9 @@ def _opened(path: Path) -> Iterator[list[Any]]:
     """The library's groups of actions in a report, one a process that was profiled."""
     import ncu_report
 
-    if not path.is_file():
-        raise ReportUnreadable(f"{path}: {'a folder' if path.is_dir() else 'no such file'}")
     try:
+        if not path.is_file():
+            raise ReportUnreadable(f"{path}: {'a folder' if path.is_dir() else 'no such file'}")
         with path.open("rb") as stream:
             magic = stream.read(len(REPORT_MAGIC))
     except OSError as error:
