@@ -64,13 +64,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what is marked ``gpu`` where there is none; begin with what takes longest.
 
     Tests that run pytest themselves take seconds each. Workers steal each other's last tests but
-    not the last two: if those are short, all workers end together.
+    not the last two: if those are short, all workers end together. With pytest-randomly the order
+    stays random.
     """
-    items.sort(key=lambda item: "pytester" not in getattr(item, "fixturenames", ()))
+    if not config.pluginmanager.hasplugin("randomly"):
+        items.sort(key=lambda item: "pytester" not in getattr(item, "fixturenames", ()))
     if not visible_gpus():
         for item in items:
             if item.get_closest_marker("gpu"):

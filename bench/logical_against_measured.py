@@ -1,7 +1,7 @@
 """Logical bytes and peak memory beside measured ones: ``python bench/logical_against_measured.py``.
 
-Counts every case that a document under ``docs/results`` has measured, and prints one table a
-document.
+Counts every case of the built-in trainers and models that a document under ``docs/results`` has
+measured, and prints one table a document.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dpbench.case import Case
 from dpbench.instruments.logical.instrument import Logical
+from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import Measurement
 from dpbench.show.groups import Group, found, groups
@@ -35,11 +36,16 @@ def counted(case: Case) -> tuple[Measurement, ...]:
     return tuple(Logical().measure(case))
 
 
+def is_builtin(case: Case) -> bool:
+    """Whether a case can be built from its name alone."""
+    return case.trainer in TRAINERS and case.model in MODELS
+
+
 def measured(path: Path) -> list[Measurement]:
     """What a document has of hardware counters, and of times beside them."""
     rows = json.loads(path.read_text(encoding="utf-8")).get("rows", [])
     listed = [Measurement.from_row(row) for row in rows if row["instrument"] != "logical"]
-    cases = {row.case for row in listed if row.metric.startswith("dram_")}
+    cases = {row.case for row in listed if row.metric.startswith("dram_") and is_builtin(row.case)}
     return [row for row in listed if row.case in cases]
 
 

@@ -1,8 +1,8 @@
-"""The built-in transformer with layers that CUDA runs otherwise than the CPU does.
+"""The built-in transformer with parts of other people's models, named by import target.
 
-To compare logical bytes with measured ones, by import target from the repository's root::
+They show how near the logical count comes to what CUDA does with such parts:
 
-    dpbench run --instrument ncu --instrument logical --model bench.variants:DropoutTransformer
+    dpbench run --model bench.variants:DropoutModel --batch-size 8 --seq-len 1024
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dpbench.workloads.transformer import SelfAttention, SimpleBigModel
 DROPOUT = 0.1
 
 
-class DroppingAttention(SelfAttention):
-    """Attention that drops some of its weights; ``[B, T, H]`` to the same."""
+class DropoutSelfAttention(SelfAttention):
+    """Fused attention with dropout on its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
@@ -29,35 +29,35 @@ class DroppingAttention(SelfAttention):
             split(self.query(x)),
             split(self.key(x)),
             split(self.value(x)),
-            dropout_p=DROPOUT if self.training else 0.0,
             is_causal=True,
+            dropout_p=DROPOUT if self.training else 0.0,
         )
         merged: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, hidden))
         return merged
 
 
-class DropoutTransformer(SimpleBigModel):
-    """With dropout where GPT-2 has it: in attention, and after each of the two projections."""
+class DropoutModel(SimpleBigModel):
+    """Dropout where GPT-2 has it: embeddings, attention weights, and each residual branch."""
 
     def __init__(
         self, size: ModelSize, *, attention: str = "sdpa", max_seq_len: int = 1024
     ) -> None:
         super().__init__(size, attention=attention, max_seq_len=max_seq_len)
-        for block in self.blocks.children():
-            mixing = DroppingAttention(size.hidden, size.heads)
-            block.add_module("attention", nn.Sequential(mixing, nn.Dropout(DROPOUT)))
-            down = block.get_submodule("down")
-            block.add_module("down", nn.Sequential(down, nn.Dropout(DROPOUT)))
+        for block in self.blocks:
+            attend = DropoutSelfAttention(size.hidden, size.heads)
+            block.attention = nn.Sequential(attend, nn.Dropout(DROPOUT))
+            block.down = nn.Sequential(block.get_submodule("down"), nn.Dropout(DROPOUT))
+        self.blocks.insert(0, nn.Dropout(DROPOUT))
 
 
-class RMSNormTransformer(SimpleBigModel):
-    """With ``nn.RMSNorm`` in place of every ``nn.LayerNorm``."""
+class RMSNormModel(SimpleBigModel):
+    """``nn.RMSNorm`` in the place of every ``nn.LayerNorm``."""
 
     def __init__(
         self, size: ModelSize, *, attention: str = "sdpa", max_seq_len: int = 1024
     ) -> None:
         super().__init__(size, attention=attention, max_seq_len=max_seq_len)
-        for parent in list(self.modules()):
-            for name, child in parent.named_children():
-                if isinstance(child, nn.LayerNorm):
-                    setattr(parent, name, nn.RMSNorm(size.hidden))
+        for block in self.blocks:
+            block.attention_norm = nn.RMSNorm(size.hidden)
+            block.feed_forward_norm = nn.RMSNorm(size.hidden)
+        self.add_module("final_norm", nn.RMSNorm(size.hidden))

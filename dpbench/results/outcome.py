@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -117,11 +118,25 @@ def environment(
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "machine": {"architecture": platform.machine(), "cpus": os.cpu_count()},
+        "machine": {
+            "architecture": platform.machine(),
+            "cpu": _cpu_model(),
+            "cpus": os.cpu_count(),
+        },
         "versions": {**versions, "ncu": ncu},
         "gpu": vars(gpu) if gpu else None,
         "code": code_state(project) if project else None,
     }
+
+
+def _cpu_model() -> str | None:
+    """What Linux calls the processor; launch-bound steps take as long as it needs for them."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return None
 
 
 def document(

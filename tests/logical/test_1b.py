@@ -1,11 +1,19 @@
-"""The 1b model with all its layers: against an H200, and against the count by two depths."""
+"""The 1b model with all its layers: as README prints it, against an H200, and by two depths.
+
+Counting 24 layers takes seconds, so one session does it, with the examples of README and guide.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from dpbench.case import Case
-from tests.logical.layers import count, count_by_layers
+from dpbench.results.report import CaseReport
+from dpbench.results.run import Run
+from tests.logical.layers import count_by_layers
+from tests.plugin import conftest as sessions
+from tests.test_docs import assert_printed, block_with
+
+imports = sessions.imports  # a fixture: what a session imported stays
 
 H200 = {  # DRAM GB of a step and peak GB: ncu, 1b, batch 8 × sequence 256, fp32 without TF32
     "standard": (91.3, 13.0),
@@ -15,15 +23,29 @@ H200 = {  # DRAM GB of a step and peak GB: ncu, 1b, batch 8 × sequence 256, fp3
 }
 
 
-@pytest.mark.parametrize("trainer", H200)
-def test_a_step_comes_close_to_an_h200_and_two_shallow_models_tell_its_bytes(trainer: str) -> None:
-    counted = count(Case(trainer, batch_size=8, seq_len=256))  # with all 24 layers
-    dram_gb, peak_gb = H200[trainer]
-    # matrix products with 2048 rows read their operands again: the floor is below DRAM
-    lowest = 0.91 if trainer == "standard" else 0.95
-    assert lowest <= counted.logical_bytes / dram_gb / 1e9 <= 1.05
-    assert counted.value("peak_memory_bytes") / 1e9 == pytest.approx(peak_gb, rel=0.05)
+def test_the_examples_print_what_comes_close_to_an_h200_and_two_shallow_models_tell(
+    pytester: pytest.Pytester, imports: sessions.Imports
+) -> None:
+    pytester.makepyfile(
+        test_ncu=block_with("README.md", "def test_ghost_clipping_stays_below"),
+        test_readme=block_with("README.md", "def test_bytes_of_a_private_step"),
+        test_guide=block_with("docs/guide.md", "def test_flat_clipping_copies_every_gradient"),
+    )
+    asked = [*sessions.WITHOUT, "-p", "no:xdist", "--dpbench-json=run.json"]
+    result = sessions.in_this_process(pytester, asked, imports)
+    result.assert_outcomes(passed=4, skipped=1)
+    assert_printed(block_with("README.md", "dpsgd_fgc        224.8"), result.stdout.str())
 
-    extrapolated = count_by_layers(counted.case)
-    assert set(extrapolated.operator_counts) == set(counted.operator_counts)
-    assert extrapolated.logical_bytes == counted.logical_bytes
+    outcomes = Run.load(pytester.path / "run.json").outcomes
+    assert {outcome.case.trainer for outcome in outcomes} == set(H200)
+    for outcome in outcomes:
+        counted = CaseReport.of(outcome.case, outcome.rows)
+        dram_gb, peak_gb = H200[outcome.case.trainer]
+        # matrix products with 2048 rows read their operands again: the floor is below DRAM
+        lowest = 0.91 if outcome.case.trainer == "standard" else 0.95
+        assert lowest <= counted.logical_bytes / dram_gb / 1e9 <= 1.05
+        assert counted.value("peak_memory_bytes") / 1e9 == pytest.approx(peak_gb, rel=0.05)
+
+        extrapolated = count_by_layers(outcome.case)
+        assert set(extrapolated.operator_counts) == set(outcome.operators)
+        assert extrapolated.logical_bytes == counted.logical_bytes

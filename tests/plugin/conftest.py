@@ -11,6 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+import pandas  # noqa: F401  # before pytester, which forgets what its test imports
 import pytest
 
 from dpbench import MODELS, TRAINERS

@@ -23,7 +23,7 @@ def pytest_dpbench_group_stats(config, summary, tables):
 """
 
 
-@pytest.mark.parametrize("mode", [["-n0"], ["-n2"]], ids=str)
+@pytest.mark.parametrize("mode", [["-n0"], ["-n1"]], ids=str)
 def test_a_project_adds_to_document_and_tables(
     project: RunSuite, pytester: pytest.Pytester, mode: list[str]
 ) -> None:

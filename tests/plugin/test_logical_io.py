@@ -1,7 +1,4 @@
-"""The ``logical_io`` fixture, as any project that installs dpbench can use it.
-
-`tests/logical/test_regression.py` uses it without ``--ncu`` and without xdist.
-"""
+"""The ``logical_io`` fixture, as any project that installs dpbench can use it."""
 
 from __future__ import annotations
 
@@ -9,21 +6,11 @@ import json
 
 import pytest
 
-from tests.plugin.conftest import CONFTEST, RunSuite
-
-RECORDS_COUNTS = """
-import os
+from dpbench import Case, DPGhostClippingTrainer
 from dpbench.instruments.logical.instrument import Logical
-
-count = Logical.count
-
-def recorded(self, case):
-    with open(os.environ["COUNTED"], "a") as stream:
-        stream.write(f"{case.id} ")
-    return count(self, case)
-
-Logical.count = recorded
-"""
+from dpbench.instruments.logical.result import LogicalResult
+from dpbench.training.base import Batch
+from tests.plugin.conftest import RunSuite
 
 SUITE = """
 import pytest
@@ -45,36 +32,37 @@ def test_measured(logical_io, ncu):
     assert set(counted.frame.instrument) == {"logical"}
 
 def test_what_cannot_be_counted(logical_io):
-    logical_io("fails=suite_trainers:Fails", **CELL)
-"""
-
-FAILS = """
-from dpbench import TrainerBase
-
-class Fails(TrainerBase):
-    def train_step(self, batch):
-        raise RuntimeError("on purpose")
+    logical_io("dpsgd_ghost", **CELL)
 """
 
 
 def test_each_case_is_counted_once_and_stays_apart_from_what_is_measured(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COUNTED", str(pytester.path / "counted"))
-    pytester.makeconftest(CONFTEST + RECORDS_COUNTS)
-    pytester.makepyfile(test_suite=SUITE, suite_trainers=FAILS)
-    result = project("-n2", "-Werror", "--dpbench-json=run.json", "--dpbench-markdown=run.md")
+    counted = []
+    count = Logical.count
+
+    def recorded(self: Logical, case: Case) -> LogicalResult:
+        counted.append(case.trainer)
+        return count(self, case)
+
+    def fails(self: object, batch: Batch) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(Logical, "count", recorded)
+    monkeypatch.setattr(DPGhostClippingTrainer, "train_step", fails)
+    pytester.makepyfile(test_suite=SUITE)
+    result = project("-n0", "-Werror", "--dpbench-json=run.json", "--dpbench-markdown=run.md")
     result.assert_outcomes(passed=4, failed=1)
     result.stdout.fnmatch_lines(
-        ["*CaseFailed: fails-bs4-seq64-tiny-fp32: *RuntimeError: on purpose*"]
+        ["*CaseFailed: dpsgd_ghost-bs4-seq64-tiny-fp32: *RuntimeError: on purpose*"]
     )
-    counted_here = (pytester.path / "counted").read_text().split()  # a process of its own: fails
-    assert sorted(counted_here) == ["dpsgd-bs4-seq64-tiny-fp32", "standard-bs4-seq64-tiny-fp32"]
+    assert counted == ["standard", "dpsgd", "dpsgd_ghost"]
     document = json.loads((pytester.path / "run.json").read_text())
     assert sorted((case["trainer"], *case["instruments"]) for case in document["cases"]) == [
         ("dpsgd", "logical"),
         ("dpsgd", "ncu"),
-        ("fails", "logical"),
+        ("dpsgd_ghost", "logical"),
         ("standard", "logical"),
     ]
     for tables in (result.stdout.str(), (pytester.path / "run.md").read_text(encoding="utf-8")):

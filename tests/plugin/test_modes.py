@@ -1,7 +1,7 @@
-"""Every option does what it says without xdist, with ``-n0`` and with workers.
+"""Every option does what it says without xdist and with workers.
 
 Few sessions, each with as many options as belong together: `SCENARIOS`. An option that no
-scenario gives fails the last test.
+scenario gives fails the first test. With ``-n0`` run the sessions of the other files.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from tests.plugin.saved_runs import (
 )
 from tests.programs import program
 
-MODES = {"without xdist": ["-p", "no:xdist"], "n0": ["-n0"], "n2": ["-n2"]}
+MODES = {"without xdist": ["-p", "no:xdist"], "n2": ["-n2"]}
 in_each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+with_a_worker_too = pytest.mark.parametrize("mode", [["-p", "no:xdist"], ["-n1"]], ids=str)
+"""Where two workers would tell no more than one: each costs as much as a session without."""
 
 CHOSEN = [
     *("--dpbench-trainer=DPSGDTrainer", "--dpbench-batch-size=2", "--dpbench-batch-size=3"),
@@ -152,7 +154,7 @@ def test_the_chosen_cases_are_counted_and_saved_as_asked(
     assert environment["gpu"]["driver"] == "580.159.03"
 
 
-@in_each_mode
+@with_a_worker_too
 def test_a_reference_is_renewed_with_what_was_counted_timed_and_profiled(
     project: RunSuite, pytester: pytest.Pytester, mode: list[str]
 ) -> None:
@@ -281,7 +283,7 @@ def check_files(folder: Path) -> None:
     assert all(f"{value:,.0f}" in page for value in dram)
 
 
-@in_each_mode
+@with_a_worker_too
 def test_a_session_goes_on(
     project: RunSuite,
     refused: Callable[..., str],
@@ -333,7 +335,7 @@ def test_a_session_goes_on(
     assert measured.read_text().split() == ["report_standard_bs4_seq64", "report_dpsgd_bs4_seq64"]
 
 
-@in_each_mode
+@with_a_worker_too
 def test_a_case_that_takes_too_long_is_ended(
     project: RunSuite, pytester: pytest.Pytester, mode: list[str]
 ) -> None:
@@ -348,7 +350,7 @@ def test_a_case_that_takes_too_long_is_ended(
     )
 
 
-@in_each_mode
+@with_a_worker_too
 def test_a_trainer_whose_module_is_nowhere_is_refused_once(
     project: RunSuite, pytester: pytest.Pytester, mode: list[str]
 ) -> None:

@@ -60,7 +60,7 @@ def test_without_ncu_ncu_is_a_usage_error(project: RunSuite) -> None:
     result.stderr.fnmatch_lines(["ERROR: dpbench: no program '/nowhere/ncu'*install*"])
 
 
-@pytest.mark.parametrize("workers", [["-n0"], ["-n2"]], ids=str)
+@pytest.mark.parametrize("workers", [["-n0"], ["-n1"]], ids=str)
 def test_without_the_option_measuring_tests_are_skipped_and_counted(
     project: RunSuite, pytester: pytest.Pytester, workers: list[str]
 ) -> None:

@@ -273,6 +273,9 @@ def test_environment_says_which_software_and_machine() -> None:
     assert data["python"].startswith("3.")
     assert {"dpbench", "torch", "opacus", "pandas", "ncu-report"} <= set(data["versions"])
     assert data["versions"]["torch"] is not None
+    cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    assert (data["machine"]["cpu"] or "") in cpus
+    assert bool(data["machine"]["cpu"]) == ("model name" in cpus)
 
 
 def test_environment_without_a_gpu_says_so() -> None:

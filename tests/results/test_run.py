@@ -59,7 +59,7 @@ def test_run_is_what_was_saved(saved: Path) -> None:
     assert run.sources == (("NVIDIA H200", "ncu"),)
 
 
-@pytest.mark.parametrize("name", ["h200-grid1-two-steps", "h200-precisions"])
+@pytest.mark.parametrize("name", ["h200-grid1-two-steps", "h200-grid2"])
 def test_committed_documents_of_the_first_version_are_runs(name: str) -> None:
     run = Run.load(RESULTS / f"{name}.json")
     assert run.devices == ("NVIDIA H200",)

@@ -43,7 +43,8 @@ _aten = torch.ops.aten
 _attention = _aten.scaled_dot_product_attention.default
 _attention_as_products = _aten._scaled_dot_product_attention_math.default
 _efficient_attention = _aten._scaled_dot_product_efficient_attention.default
-_fused_rms_norm = _aten._fused_rms_norm.default
+_fused_rms_norm = getattr(getattr(_aten, "_fused_rms_norm", None), "default", None)
+"""None where torch has no such operator yet: CUDA decomposes RMSNorm there, too."""
 
 WIDEST_FLASH_HEAD = 256
 HALF = (torch.float16, torch.bfloat16)
@@ -58,7 +59,8 @@ def as_on_cuda() -> Iterator[None]:
         for operator, instead in INSTEAD.items():
             library.impl(operator, instead, "AutogradCPU")
         # With a kernel of its own the operator is recorded for backward in one piece.
-        library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
+        if _fused_rms_norm:
+            library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
         # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
         # copies layers and gradients, and the process would end with a segmentation fault.
         replace(stack, FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
@@ -122,10 +124,10 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    fused = not input.is_complex() and (weight is None or weight.dtype == input.dtype)
+    fits = not input.is_complex() and (weight is None or weight.dtype == input.dtype)
     normalized: Tensor = (
         _fused_rms_norm(input, normalized_shape, weight, eps)[0]
-        if fused
+        if _fused_rms_norm and fits
         else _as_composed(_aten.rms_norm.default, input, normalized_shape, weight, eps)
     )
     return normalized

@@ -220,7 +220,7 @@ def label(func: OpOverload) -> str:
 @cache
 def is_composite(func: OpOverload) -> bool:
     """Whether an operator is nothing but calls of others, which are counted instead."""
-    if func is torch.ops.aten._fused_rms_norm.default:  # on CUDA it has a kernel of its own
+    if label(func) == "aten._fused_rms_norm":  # on CUDA it has a kernel of its own
         return False
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (

@@ -1,0 +1,247 @@
+"""README, guide and findings: their commands exist, their code runs, their tables are printed.
+
+What needs a GPU is not run: the tables of such commands are compared with the files of
+docs/results, which the tool wrote where there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dpbench import Case
+from dpbench.cli import build_parser, main
+from tests.logical.layers import count_by_layers
+from tests.plugin import conftest as sessions
+from tests.recorded import unpacked
+
+imports = sessions.imports  # a fixture: what a session imported stays
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", "docs/results/README.md")
+COUNTED = "(no hardware)"
+WITHOUT_GPU = ("show", "compare", "kernels")
+"""Commands that only read files, and can be run as they stand if the repository has these."""
+
+OF_A_CHANGED_TREE = "2 regressions against bounds"
+"""What tests/logical prints when a trainer has been changed; not printed again here."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    document: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+    @property
+    def commands(self) -> Iterator[list[str]]:
+        """The commands of a shell block, or of a transcript, as argument lists."""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            if self.language == "bash" or line.startswith("$ "):
+                line = line.removeprefix("$ ").partition(";")[0]
+                words = shlex.split(line, comments=True)
+                if words:
+                    yield words
+
+
+@cache
+def blocks(document: str) -> tuple[Block, ...]:
+    """The fenced blocks of a document; those in a list are indented."""
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    found, start = [], None
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        indent = len(line) - len(line.lstrip())
+        text = "\n".join(inner[indent:] for inner in lines[start + 1 : number])
+        found.append(Block(document, start + 1, lines[start].strip(" `"), text))
+        start = None
+    return tuple(found)
+
+
+def block_with(document: str, words: str) -> str:
+    """The text of the one block of a document that has these words."""
+    (text,) = [block.text for block in blocks(document) if words in block.text]
+    return text
+
+
+def commands(program: str) -> list[tuple[str, list[str]]]:
+    """Where each command of a program stands, and its arguments, once."""
+    found = {
+        shlex.join(words): (str(block), words[1:])
+        for document in DOCUMENTS
+        for block in blocks(document)
+        for words in block.commands
+        if words[0] == program and "…" not in words
+    }
+    return list(found.values())
+
+
+def flat(text: str) -> str:
+    """Text without what differs between a table in a terminal and in Markdown."""
+    return " ".join(re.sub(r"[|#]|\d{4}-\d\d-\d\d \d\d:\d\d|in \d+\.\d+s", " ", text).split())
+
+
+def lines_with_numbers(text: str) -> list[str]:
+    """The lines that say something of their own: no rules, no column headers."""
+    return [
+        flat(line)
+        for line in text.splitlines()
+        if re.search(r"(?<![A-Za-z\d])\d", line) and not line.startswith("$ ")
+    ]
+
+
+def assert_printed(block: str, printed: str) -> None:
+    """Each number of a document's block stands on a line that was printed."""
+    shown = flat(printed)
+    assert [line for line in lines_with_numbers(block) if line not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("where", "arguments"), commands("dpbench"), ids=lambda part: part if type(part) is str else ""
+)
+def test_a_command_of_the_documents_is_understood(where: str, arguments: list[str]) -> None:
+    build_parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("where", "arguments"), commands("pytest"), ids=lambda part: part if type(part) is str else ""
+)
+def test_options_of_pytest_in_the_documents_exist(
+    where: str, arguments: list[str], pytester: pytest.Pytester
+) -> None:
+    existing = [argument for argument in arguments if not argument.startswith("tests/")]
+    pytester.parseconfig(*existing)
+
+
+def reading_files() -> Iterator[tuple[str, list[str]]]:
+    """The commands that read nothing but files of this repository."""
+    for where, arguments in commands("dpbench"):
+        files = [word for word in arguments[1:] if "/" in word]
+        if arguments[0] in WITHOUT_GPU and files and all(any(ROOT.glob(f)) for f in files):
+            yield where, arguments
+
+
+@pytest.mark.parametrize(
+    ("where", "arguments"),
+    list(reading_files()),
+    ids=lambda part: part if type(part) is str else "",
+)
+def test_a_command_that_reads_committed_files_does(
+    where: str,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    expanded = [
+        str(path)
+        for word in arguments
+        for path in (
+            [p.relative_to(ROOT) for p in sorted(ROOT.glob(word))] if "*" in word else [word]
+        )
+    ]
+    assert main(expanded) == 0, capsys.readouterr().err
+    assert lines_with_numbers(capsys.readouterr().out)
+
+
+def test_the_recorded_kernels_are_shown_as_the_guide_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (arguments,) = [
+        words for _, words in commands("dpbench") if words[0] == "kernels" and "--phase" in words
+    ]
+    report = unpacked(arguments[1].partition("tiny-fp32/")[2], tmp_path)
+    assert main(["kernels", str(report), *arguments[2:]]) == 0
+    assert "gemv" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def recorded() -> str:
+    """Everything that the tool has printed on a GPU."""
+    files = sorted((ROOT / "docs/results").glob("h200-*.*"))
+    return "\n".join(f.read_text(encoding="utf-8") for f in files if f.suffix in (".txt", ".md"))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        block
+        for document in DOCUMENTS
+        for block in blocks(document)
+        if block.language == "" and COUNTED not in block.text and "0001_before" not in block.text
+        if OF_A_CHANGED_TREE not in block.text
+    ],
+    ids=str,
+)
+def test_a_measured_table_of_the_documents_is_one_of_the_results(
+    block: Block, recorded: str
+) -> None:
+    assert lines_with_numbers(block.text)
+    assert_printed(block.text, recorded)
+
+
+def test_a_change_is_found_as_the_readme_shows(
+    pytester: pytest.Pytester, imports: sessions.Imports, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = block_with("CONTRIBUTING.md", "class SignTrainer")
+    in_place, cloned = "parameter.grad.sign_()", "parameter.grad = parameter.grad.clone().sign_()"
+    assert in_place in trainer
+    pytester.makepyfile(
+        mytrainers=trainer,
+        test_sign=block_with("README.md", "def test_sign_trainer_moves"),
+    )
+    pytester.syspathinsert()
+
+    def session(*asked: str) -> pytest.RunResult:
+        return sessions.in_this_process(pytester, [*sessions.WITHOUT, *asked], imports)
+
+    session("--dpbench-save=before").assert_outcomes(passed=1)
+    pytester.makepyfile(mytrainers=trainer.replace(in_place, cloned))
+    (again,) = [words for _, words in commands("pytest") if "--dpbench-save=after" in words]
+    result = session(*again)
+    result.assert_outcomes(failed=1)
+    assert_printed(
+        block_with("README.md", "2 regressions against 0001_before"), result.stdout.str()
+    )
+
+    transcript = block_with("README.md", "$ dpbench list")
+    capsys.readouterr()
+    for line in transcript.splitlines():
+        if line.startswith("$ "):
+            print(main(shlex.split(line.partition(";")[0])[2:]))
+    assert_printed(transcript, "\n".join(capsys.readouterr()))
+
+
+def test_what_changes_to_opacus_save_is_counted_as_the_findings_say() -> None:
+    """Each changed trainer of the table, from models of one layer and two."""
+    targets = {
+        name: target
+        for _, words in commands("dpbench")
+        for name, _, target in (word.partition("=") for word in words)
+        if target.startswith("bench.")
+    }
+    findings = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+    table = findings.partition("| GB counted | step ms |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (\w+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|", table, re.M)
+    changed = {trainer: printed for trainer, printed in rows if trainer in targets}
+    assert len(changed) == 4
+    for trainer, printed in changed.items():
+        spelling = f"{trainer}={targets[trainer]}"
+        counted = count_by_layers(Case(spelling, batch_size=8, seq_len=256, model_size="1b"))
+        assert f"{counted.logical_bytes / 1e9:.1f}" == printed
