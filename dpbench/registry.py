@@ -163,6 +163,20 @@ TRAINERS = Registry(
 MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
 
+INSTRUMENTS = Registry(
+    "instrument",
+    {
+        "timing": "dpbench.instruments.timing:Timing",
+        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
+        "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
+        "logical": "dpbench.instruments.logical.instrument:Logical",
+        "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
+    },
+)
+"""Instruments by name, in the order in which they measure. Others are named by import target, or
+by an entry point; see `dpbench.instruments.choose`."""
+
 
 # --- cases -----------------------------------------------------------------------------------
 

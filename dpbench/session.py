@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any
 from dpbench.comparison import Comparison
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
-from dpbench.instruments import choose
-from dpbench.instruments.settings import InstrumentSettings, KernelChoice
-from dpbench.process.schedule import Schedule, Steps
 from dpbench.results.rows import NO_HARDWARE
 
 if TYPE_CHECKING:
@@ -34,38 +31,15 @@ if TYPE_CHECKING:
     from dpbench.results.store import OutcomeStore
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
+    from dpbench.show.view import View
 
 
-def chosen_instruments(settings: Settings, names: Sequence[str]) -> list[Instrument]:
-    """The instruments with these names, as a session was asked to set them up."""
-    return choose(names, instrument_settings(settings)) if names else []
+def view_of(settings: Settings) -> View:
+    """What the tables show."""
+    from dpbench.show.view import View
 
-
-def instrument_settings(settings: Settings) -> InstrumentSettings:
-    """What a session was asked for, as far as its instruments go."""
-    return InstrumentSettings(
-        directory=settings.ncu_dir,
-        ncu_path=settings.ncu_path,
-        metrics=tuple(settings.ncu_metrics or ()),
-        device=settings.device,
-        timing_steps=Steps(settings.warmup, settings.active),
-        ncu_steps=Steps(settings.ncu_warmup, settings.ncu_active),
-        timeout=settings.timeout,
-        kernels=kernel_choice(settings),
-        profile_directory=settings.profile_dir,
-        profile_schedule=Schedule.parse(settings.profile_schedule),
-        profile_threshold=settings.profile_threshold,
-    )
-
-
-def kernel_choice(settings: Settings) -> KernelChoice:
-    """What is profiled kernel by kernel."""
-    return KernelChoice(
-        settings.profiles_kernels,
-        settings.listed("kernels_phase", "phase, such as clip"),
-        settings.ncu_set,
-        settings.listed("ncu_section", "section; ncu --list-sections shows them"),
-        settings.ncu_set_kernels,
+    return View.of(
+        settings.columns, settings.sort, settings.group_by, settings.top, settings.expect
     )
 
 
@@ -97,7 +71,8 @@ class Session:
         self.workers = workers
         self.counts = counts
         self.grid = settings.chosen_grid()
-        self.view = settings.view()
+        self.view: View
+        """What the tables show, as soon as the session has begun."""
         self.directory: Path | None = None
         """Where the session's processes leave their outcomes for each other."""
         self.file: RunFile | None = None
@@ -128,10 +103,16 @@ class Session:
         Raises:
             DpbenchError: something cannot work, or cannot be found.
         """
+        settings = self.settings
+        self.view = view_of(settings)
+        if settings.html:
+            from dpbench.show.html import check_libraries
+
+            check_libraries()
         for instrument in self.instruments:
             instrument.check()
         self.comparison.begin()
-        if self.settings.saves:  # last: takes a number only if all else is well
+        if settings.saves:  # last: takes a number only if all else is well
             self._open_file()
 
     @property
@@ -199,6 +180,7 @@ class Session:
 
     def join(self, shared: Mapping[str, Any]) -> None:
         """Take part in a session that another process has begun."""
+        self.view = view_of(self.settings)
         self.directory = Path(shared["directory"])
         if shared["conditions"] is not None:
             from dpbench.results.conditions import Conditions

@@ -12,7 +12,7 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.instruments import INSTRUMENTS, choose
-from dpbench.instruments.settings import InstrumentSettings
+from dpbench.settings import Settings
 
 POWER = """
 from dataclasses import dataclass
@@ -107,5 +107,5 @@ def test_an_installed_package_may_name_instruments(
     (folder / "entry_points.txt").write_text("[dpbench.instruments]\nwatts = meter:Power\n")
     monkeypatch.syspath_prepend(meter)
     assert [entry.name for entry in metadata.entry_points(group="dpbench.instruments")] == ["watts"]
-    [chosen] = choose(["watts"], InstrumentSettings(meter, device="cpu"))
+    [chosen] = choose(["watts"], Settings(device="cpu"))
     assert chosen.name == "power"

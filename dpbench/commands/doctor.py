@@ -18,7 +18,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
-from dpbench.settings import declare
+from dpbench.settings import check_timeout, declare
 
 if TYPE_CHECKING:
     from dpbench.doctor import Finding
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.doctor import FAILED, Setup, examine
-    from dpbench.instruments.settings import check_timeout
 
     check_timeout(options.timeout)
     findings = []

@@ -10,7 +10,6 @@ from dpbench import registry
 from dpbench.case import AXES, Case, Grid
 from dpbench.files import check_is_file
 from dpbench.settings import AXIS_HELP, declare
-from dpbench.show.view import TOP, View
 
 if TYPE_CHECKING:
     from dpbench.results.run import Run
@@ -27,12 +26,6 @@ def chosen_grid(options: argparse.Namespace) -> Grid:
     grid = registry.chosen_grid(options.grid, **{axis: getattr(options, axis) for axis in AXES})
     registry.locate(grid.cases())
     return grid
-
-
-def chosen_view(options: argparse.Namespace) -> View:
-    """The view that the options of columns, order and groups describe."""
-    top = vars(options).get("top", TOP)
-    return View.of(options.columns, options.sort, options.group_by, top, options.expect)
 
 
 def add_case(parser: argparse.ArgumentParser) -> None:

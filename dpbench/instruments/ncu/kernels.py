@@ -22,10 +22,10 @@ from dpbench.instruments.ncu.range_report import (
     ReportUnreadable,
     launches_by_phase,
 )
-from dpbench.instruments.settings import InstrumentSettings, check_phases
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings, check_phases
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class NcuKernels(OfKernels):
     folder: ClassVar[str] = KERNELS
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> NcuKernels:
+    def from_settings(cls, settings: Settings) -> NcuKernels:
         """As ``--kernels-phase`` and the like say."""
         path = find_ncu(settings.ncu_path)
-        phases = settings.kernels.phases
-        return cls(settings.directory, path, timeout=settings.timeout, phases=phases)
+        phases = settings.phases
+        return cls(settings.ncu_dir, path, timeout=settings.timeout, phases=phases)
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
