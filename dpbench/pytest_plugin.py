@@ -95,6 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def ncu(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
     """Measure a case: re-executes it under Nsight Compute, and unprofiled for its time.
 
+    ``--dpbench-instrument`` adds other instruments, or without ``--ncu`` replaces these.
+
     Called with a `Case` or with a case's fields; returns a `CaseReport`. However many tests,
     fixtures or xdist workers ask for a case, it is measured once a session::
 

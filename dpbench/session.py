@@ -301,16 +301,6 @@ class Session:
         self.update_document(made)
         return made
 
-    def _write_page(self, outcomes: Sequence[Outcome], complete: bool) -> None:
-        """Draw the page that was asked for; it takes a second, so once."""
-        from dpbench.show.html.page import write_html
-        from dpbench.show.html.source import labelled
-
-        path = self.settings.html
-        if path is not None and outcomes:
-            document = self._document(outcomes, complete)
-            write_html(path, labelled([(path.stem, document)]))
-
     @contextmanager
     def reporting_problems(self) -> Iterator[None]:
         """Let what cannot be written keep nothing else from being done."""
@@ -341,7 +331,12 @@ class Session:
                 self._compare(outcomes)
         self.write(complete=complete)
         with self.reporting_problems():
-            self._write_page(outcomes, complete)
+            if outcomes and self.settings.html is not None:
+                from dpbench.show.html.page import write_html
+                from dpbench.show.html.source import labelled
+
+                path, document = self.settings.html, self._document(outcomes, complete)
+                write_html(path, labelled([(path.stem, document)]))
         if self.file is not None:
             self._close(self.file, outcomes)
 

@@ -155,7 +155,7 @@ class EachTest:
         ]
         return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which knows xfail
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -165,8 +165,10 @@ class EachTest:
             return report
         found: dict[str, Any] = {}
         if call.when == "call":
-            judged = item.stash.get(FOUND, None)
-            found |= judged or {}
+            found |= item.stash.get(FOUND, {})
+            if found.get("regressions") or found.get("unjudged"):
+                report.outcome = "failed"  # also where an xfail mark expects another failure
+                vars(report).pop("wasxfail", None)
         outcomes = [outcome for outcome, *_ in self._measured]
         has_own = item.get_closest_marker("dpbench") is not None
         if call.when != "teardown" and not has_own and self.comparison.limits:
