@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -86,7 +86,6 @@ class Session:
         self.unwritten: list[Outcome] = []
         """What other processes measured and could not write."""
         self.notes: list[str] = []
-        self.warnings: list[str] = []
         self.problems: list[str] = []
         """Lines about how the session went; with a problem it has not succeeded."""
         self.update_environment: Callable[[dict[str, Any]], object] = lambda environment: None
@@ -98,11 +97,7 @@ class Session:
     # --- before anything is measured ---------------------------------------------------------
 
     def begin(self) -> None:
-        """Check the instruments, choose references, take a number in the storage.
-
-        Raises:
-            DpbenchError: something cannot work, or cannot be found.
-        """
+        """Check the instruments, choose references, take a number in the storage."""
         settings = self.settings
         self.view = view_of(settings)
         if settings.html:
@@ -213,12 +208,7 @@ class Session:
             self.conditions = replace(self.conditions, cases_asked=max(asked, before))
 
     def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
-        """The outcome of a case, by this process or whichever asked first; it is written at once.
-
-        Args:
-            case: the case.
-            instruments: what measures it, if not the session's own.
-        """
+        """The outcome of a case, by these instruments or the session's; it is written at once."""
         from dpbench.runner import measure
 
         chosen = self.instruments if instruments is None else instruments
@@ -248,10 +238,6 @@ class Session:
             for o in found
         ]
 
-    def has_all(self, cases: Iterable[Case]) -> bool:
-        """Whether each of these cases has an outcome."""
-        return {*cases} <= {outcome.case for outcome in self.outcomes()}
-
     @property
     def unwritten_here(self) -> list[Outcome]:
         """What this process measured and could not leave for the others."""
@@ -265,10 +251,7 @@ class Session:
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False) -> None:
-        """Bring the run and the files that were asked for up to date, all but the page.
-
-        What cannot be written is a problem; what it held is still there.
-        """
+        """Bring the run and the files that were asked for up to date, all but the page."""
         files = dict(self.settings.files)
         files.pop("html", None)
         if not ((files or self.file) and self.outcomes()):

@@ -1,16 +1,16 @@
 """What a session was asked for. Each option is declared here, once, for pytest and the commands.
 
-A field of `Settings` is an option of ``dpbench run``, of pytest, or of both; its name, its default
-and its help are the field's. Other commands take some of the same options: `declare` gives them.
+A field of `Settings` is an option of ``dpbench run``, of pytest, or of both; `declare` gives other
+commands some of the same.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dpbench.case import ALL_PHASES, ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
 from dpbench.errors import ConfigurationError, unknown
@@ -21,20 +21,11 @@ NCU_SETS = ("basic", "detailed", "full")
 """Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""
 
 
-class Declare(Protocol):
-    """``addoption`` of pytest or ``add_argument`` of argparse."""
-
-    def __call__(self, *names: str, **declared: Any) -> object:
-        """Declare an option under its names."""
-
-
-NOWHERE = ""
-LIMIT = (
+LIMIT_HELP = (
     "{what} by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB (beyond both), "
     "METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, l2_ratio, "
     "logical_ratio, …; repeatable"
 )
-"""The help of an option that takes limits."""
 
 
 def _option(
@@ -46,15 +37,9 @@ def _option(
     pytest_help: str | None = None,
     **declared: Any,
 ) -> Any:
-    """A field that is an option.
+    """A field that is an option; ``{prefix}`` in its help stands for what pytest puts before names.
 
-    Args:
-        help: what it does; ``{prefix}`` stands for what pytest puts before names.
-        default: what it is unless given.
-        pytest: how pytest calls it, if not ``--dpbench-NAME``; `NOWHERE` if it has none.
-        command: how commands call it, if not ``--NAME``; `NOWHERE` if they have none.
-        pytest_help: what it does in pytest, if that is something else.
-        declared: further arguments of ``add_argument``.
+    Pytest calls it ``--dpbench-NAME``, commands ``--NAME``, unless another name is given here.
     """
     if default is not None and not isinstance(default, bool | tuple):
         help += " (default %(default)s)"
@@ -73,7 +58,6 @@ AXIS_HELP = {
     "attention": ", ".join(ATTENTIONS),
     "model": f"{', '.join(MODELS)}, or package.module:Class",
 }
-"""What each field of a `Case` may be."""
 
 
 def _axis(name: str, of: type = str) -> Any:
@@ -91,25 +75,23 @@ def _file(help: str, **names: Any) -> Any:
 
 def _ncu(help: str, default: Any = None, **declared: Any) -> Any:
     """An option that pytest names without ``dpbench-`` too."""
-    return _option(help, default, pytest="--{name}", **declared)
+    return _option(help, default, pytest="--ncu-{stem}", **declared)
+
+
+def _of_pytest(help: str, **names: Any) -> Any:
+    return _option(help, False, command="", **names)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a session was asked for, by ``dpbench run`` or by pytest.
-
-    Args:
-        of_pytest: whether options are named as pytest names them.
-        directory: where relative paths begin.
-    """
+    """What a session was asked for, by ``dpbench run`` or by pytest."""
 
     of_pytest: bool = False
     directory: Path = Path()
+    """Where relative paths begin."""
 
     # what is measured
-    ncu: bool = _option(
-        "measure cases under NVIDIA Nsight Compute", False, pytest="--ncu", command=NOWHERE
-    )
+    ncu: bool = _of_pytest("measure cases under NVIDIA Nsight Compute", pytest="--ncu")
     grid: str = _option(f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID")
     trainer: list[str] | None = _axis("trainer")
     batch_size: list[int] | None = _axis("batch_size", int)
@@ -129,16 +111,12 @@ class Settings:
         metavar="NAME",
     )
     device: str = _option("for timing and torch_profiler", "cuda", choices=("cuda", "cpu"))
-    no_timing: bool = _option(
-        "count bytes only: no second, unprofiled process for step time and peak memory",
-        False,
-        command=NOWHERE,
+    no_timing: bool = _of_pytest(
+        "count bytes only: no second, unprofiled process for step time and peak memory"
     )
-    profile: bool = _option(
+    profile: bool = _of_pytest(
         "run each measured case under the PyTorch profiler as well: time, memory and copies by "
-        "phase, traces, tables, a TensorBoard log",
-        False,
-        command=NOWHERE,
+        "phase, traces, tables, a TensorBoard log"
     )
     ncu_path: str | None = _ncu("the ncu program, if it is not on PATH", metavar="PROGRAM")
     ncu_dir: Path = _ncu(
@@ -150,14 +128,11 @@ class Settings:
         action="append",
         metavar="NAMES",
     )
-    kernels: bool = _option(
-        "profile each kernel as well, in one more process, tens of ms a kernel",
-        False,
-        pytest="--ncu-kernels",
+    kernels: bool = _ncu(
+        "profile each kernel as well, in one more process, tens of ms a kernel", False
     )
-    kernels_phase: list[str] | None = _option(
+    kernels_phase: list[str] | None = _ncu(
         "profile the kernels of these phases only, e.g. clip; separated by commas",
-        pytest="--ncu-kernels-phase",
         action="append",
         metavar="PHASES",
     )
@@ -232,9 +207,7 @@ class Settings:
     json: Path | None = _file("every row, and what follows from them,")
     markdown: Path | None = _file("the tables")
     csv: Path | None = _file("every row as CSV")
-    html: Path | None = _file(
-        "a page of charts and tables (needs dpbench[report])", command=NOWHERE
-    )
+    html: Path | None = _file("a page of charts and tables (needs dpbench[report])", command="")
     github_benchmark: Path | None = _file(
         "the tables' columns for github-action-benchmark (customSmallerIsBetter)"
     )
@@ -255,19 +228,17 @@ class Settings:
         metavar="NUM|FILE",
     )
     compare_fail: tuple[str, ...] = _option(
-        LIMIT.format(what="exit with 1 if something got worse"),
+        LIMIT_HELP.format(what="exit with 1 if something got worse"),
         (),
-        pytest_help=LIMIT.format(what="fail a test if what it measured got worse"),
+        pytest_help=LIMIT_HELP.format(what="fail a test if what it measured got worse"),
         action="append",
         metavar="SPEC",
     )
     compare_first_run_ok: bool = _option(
         "pass what a limit cannot judge because nothing like it was saved before", False
     )
-    compare_across: bool = _option(
-        "compare also what another device or instrument measured; it is labelled",
-        False,
-        command=NOWHERE,
+    compare_across: bool = _of_pytest(
+        "compare also what another device or instrument measured; it is labelled"
     )
     storage: Path = _option(
         "where runs are saved and references found", Path(".dpbench"), type=Path, metavar="DIR"
@@ -275,17 +246,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
-        if not self.profile_threshold >= 0:
-            raise ConfigurationError(
-                f"the threshold must be >= 0 ms, not {self.profile_threshold:g}"
-            )
+        check_phases(self.phases)
+        threshold, kernels = self.profile_threshold, self.ncu_set_kernels
+        if not threshold >= 0:
+            raise ConfigurationError(f"the threshold must be >= 0 ms, not {threshold:g}")
         if self.ncu_set is not None and self.ncu_set not in NCU_SETS:
             raise unknown("set of sections", self.ncu_set, NCU_SETS)
-        if self.ncu_set_kernels < 1:
-            raise ConfigurationError(
-                f"sections need at least one kernel, not {self.ncu_set_kernels}"
-            )
-        check_phases(self.phases)
+        if kernels < 1:
+            raise ConfigurationError(f"sections need at least one kernel, not {kernels}")
 
     @classmethod
     def read(
@@ -293,11 +261,12 @@ class Settings:
     ) -> Settings:
         """What a command line asked for; relative paths become paths below a directory."""
         found: dict[str, Any] = {}
-        for each in _options(of_pytest):
-            value = getattr(options, _name(each, of_pytest).lstrip("-").replace("-", "_"))
-            if isinstance(value, Path):
-                value = directory / value
-            found[each.name] = tuple(value or ()) if each.default == () else value
+        for name, declared in _FIELDS.items():
+            if option := _name(declared, of_pytest):
+                value = getattr(options, option.lstrip("-").replace("-", "_"))
+                if isinstance(value, Path):
+                    value = directory / value
+                found[name] = tuple(value or ()) if declared.default == () else value
         return cls(of_pytest=of_pytest, directory=directory, **found)
 
     def option(self, name: str) -> str:
@@ -369,8 +338,8 @@ class Settings:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         if self.of_pytest and self.profile and not self.ncu:
             raise ConfigurationError(
-                "--dpbench-profile profiles the cases that --ncu measures; give both "
-                "(--dpbench-instrument torch_profiler needs no Nsight Compute)"
+                "--dpbench-profile profiles the cases that --ncu measures; give both, or "
+                "--dpbench-instrument torch_profiler, which needs no Nsight Compute"
             )
         check_distinct_files({self.option(name): path for name, path in self.files.items()})
         for path in self.files.values():
@@ -385,30 +354,30 @@ def check_timeout(seconds: float) -> None:
 
 def check_phases(phases: Iterable[str]) -> None:
     """Refuse what is no phase."""
-    for phase in phases:
-        if phase not in ALL_PHASES:
-            raise unknown("phase", phase, ALL_PHASES)
+    if wrong := [phase for phase in phases if phase not in ALL_PHASES]:
+        raise unknown("phase", wrong[0], ALL_PHASES)
 
 
 _FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(Settings) if f.metadata}
 
 
 def _name(option: Field[Any], of_pytest: bool) -> str:
-    """How pytest or the commands call an option; `NOWHERE` if they have none."""
+    """How pytest or the commands call an option; empty if they do not."""
     pattern: str | None = option.metadata["pytest" if of_pytest else "command"]
     if pattern is None:
         pattern = "--dpbench-{name}" if of_pytest else "--{name}"
-    return pattern.format(name=option.name.replace("_", "-"))
-
-
-def _options(of_pytest: bool) -> list[Field[Any]]:
-    return [option for option in _FIELDS.values() if _name(option, of_pytest)]
+    name = option.name.replace("_", "-")
+    return pattern.format(name=name, stem=name.removeprefix("ncu-"))
 
 
 def declare(
-    add: Declare, *names: str, of_pytest: bool = False, called: str | None = None, **changed: Any
+    add: Callable[..., object],
+    *names: str,
+    of_pytest: bool = False,
+    called: str | None = None,
+    **changed: Any,
 ) -> None:
-    """Declare options: those of these names, or all that pytest or ``dpbench run`` have.
+    """Declare these options, or all that pytest or ``dpbench run`` have.
 
     Args:
         add: ``group.addoption`` or ``parser.add_argument``.
@@ -417,7 +386,9 @@ def declare(
         called: what a command calls its option, if it is not the field's name.
         changed: arguments of ``add`` that are others for a command.
     """
-    for option in [_FIELDS[name] for name in names] or _options(of_pytest):
+    for option in [_FIELDS[name] for name in names or _FIELDS]:
+        if not (names or _name(option, of_pytest)):
+            continue
         text = option.metadata["pytest_help" if of_pytest else "help"]
         default = [] if option.default == () else option.default
         arguments = {

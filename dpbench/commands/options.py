@@ -1,8 +1,10 @@
-"""What several commands say and take."""
+"""What several commands take and do."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from dpbench.files import check_is_file
 from dpbench.settings import AXIS_HELP, declare
 
 if TYPE_CHECKING:
+    from dpbench.results.outcome import Outcome
     from dpbench.results.run import Run
 
 
@@ -48,14 +51,27 @@ def chosen_case(options: argparse.Namespace) -> Case:
 
 
 def saved_run(name: str, storage: Path) -> Run:
-    """The run that a number names, as ``dpbench list`` shows it, or a path.
-
-    Raises:
-        ConfigurationError: there is none, or it cannot be read.
-    """
+    """The run that a number names, as ``dpbench list`` shows it, or a path."""
     from dpbench.results.run import Run
     from dpbench.results.storage import Storage
 
     if not name.isdecimal():
         check_is_file(Path(name))
     return Run.load(Storage(storage).find(name))
+
+
+def count_cases(cases: Collection[Case]) -> list[Outcome]:
+    """The logical counts of each case; what cannot be counted is said on standard error."""
+    from tqdm import tqdm
+
+    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.runner import measure
+
+    outcomes = []
+    with tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress:
+        for case in progress:
+            progress.set_description(case.id)
+            outcomes.append(outcome := measure(case, [Logical()]))
+            if outcome.error:
+                progress.write(outcome.message, file=sys.stderr)
+    return outcomes

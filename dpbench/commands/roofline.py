@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, Case
-from dpbench.commands.counting import count_cases
-from dpbench.commands.options import add_cases, chosen_grid, saved_run
+from dpbench.commands.options import add_cases, chosen_grid, count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
 from dpbench.registry import resolve

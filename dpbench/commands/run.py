@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
-            session.finish(complete=session.has_all(cases))
+            session.finish(complete={*cases} <= {o.case for o in session.outcomes()})
             _show(session)
         return 1 if session.failed else 0
 
@@ -122,7 +122,7 @@ def _show(session: Session) -> None:
     lines = [
         *session.comparison.notes,
         *session.notes,
-        *(f"WARNING: {text}" for text in (*session.warnings, *filter(None, [warning]))),
+        *([f"WARNING: {warning}"] if warning else []),
         *(f"ERROR: {text}" for text in session.problems),
     ]
     for line in lines:

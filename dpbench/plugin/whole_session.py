@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -16,7 +17,6 @@ from dpbench.instruments import choose
 from dpbench.instruments.terminal import shown_on
 from dpbench.plugin.asked import AskedCases
 from dpbench.plugin.each_test import EachTest
-from dpbench.plugin.terminal import open_terminal
 from dpbench.registry import resolve
 from dpbench.session import Session
 from dpbench.settings import Settings
@@ -88,7 +88,7 @@ class WholeSession:
                 # A batch system's signal must end the measured processes too, as Ctrl-C does.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
         if self.measures:
-            self.terminal = open_terminal()
+            self.terminal = _open_terminal()
 
     def _instruments(self) -> list[str]:
         """The names of what the ``ncu`` fixture measures with."""
@@ -227,8 +227,6 @@ class WholeSession:
             self._show_tables(terminalreporter, outcomes)
         for note in [*session.comparison.notes, *session.notes]:
             say(f"dpbench: {printable(note)}")
-        for warning in session.warnings:
-            say(f"WARNING: dpbench: {printable(warning)}", yellow=True)
         for problem in session.problems:
             say(f"ERROR: dpbench: {problem}", red=True)
 
@@ -267,3 +265,11 @@ class WholeSession:
 def _case(case: Case | str, fields: dict[str, Any]) -> Case:
     """A case, given as one or as its fields."""
     return resolve(case if isinstance(case, Case) else Case(case, **fields))
+
+
+def _open_terminal() -> TextIO | None:
+    """A second way to standard error; to be opened while pytest catches nothing, as at first."""
+    try:
+        return os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
+    except (AttributeError, OSError, ValueError):  # closed, or something that has no descriptor
+        return None
