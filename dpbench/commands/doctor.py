@@ -18,7 +18,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
-from dpbench.settings import declare
+from dpbench.settings import check_timeout, declare
 
 if TYPE_CHECKING:
     from dpbench.doctor.findings import Finding
@@ -35,7 +35,6 @@ def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.doctor import examine
     from dpbench.doctor.findings import FAILED, Setup
-    from dpbench.instruments.settings import check_timeout
 
     check_timeout(options.timeout)
     findings = []

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from dpbench.case import Case
 from dpbench.instruments import child
 from dpbench.instruments.base import Instrument, check_place
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.metrics import unit
 from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
+from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ class Timing(Instrument):
 
     directory: Path
     device: str = "cuda"
-    steps: Steps = InstrumentSettings.timing_steps
-    timeout: float = InstrumentSettings.timeout
+    steps: Steps = Steps(Settings.warmup, Settings.active)
+    timeout: float = Settings.timeout
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Timing:
-        return cls(settings.directory, settings.device, settings.timing_steps, settings.timeout)
+    def from_settings(cls, settings: Settings) -> Timing:
+        steps = Steps(settings.warmup, settings.active)
+        return cls(settings.ncu_dir, settings.device, steps, settings.timeout)
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=self.device == "cuda")

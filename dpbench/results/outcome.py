@@ -166,6 +166,7 @@ def document(
         **({"updates": list(updates)} if updates else {}),
         "summary": trainer_summary(outcomes),
         "cases": cases,
+        "devices": sorted({row.device for row in rows}),
         "rows": as_rows(rows),
         **{
             part: [

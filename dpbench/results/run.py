@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -175,20 +176,27 @@ class Heading:
 
     @classmethod
     def load(cls, path: Path) -> Heading:
-        """Read the beginning of a saved run, and which devices its rows name.
-
-        Raises:
-            ConfigurationError: as `Run.load` does, as far as this reads.
-        """
-        data = _read(path)
-        end = data.find(ROWS)
-        whole = end < 0 or not data.rstrip().endswith(b"}")  # another's, or cut off
-        document = _parsed(path, data if whole else data[:end].rstrip().rstrip(b",") + b"}")
+        """Read the beginning of a saved run; an older one says its devices only in its rows."""
+        data = b""
+        try:
+            with path.open("rb") as stream:
+                while ROWS not in data and (block := stream.read(1 << 15)):
+                    data += block
+                beginning, found, rows = data.partition(ROWS)
+                document = _parsed(path, beginning.rstrip().rstrip(b",") + b"}") if found else {}
+                if "devices" in document:
+                    stream.seek(-2, os.SEEK_END)
+                rows += stream.read()
+        except OSError as error:
+            raise ConfigurationError(f"run file {path}: {error.strerror}") from error
+        if not rows.rstrip().endswith(b"}"):  # another's, or cut off
+            run = Run.load(path)
+            return cls(run, run.devices)
         _check(path, document, lambda document: check(document, HEAD, "the document"))
-        if whole and not isinstance(document.get("rows"), list):
-            raise ConfigurationError(f"run file {path} is damaged: lacks 'rows'")
-        named = {json.loads(text) for text in set(_DEVICE.findall(data, max(0, end)))}
-        return cls(Run(path, document), tuple(sorted(map(printable, named))))
+        named = document.get("devices") or {
+            printable(json.loads(text)) for text in set(_DEVICE.findall(rows))
+        }
+        return cls(Run(path, document), tuple(sorted(named)))
 
 
 _DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')

@@ -133,6 +133,7 @@ HEAD: dict[str, Kind] = {
         "settings": {"*": {}},
     },
     "cases": [_fields(Case) | _fields(Outcome, extra_info={})],
+    "devices": [_text],
     "updates": [
         {
             "started": _time,

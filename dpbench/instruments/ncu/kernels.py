@@ -23,11 +23,11 @@ from dpbench.instruments.ncu.range_report import (
     ReportUnreadable,
     launches_by_phase,
 )
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.terminal import begin_line, place
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class NcuKernels(OfKernels):
     counters: tuple[str, ...] = field(default_factory=kernel_counters)
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> NcuKernels:
+    def from_settings(cls, settings: Settings) -> NcuKernels:
         return cls(
-            settings.directory,
+            settings.ncu_dir,
             find_ncu(settings.ncu_path),
             timeout=settings.timeout,
-            phases=settings.kernels.phases,
+            phases=settings.phases,
             counters=kernel_counters(gpu.chip_here()),
         )
 

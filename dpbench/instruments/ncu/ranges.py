@@ -17,8 +17,9 @@ from dpbench.instruments.ncu.instrument import NcuInstrument
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
 from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.ncu.range_report import read
-from dpbench.instruments.settings import InstrumentSettings
+from dpbench.process.schedule import Steps
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Ncu(NcuInstrument):
     metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Ncu:
+    def from_settings(cls, settings: Settings) -> Ncu:
         return cls(
-            settings.directory,
+            settings.ncu_dir,
             find_ncu(settings.ncu_path),
-            settings.ncu_steps,
+            Steps(settings.ncu_warmup, settings.ncu_active),
             settings.timeout,
             tuple(resolve(settings.metric_names, gpu.chip_here())),
         )

@@ -34,10 +34,10 @@ from dpbench.instruments.ncu.range_report import (
     load_actions,
     report_path,
 )
-from dpbench.instruments.settings import InstrumentSettings, KernelChoice
 from dpbench.results.kernels import fold
 from dpbench.results.rows import Measurement
 from dpbench.results.speed_of_light import KernelSpeed
+from dpbench.settings import Settings
 
 METRICS = {
     "sm": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -73,7 +73,7 @@ class SpeedOfLight(OfKernels):
     """Reads many metrics of the kernels that move most; the report of `NcuKernels` must be there.
 
     Args:
-        set: one of `SETS`, or None for ``sections`` alone.
+        set: one of `NCU_SETS`, or None for ``sections`` alone.
         sections: further sections of ``ncu --list-sections``.
         kernels: how many kernels, by DRAM bytes.
     """
@@ -83,19 +83,18 @@ class SpeedOfLight(OfKernels):
 
     set: str | None = "detailed"
     sections: tuple[str, ...] = ()
-    kernels: int = KernelChoice.set_kernels
+    kernels: int = Settings.ncu_set_kernels
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> SpeedOfLight:
-        asked = settings.kernels
+    def from_settings(cls, settings: Settings) -> SpeedOfLight:
         return cls(
-            settings.directory,
+            settings.ncu_dir,
             find_ncu(settings.ncu_path),
             timeout=settings.timeout,
-            phases=asked.phases,
-            set=asked.set,
-            sections=asked.sections,
-            kernels=asked.set_kernels,
+            phases=settings.phases,
+            set=settings.ncu_set,
+            sections=settings.ncu_sections,
+            kernels=settings.ncu_set_kernels,
         )
 
     def command(self, case: Case, names: Iterable[str]) -> list[str]:

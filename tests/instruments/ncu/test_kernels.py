@@ -17,9 +17,7 @@ from dpbench.instruments.ncu.kernel_report import read_kernels
 from dpbench.instruments.ncu.kernels import NcuKernels
 from dpbench.instruments.ncu.range_report import ReportUnreadable
 from dpbench.instruments.ncu.speed_of_light import SpeedOfLight, name_filter, read_speeds
-from dpbench.instruments.settings import InstrumentSettings, KernelChoice
 from dpbench.process.schedule import Steps
-from dpbench.session import kernel_choice
 from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
 
@@ -61,8 +59,7 @@ def asked_on(chip: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The counters that ncu is asked for on a chip."""
     card = Gpu("GPU-0", "a card", 10**9, "580", chip)
     monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [card])
-    wanted = KernelChoice(wanted=True)
-    [kernels] = choose([], InstrumentSettings(Path("r"), sys.executable, kernels=wanted))
+    [kernels] = choose(["ncu_kernels"], Settings(ncu_path=sys.executable))
     assert isinstance(kernels, NcuKernels)
     command = kernels.command(CASE)
     return command[command.index("--metrics") + 1]
@@ -204,4 +201,4 @@ def test_speeds_are_those_that_nsight_compute_saved(tmp_path: Path) -> None:
 )
 def test_bad_values_are_named(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        kernel_choice(Settings(of_pytest=True, **said))
+        choose([], Settings(of_pytest=True, ncu_path=sys.executable, **said))
