@@ -58,16 +58,16 @@ class Comparison:
         self.candidates = self._saved()
         if not self.limits or settings.compare_first_run_ok:
             return
+        lacking = ""
         if self.asked and self.reference.frame.empty:
             names = " or ".join(dict.fromkeys(name for _, name in self.asked))
+            lacking = f"complete run in {settings.storage} has any of these cases by {names}"
+        elif not self.candidates:
+            devices = " or ".join(sorted({device for device, _ in self.sources}))
+            lacking = f"saved run on {devices} in {settings.storage}"
+        if lacking:
             raise ConfigurationError(
-                f"no complete run in {settings.storage} has any of these cases by {names} to "
-                f"judge by; if this is the first, say {settings.option('compare_first_run_ok')}"
-            )
-        if not self.candidates:
-            raise ConfigurationError(
-                f"no saved run on {' or '.join(sorted({d for d, _ in self.sources}))} in "
-                f"{settings.storage} to judge by; if this is the first, say "
+                f"no {lacking} to judge by; if this is the first, say "
                 f"{settings.option('compare_first_run_ok')}"
             )
 

@@ -37,8 +37,8 @@ class Metric:
     """One thing that can be known of a step.
 
     Args:
-        name: spelled out, with its kind of unit at the end: ``_bytes``, ``_seconds``,
-            ``_per_second``; anything else is a number.
+        name: spelled out, with its kind of unit at the end: one of `UNITS`;
+            anything else is a number.
         header: what heads its column, on one or two lines; empty if it is in no table of cases.
         by: the instruments that have it.
         counters: the hardware counters that add up to it, by the names of
@@ -109,18 +109,18 @@ class Metric:
         return tuple(filter(None, (self.counters, *(names for _, names in self.chips))))
 
 
+UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
+"""Units by the end of a metric's name."""
+
+
 def unit(metric: str) -> str:
-    """The unit that a metric's name says."""
-    if metric.endswith("_bytes"):
-        return "B"
-    if metric.endswith("_seconds"):
-        return "s"
-    return "1/s" if metric.endswith("_per_second") else "1"
+    """The unit that a metric's name says; a number has "1"."""
+    return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
 
 
 def stem(metric: str) -> str:
     """A metric's name without its unit."""
-    return re.sub(r"(_total)?_(bytes|seconds)$|_per_second$", "", metric)
+    return re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
 
 
 def ratio_name(metric: str) -> str:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import Case, Grid
+from dpbench.case import AXES, Case, Grid
 from dpbench.errors import ConfigurationError, unknown
 
 
@@ -160,6 +160,20 @@ TRAINERS = Registry(
 MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
 
+INSTRUMENTS = Registry(
+    "instrument",
+    {
+        "timing": "dpbench.instruments.timing:Timing",
+        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
+        "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
+        "logical": "dpbench.instruments.logical.instrument:Logical",
+        "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
+    },
+)
+"""Instruments by name, in the order in which they measure. Others are named by import target, or
+by an entry point; see `dpbench.instruments.choose`."""
+
 
 def resolve(case: Case) -> Case:
     """The case with the short names of its trainer and model, whichever spelling it has."""
@@ -169,7 +183,7 @@ def resolve(case: Case) -> Case:
 
 
 def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
-    """A grid, with the values along the named axes replaced and with short names throughout."""
+    """A grid, with the values along the named axes replaced, each once and by its short name."""
     grid = Grid.named(name_or_file)
     try:
         grid = _resolved(grid)
@@ -179,10 +193,10 @@ def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
 
 
 def _resolved(grid: Grid) -> Grid:
-    return grid.narrow(
-        trainer=dict.fromkeys(map(TRAINERS.canonical, grid.trainer)),
-        model=dict.fromkeys(map(MODELS.canonical, grid.model)),
-    )
+    axes = {axis: getattr(grid, axis) for axis in AXES}
+    axes["trainer"] = map(TRAINERS.canonical, grid.trainer)
+    axes["model"] = map(MODELS.canonical, grid.model)
+    return grid.narrow(**{axis: dict.fromkeys(values) for axis, values in axes.items()})
 
 
 def locate(cases: Iterable[Case]) -> None:

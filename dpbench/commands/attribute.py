@@ -23,9 +23,8 @@ from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_writable_file
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.torch_profiler.files import operators_of, read_summary
-from dpbench.settings import declare
+from dpbench.settings import Settings, declare
 from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
@@ -69,11 +68,11 @@ def _measure(case: Case, options: argparse.Namespace) -> None:
     """Measure the case; what was found is in the files that it leaves."""
     from dpbench.runner import measure
 
-    settings = InstrumentSettings(
-        directory=options.ncu_dir,
+    settings = Settings(
+        ncu_dir=options.ncu_dir,
         ncu_path=options.ncu_path,
         timeout=options.timeout,
-        profile_directory=options.profile_dir,
+        profile_dir=options.profile_dir,
     )
     instruments = choose(("ncu", "ncu_kernels", "torch_profiler"), settings)
     for instrument in instruments:

@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    import pandas as pd
+
     from dpbench.instruments.ncu.range_report import SPEED_OF_LIGHT
+    from dpbench.instruments.ncu.speed_of_light import read_speeds
+    from dpbench.show.kernels import speed_table
     from dpbench.show.layout import as_text
 
     check_top(options.top)
@@ -51,11 +55,14 @@ def run(options: argparse.Namespace) -> int:
     for path in options.reports:
         check_is_file(path)
         if path.resolve().parent.name == SPEED_OF_LIGHT:
-            found += _speed_of_light(path)
+            found += speed_table(read_speeds(path), _title(path))
         else:
             found += _kernels(path, options, launches)
     if options.csv:
-        _write(options.csv, launches)
+        try:
+            pd.DataFrame(launches).to_csv(options.csv, index=False)
+        except OSError as error:
+            raise ConfigurationError(f"{options.csv}: {error.strerror}") from error
     print(as_text(found))
     return 0
 
@@ -94,13 +101,6 @@ def _context(path: Path, report: KernelReport) -> KernelContext:
     return KernelContext(f"{_title(path)}, {report.device}", measured, known_roofs(report.device))
 
 
-def _speed_of_light(path: Path) -> list[Table]:
-    from dpbench.instruments.ncu.speed_of_light import read_speeds
-    from dpbench.show.kernels import speed_table
-
-    return speed_table(read_speeds(path), _title(path))
-
-
 def _title(path: Path) -> str:
     """The case that a report is of, or the report's own name if dpbench did not make it."""
     from dpbench.instruments.ncu.range_report import ForeignReport, case_of
@@ -109,12 +109,3 @@ def _title(path: Path) -> str:
         return case_of(path).id
     except ForeignReport:
         return path.name
-
-
-def _write(path: Path, launches: list[dict[str, Any]]) -> None:
-    import pandas as pd
-
-    try:
-        pd.DataFrame(launches).to_csv(path, index=False)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from error

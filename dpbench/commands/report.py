@@ -17,8 +17,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dpbench.commands.counting import count_cases
-from dpbench.commands.options import saved_run
+from dpbench.commands.options import count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
 from dpbench.metrics import expectations

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, Case
-from dpbench.commands.counting import count_cases
-from dpbench.commands.options import add_cases, chosen_grid, saved_run
+from dpbench.commands.options import add_cases, chosen_grid, count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
 from dpbench.registry import resolve
 from dpbench.results.cards import CARDS, Roofs, find_card
-from dpbench.settings import declare, one_of
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("files", nargs="*", metavar="NUM|FILE", help="saved runs")
     roofs = parser.add_mutually_exclusive_group()
-    roofs.add_argument("--card", help=f"{one_of(CARDS)}, or its name in nvidia-smi")
+    roofs.add_argument("--card", help=f"{', '.join(CARDS)}, or its name in nvidia-smi")
     roofs.add_argument(
         "--ceilings", type=Path, metavar="FILE", help="measured roofs, of dpbench ceilings --json"
     )
@@ -152,6 +151,6 @@ def _visible_roofs() -> Roofs:
     gpu = next(iter(visible_gpus()), None)
     if gpu is None:
         raise ConfigurationError(
-            f"no CUDA GPU is visible here, so name a card with --card: {one_of(CARDS)}"
+            f"no CUDA GPU is visible here, so name a card with --card: {', '.join(CARDS)}"
         )
     return find_card(gpu.name)

@@ -16,7 +16,7 @@ from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
-    from dpbench.instruments.settings import InstrumentSettings
+    from dpbench.settings import Settings
 
 
 class Instrument(ABC):
@@ -29,7 +29,7 @@ class Instrument(ABC):
     """Whether its numbers are those of a machine; what is counted is the same on all."""
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Self:
+    def from_settings(cls, settings: Settings) -> Self:
         """The instrument as a session's options have it."""
         return cls()
 

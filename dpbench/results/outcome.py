@@ -109,6 +109,7 @@ def document(
         "session": dict(session or {}),
         "summary": trainer_summary(outcomes),
         "cases": cases,
+        "devices": sorted({row.device for row in rows}),
         "rows": as_rows(rows),
         **{
             part: [

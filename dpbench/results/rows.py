@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from dpbench.case import AXES, Case
 
 SCHEMA = 1
 """Version of the JSON documents; raised when a field changes its meaning."""
-
-STORAGE = Path(".dpbench")
-"""Where runs are saved unless told otherwise."""
 
 STEP = "step"
 """The phase of a row that speaks of the whole step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,18 +59,21 @@ class Run:
 
     @classmethod
     def load_head(cls, path: Path) -> Run:
-        """Read what a list says of a run: all but what was measured, and on which devices."""
-        data = _read(path)
-        end = data.find(ROWS)
-        whole = end < 0 or not data.rstrip().endswith(b"}")  # another's, or cut off
-        document = _parsed(path, data if whole else data[:end].rstrip().rstrip(b",") + b"}")
-        if not whole:
-            document["rows"] = []
+        """Read what a list says of a run: all but what was measured, and on which devices.
+
+        A document names its devices before its rows; of an older one the rows are searched.
+        """
+        head, ending = _read_head(path)
+        if head is None or not ending.endswith(b"}"):  # another's, or cut off
+            return cls.load(path)
+        document = _parsed(path, head)
+        devices = document.get("devices")
+        if devices is None:
+            devices = [json.loads(text) for text in set(_DEVICE.findall(_read(path)))]
         with _naming_damage(path):
-            _check_head(document)
-        run = cls(path, document)
-        named = {json.loads(text) for text in set(_DEVICE.findall(data, max(0, end)))}
-        vars(run)["devices"] = tuple(sorted(map(printable, named)))
+            _check_head(document | {"rows": []})
+            run = cls(path, document)
+            vars(run)["devices"] = tuple(sorted(map(printable, devices)))
         return run
 
     @classmethod
@@ -209,6 +213,21 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"run file {path}: {error.strerror}") from error
+
+
+def _read_head(path: Path) -> tuple[bytes | None, bytes]:
+    """A document without its rows and what follows, if it has rows; and how its file ends."""
+    data = b""
+    try:
+        with path.open("rb") as stream:
+            while ROWS not in data and (block := stream.read(1 << 15)):
+                data += block
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 2))
+            ending = stream.read().rstrip()
+    except OSError as error:
+        raise ConfigurationError(f"run file {path}: {error.strerror}") from error
+    head, found, _ = data.partition(ROWS)
+    return (head.rstrip().rstrip(b",") + b"}" if found else None), ending
 
 
 def _parsed(path: Path, data: bytes) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from dpbench.case import AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Kind, Metric, expectations
+from dpbench.settings import Settings
 
 THROUGHPUT = "_throughput"
 """The end of the name of bytes per second."""
@@ -79,23 +80,11 @@ def shown_by_default(*, logical: bool) -> list[Column]:
     return [column(kinds[kind].format(m)) for m in metrics for kind in m.shown]
 
 
-TOP = 10
+TOP = Settings.top
 """How many kernels a table shows unless told otherwise."""
 
 GROUPS = ("cell", "device", "phase", *AXES)
 """What can share a table: the cases with one baseline (``cell``), or with one value of an axis."""
-
-COLUMNS_HELP = (
-    "columns to show, separated by commas: metrics (dram_bytes, step_time_seconds, …), their "
-    "ratio to standard, spread over the steps, or measured over logical (dram_ratio, "
-    "dram_spread, dram_over_logical, …), ncu counters"
-)
-EXPECT_HELP = (
-    "say beside the tables which cases lie outside the ratio to standard that you expect, e.g. "
-    "dram_ratio:2-5 (the default, with l2_ratio:1.5-3); none: expect nothing; repeatable"
-)
-SORT_HELP = "sort each table by a column, or by an axis of the case; ascending"
-GROUP_BY_HELP = f"what shares a table, separated by commas: {', '.join(GROUPS)} (default cell)"
 
 
 def column(name: str) -> Column:

@@ -29,11 +29,11 @@ from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.result import LogicalResult
 from dpbench.instruments.logical.stand_ins import users_line
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.process.build import build
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.settings import Settings
 from dpbench.training.phases import observed_step
 
 STEADY = 1e-3
@@ -72,8 +72,8 @@ class Logical(Instrument):
             raise ConfigurationError(f"logical: needs at least one step, not {self.most_steps}")
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Logical:
-        return cls(timeout=settings.timeout, directory=settings.directory)
+    def from_settings(cls, settings: Settings) -> Logical:
+        return cls(timeout=settings.timeout, directory=settings.ncu_dir)
 
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
