@@ -18,16 +18,18 @@ Transformers (Hugging Face)
     Its masks stay unmade where attention can be told ``is_causal``; for a fake tensor the library
     believes that it is being traced, and makes them.
 
-What would change the bytes, and cannot be followed here, is refused: autocast, torch.compile.
+What would change the bytes, and cannot be followed here, is refused: autocast and gradient
+scalers (whose step is skipped or not, as the data has it), torch.compile.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from torch import Tensor
 from torch._dynamo import eval_frame
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.autocast_mode import autocast
+from torch.amp import GradScaler, autocast
 
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
@@ -64,8 +66,12 @@ def as_on_cuda() -> Iterator[None]:
         # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
         # copies layers and gradients, and the process would end with a segmentation fault.
         replace(stack, FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
-        replace(stack, autocast, "__init__", _remember_what_was_asked(autocast.__init__))
-        replace(stack, autocast, "__enter__", _refuse_autocast(autocast.__enter__))
+        for switch, method, name in (
+            (autocast, "__enter__", "torch.autocast"),
+            (GradScaler, "scale", "torch.amp.GradScaler"),
+        ):
+            replace(stack, switch, "__init__", _remember_what_was_asked(switch.__init__))
+            replace(stack, switch, method, _refuse(name, getattr(switch, method)))
         replace(stack, eval_frame, "_callback_from_stance", _refuse_compiled)
         yield
 
@@ -74,11 +80,8 @@ def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer that was not told otherwise use ``foreach``, its default on CUDA."""
     for group in optimizer.param_groups:
         undecided = "foreach" in group and group["foreach"] is None
-        if undecided and not (
-            group.get("fused")
-            or group.get("differentiable")
-            or isinstance(group.get("lr"), torch.Tensor)
-        ):
+        unfit = group.get("fused") or group.get("differentiable")
+        if undecided and not (unfit or isinstance(group.get("lr"), Tensor)):
             group["foreach"] = True
 
 
@@ -93,13 +96,11 @@ def untraced() -> Iterator[None]:
 
 def replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
     """Set an attribute until the stack unwinds."""
-    missing = object()
-    before = vars(place).get(name, missing)
-    setattr(place, name, value)
-    if before is missing:
-        stack.callback(delattr, place, name)
+    if name in vars(place):
+        stack.callback(setattr, place, name, vars(place)[name])
     else:
-        stack.callback(setattr, place, name, before)
+        stack.callback(delattr, place, name)
+    setattr(place, name, value)
 
 
 # --- operators -------------------------------------------------------------------------------
@@ -188,28 +189,36 @@ INSTEAD: dict[OpOverload, Callable[..., Tensor]] = {
 
 
 def _remember_what_was_asked(init: Callable[..., None]) -> Callable[..., None]:
-    """Without CUDA, autocast for it switches itself off."""
+    """Autocast and gradient scalers for CUDA switch themselves off where there is none."""
+    signature = inspect.signature(init)
 
-    def initialised(self: Any, device_type: str, *args: Any, **options: Any) -> None:
+    @wraps(init)
+    def initialised(self: Any, *args: Any, **options: Any) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "CUDA is not available")
-            init(self, device_type, *args, **options)
-        asked = args[1] if len(args) > 1 else options.get("enabled", True)
-        self._asked_dpbench = bool(asked)
+            warnings.filterwarnings("ignore", ".*CUDA is not available")
+            init(self, *args, **options)
+        asked = signature.bind(self, *args, **options).arguments
+        self._asked_dpbench = asked.get("enabled", True)
 
     return initialised
 
 
-def _refuse_autocast(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def entered(self: Any) -> Any:
+def _refuse(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def called(self: Any, *args: Any, **options: Any) -> Any:
         if getattr(self, "_asked_dpbench", self._enabled):
-            raise UnsupportedOperation(
-                f"torch.autocast({self.device!r}) changes the bytes of a step on a GPU, and cannot "
-                f"be counted without one; measure it, or count with --precision bf16"
-            )
-        return enter(self)
+            raise mixed_precision(what)
+        return method(self, *args, **options)
 
-    return entered
+    return called
+
+
+def mixed_precision(what: str) -> UnsupportedOperation:
+    """Why a step that mixes precisions by itself is not counted."""
+    return UnsupportedOperation(
+        f"{what} changes the bytes of a step on a GPU, and cannot be counted without one; "
+        f"measure it, or count with --precision bf16"
+    )
 
 
 def _refuse_compiled(callback: Any) -> Any:

@@ -25,7 +25,7 @@ INT64 = 8
 
 dimension = st.integers(min_value=2, max_value=40)
 linear_dimensions = given(b=dimension, t=dimension, i=dimension, o=dimension)
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=5, deadline=None)
 
 
 class Moved(NamedTuple):
