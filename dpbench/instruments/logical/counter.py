@@ -132,7 +132,7 @@ class ByteCounter(TorchDispatchMode):
 
     def start_step(self) -> None:
         self._forget()
-        self._values.forget()
+        self._values.asked.clear()
         self._enter(OUTSIDE)
 
     def switch(self, phase: str) -> None:
