@@ -1,6 +1,6 @@
 """Counts one case, and prints what was counted or why it could not be.
 
-``python -m dpbench.instruments.logical CASE STEPS``, the case as JSON.
+``python -m dpbench.instruments.logical CASE``, the case as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ if __name__ == "__main__":
     faulthandler.enable()
     case = resolve(Case(**json.loads(sys.argv[1])))
     try:
-        print_record(counted=Logical(int(sys.argv[2])).count(case).as_json())
+        result = Logical().count(case)
     except DpbenchError as error:
         message = str(error).removeprefix(f"{case.id}: ")  # the parent says whose it is
         print_record(error={"kind": type(error).__name__, "message": message})
+    else:
+        print_record(
+            rows=[row.as_row() for row in result.rows],
+            operators=[count.as_row() for count in result.operators],
+            notes=result.notes,
+        )

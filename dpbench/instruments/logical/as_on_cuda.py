@@ -111,12 +111,10 @@ def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(input: Tensor, p: float, train: bool) -> Any:
     if train and 0 < p < 1 and input.numel():
-        dropped: Tensor = _aten.native_dropout(input, p, train)[0]
-        return dropped
-    same: Tensor = _as_composed(_aten.dropout.default, input, p, train)
-    return same
+        return _aten.native_dropout(input, p, train)[0]
+    return _as_composed(_aten.dropout.default, input, p, train)
 
 
 def _rms_norm(
@@ -124,14 +122,11 @@ def _rms_norm(
     normalized_shape: list[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-) -> Tensor:
+) -> Any:
     fits = not input.is_complex() and (weight is None or weight.dtype == input.dtype)
-    normalized: Tensor = (
-        _fused_rms_norm(input, normalized_shape, weight, eps)[0]
-        if _fused_rms_norm and fits
-        else _as_composed(_aten.rms_norm.default, input, normalized_shape, weight, eps)
-    )
-    return normalized
+    if _fused_rms_norm and fits:
+        return _fused_rms_norm(input, normalized_shape, weight, eps)[0]
+    return _as_composed(_aten.rms_norm.default, input, normalized_shape, weight, eps)
 
 
 def _scaled_dot_product_attention(
@@ -144,7 +139,7 @@ def _scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     same_width = query.shape[-1] == value.shape[-1]
     same_heads = query.dim() == 4 and query.shape[1] == key.shape[1] == value.shape[1]
     flash = (
@@ -154,30 +149,21 @@ def _scaled_dot_product_attention(
         and query.shape[-1] <= WIDEST_FLASH_HEAD
     )
     efficient = same_heads and query.dtype is not torch.float64
-    options: dict[str, Any] = {"scale": scale}
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
-        options["enable_gqa"] = enable_gqa
-        operands = (query, key, value, attn_mask, dropout_p, is_causal)
-        mixed: Tensor = _as_composed(_attention_as_products, *operands, **options)[0]
-    elif same_width and (attn_mask is None or not attn_mask.requires_grad):
+        return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
+    if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
-        options["enable_gqa"] = enable_gqa
-        operands = (query, key, value, attn_mask, 0.0, is_causal)
-        mixed = _as_composed(_attention, *operands, **options)
-    else:
-        bias = _as_bias(attn_mask, query)
-        mixed = _efficient_attention(query, key, value, bias, True, 0.0, is_causal, **options)[0]
-    return mixed
+        return _as_composed(_attention, *operands, 0.0, is_causal, **options)
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # PyTorch on CUDA does the same
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+        bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
+    return _efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
 
 
-def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask as a bias of the query's dtype, which PyTorch makes of it on CUDA."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
-
-
-INSTEAD: dict[OpOverload, Callable[..., Tensor]] = {
+INSTEAD: dict[OpOverload, Callable[..., Any]] = {
     _aten.dropout.default: _dropout,
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,

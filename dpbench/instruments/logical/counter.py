@@ -66,9 +66,8 @@ class LiveMemory:
     """Bytes of the tensors alive now, and the most there were at once.
 
     A tensor's memory is its storage, from the operator that returns it until nothing refers to
-    it any more. PyTorch has `torch.distributed._tools.mem_tracker.MemTracker` for this, but
-    that keeps one peak for everything rather than one a phase, rounds sizes as the CUDA
-    allocator does for tensors on CUDA only, and needs a build with torch.distributed.
+    it any more. (PyTorch's ``MemTracker`` keeps one peak for all phases, and rounds sizes as the
+    CUDA allocator does for tensors on CUDA only.)
     """
 
     def __init__(self) -> None:
@@ -211,15 +210,15 @@ class ByteCounter(TorchDispatchMode):
     def _record(
         self, phase: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        moved = rules.traffic(func, args, kwargs, out)
+        read, written = rules.traffic(func, args, kwargs, out)
         flops = flops_of(func, args, kwargs, out)
-        if not (moved.read or moved.write or flops):
+        if not (read or written or flops):
             return
         name = label(func)
         count = self.counts[phase, name]
         count.calls += 1
-        count.read_bytes += moved.read
-        count.write_bytes += moved.write
+        count.read_bytes += read
+        count.write_bytes += written
         count.flops += flops
         if not rules.is_reviewed(func):
             self.by_general_rule.add(name)

@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from dpbench.case import ALL_PHASES, Case
-from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.errors import DpbenchError
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child
 from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
@@ -41,6 +41,8 @@ from dpbench.training.phases import observed_step
 STEADY = 1e-3
 """A step that changes the bytes alive by no more than this part of them is steady. Opacus keeps
 each example's norms after the first step: kilobytes, whose making costs nothing."""
+
+MOST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,6 @@ class LogicalResult:
     operators: tuple[OperatorCount, ...]
     notes: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON types; the inverse of `from_json`."""
-        return {
-            "rows": [row.as_row() for row in self.rows],
-            "operators": [count.as_row() for count in self.operators],
-            "notes": self.notes,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> LogicalResult:
-        """The result that `as_json` described."""
-        return cls(
-            rows=tuple(Measurement.from_row(row) for row in data["rows"]),
-            operators=tuple(OperatorCount.from_row(row) for row in data["operators"]),
-            notes=tuple(data["notes"]),
-        )
-
 
 @dataclass(frozen=True)
 class Logical(Instrument):
@@ -83,11 +68,10 @@ class Logical(Instrument):
 
     What counts is the first steady step: one that leaves as many bytes alive as it found, within
     `STEADY`. A step that makes something lasting (momentum, Adam's moments) is the warm-up of
-    the next. Without data every further step repeats the steady one, so one is enough.
+    the next. Without data every further step repeats the steady one, so one is enough. If none of
+    `MOST_STEPS` is, the last counts, and a note says so.
 
     Args:
-        most_steps: how many steps may pass before one is steady; if none is, the last counts,
-            and a note says so.
         timeout: seconds that a process of its own may take, which trainers and models from
             outside are counted in: they may end it, or never end.
         directory: where the logs of such processes go; None to keep none.
@@ -96,13 +80,8 @@ class Logical(Instrument):
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
 
-    most_steps: int = 3
     timeout: float = 600.0
     directory: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.most_steps < 1:
-            raise ConfigurationError(f"logical: needs at least one step, not {self.most_steps}")
 
     @classmethod
     def from_settings(cls, settings: InstrumentSettings) -> Logical:
@@ -128,7 +107,7 @@ class Logical(Instrument):
         return _result(case, counter)
 
     def _run(self, case: Case, counter: ByteCounter) -> None:
-        trainer, batches = build(case, torch.device("cpu"), self.most_steps)
+        trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
         choose_as_on_cuda(trainer.plain_optimizer)
         after = alive(counter)
         for batch in batches:
@@ -138,7 +117,7 @@ class Logical(Instrument):
             after = alive(counter)
             if abs(after - before) <= STEADY * before:
                 return
-        counter.notes[f"step {self.most_steps} still added {after - before:,} B to what lives"] = 1
+        counter.notes[f"step {MOST_STEPS} still added {after - before:,} B to what lives"] = 1
 
 
 @dataclass(eq=False)
@@ -161,9 +140,8 @@ class CountingApart(Running):
         self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
         directory = instrument.directory or Path(self._scratch.name)
         names = {"trainer": TRAINERS.argument(case.trainer), "model": MODELS.argument(case.model)}
-        spelled = json.dumps(asdict(case) | names)
         self._child = Child(
-            [sys.executable, "-m", __package__, spelled, str(instrument.most_steps)],
+            [sys.executable, "-m", __package__, json.dumps(asdict(case) | names)],
             case=case,
             log=(directory / case.report_path).with_suffix(".logical.log"),
             timeout=instrument.timeout,
@@ -174,9 +152,10 @@ class CountingApart(Running):
         return self._child.rows()
 
     def _read(self, child: Child) -> list[Measurement]:
-        result = LogicalResult.from_json(child.record()["counted"])
-        self.operators, self.notes = result.operators, result.notes
-        return list(result.rows)
+        record = child.record()
+        self.operators = tuple(OperatorCount.from_row(row) for row in record["operators"])
+        self.notes = tuple(record["notes"])
+        return [Measurement.from_row(row) for row in record["rows"]]
 
     def cancel(self) -> None:
         self._child.cancel()

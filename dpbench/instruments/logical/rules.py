@@ -58,13 +58,6 @@ Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
 """Storage, offset in elements, and ``(size, stride)`` of each dimension that cannot be merged."""
 
 
-class Traffic(NamedTuple):
-    """Bytes that one call must read and write."""
-
-    read: int
-    write: int
-
-
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -181,10 +174,12 @@ def is_reviewed(func: OpOverload) -> bool:
     return is_free(func) or name in OVERWRITERS or name in REVIEWED or base in REVIEWED
 
 
-def traffic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Traffic:
-    """The bytes that one finished call had to read and write; ``out`` is what it returned."""
+def traffic(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> tuple[int, int]:
+    """The bytes that a finished call had to read and to write; ``out`` is what it returned."""
     if is_free(func):
-        return Traffic(0, 0)
+        return 0, 0
     arguments = schema_arguments(func)
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
     given.update(kwargs)
@@ -206,7 +201,7 @@ def traffic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], ou
         region, size = region_of(tensor)
         if region[0] not in storages:  # a new tensor, not an argument that is returned
             writes[region] = size
-    return Traffic(sum(reads.values()), sum(writes.values()))
+    return sum(reads.values()), sum(writes.values())
 
 
 def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
@@ -237,7 +232,7 @@ def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
             return target.numel()  # what a mask selects depends on the data
         rest = target.numel() // max(1, math.prod(target.shape[dim] for dim in indices))
         together = torch.broadcast_shapes(*(index.shape for index in indices.values()))
-        return together.numel() * rest
+        return int(together.numel()) * rest
     if name in ("index_add_", "index_copy_"):
         return int(given["source"].numel())
     rest = target.numel() // max(1, target.shape[given["dim"]]) if name == "index_fill_" else 1
