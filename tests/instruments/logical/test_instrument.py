@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from dpbench import phase
 from dpbench.case import PHASES
-from dpbench.errors import ConfigurationError
-from dpbench.instruments.logical.counter import ByteCounter, without_data
-from dpbench.instruments.logical.instrument import DEVICE, Logical, alive
-from dpbench.instruments.logical.memory import ALLOCATION_BYTES
-from dpbench.instruments.logical.result import LogicalResult
+from dpbench.instruments.logical.counter import ALLOCATION_BYTES, without_data
+from dpbench.instruments.logical.instrument import (
+    Logical,
+    LogicalResult,
+    alive,
+    new_objects_collected,
+)
 from dpbench.process.build import build
-from dpbench.results.rows import STEP
+from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.dpsgd import DPSGDTrainer
 from dpbench.training.phases import observed_step
@@ -28,6 +30,7 @@ from tests.instruments.logical.cases import (
     ALL_TRAINERS,
     DP_TRAINERS,
     count,
+    guessed,
     moved,
     parameters,
     tiny,
@@ -47,14 +50,14 @@ class TestRows:
         case = tiny()
         for row in Logical().measure(case):
             assert (row.case, row.instrument, row.repeat) == (case, "logical", 0)
-            assert (row.device, row.tool) == (DEVICE, f"torch {torch.__version__}")
+            assert (row.device, row.tool) == (NO_HARDWARE, f"torch {torch.__version__}")
             assert row.unit == ("1" if row.metric == "flops" else "B")
 
-    @pytest.mark.parametrize("metric", ["logical_read_bytes", "logical_write_bytes", "flops"])
-    def test_phases_add_up_to_the_step(self, metric: str) -> None:
+    def test_phases_add_up_to_the_step(self) -> None:
         found = values(count(tiny("dpsgd_ghost")))
-        by_phase = [value for (where, name), value in found.items() if name == metric]
-        assert sum(by_phase) == 2 * found[STEP, metric]
+        for metric in ("logical_read_bytes", "logical_write_bytes", "flops"):
+            by_phase = [value for (where, name), value in found.items() if name == metric]
+            assert sum(by_phase) == 2 * found[STEP, metric]
 
     def test_the_steps_peak_is_the_largest_of_its_phases(self) -> None:
         found = values(count(tiny("dpsgd")))
@@ -62,7 +65,7 @@ class TestRows:
         assert peaks.pop(STEP) == max(peaks.values())
 
     def test_the_operators_add_up_to_the_phases(self) -> None:
-        result = count(tiny("dpsgd_fgc"))
+        result = count(tiny("dpsgd_ghost"))
         table = pd.DataFrame(asdict(count) for count in result.operators)
         sums = table.groupby("phase")[["read_bytes", "write_bytes", "flops"]].sum()
         for name, row in sums.iterrows():
@@ -74,7 +77,7 @@ class TestRows:
         self, trainer: str
     ) -> None:
         for attention in ("sdpa", "dp_mha"):
-            assert count(tiny(trainer, attention=attention)).general_rule_operators == ()
+            assert not guessed(count(tiny(trainer, attention=attention)))
 
 
 class TestPhases:
@@ -159,7 +162,7 @@ class ClonesGradients(DPSGDTrainer):
         with phase("backward"):
             loss.backward()
         with phase("clip"):
-            for parameter in self.model.parameters():
+            for parameter in self.optimizer.params:
                 parameter.grad_sample = parameter.grad_sample.clone()
         with phase("optimizer"):
             self.optimizer.step()
@@ -195,7 +198,7 @@ class Adam(StandardTrainer):
 class TestSteadyStep:
     @pytest.mark.parametrize("trainer", ALL_TRAINERS)
     def test_the_second_step_of_the_built_in_trainers_repeats_the_first(self, trainer: str) -> None:
-        with without_data() as counter:
+        with new_objects_collected(), without_data() as counter:
             built, batches = build(tiny(trainer), torch.device("cpu"), 2)
             steps = []
             for batch in batches:
@@ -280,17 +283,7 @@ class TestPeakMemory:
         assert large - small == pytest.approx(4 * p, rel=0.01)
 
 
-def test_counting_needs_a_step() -> None:
-    with pytest.raises(ConfigurationError, match="at least one step"):
-        Logical(most_steps=0)
-
-
-def test_check_asks_for_nothing() -> None:
-    Logical().check()
-
-
 def test_a_counter_hears_nothing_of_phases_between_steps() -> None:
     with without_data() as counter:
         torch.ones(3)
-    assert isinstance(counter, ByteCounter)
     assert not counter.counts
