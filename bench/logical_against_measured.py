@@ -19,9 +19,8 @@ from dpbench.instruments.logical.instrument import Logical
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import Measurement
-from dpbench.show.groups import Group, found, groups
 from dpbench.show.layout import ABSENT, Table
-from dpbench.show.tables import against_logical, complete
+from dpbench.show.tables import Group, against_logical, complete, groups
 from dpbench.show.view import View, column
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -52,9 +51,10 @@ def measured(path: Path) -> list[Measurement]:
 def with_peak(table: Table, group: Group) -> Table:
     """The table with measured peak memory over the predicted in a last column."""
     peak = column("peak_memory_over_logical")
-    shown = {label: found(metrics, peak) for label, metrics in group.shown.items()}
+    found = {line[0]: group.find(line[0], peak) for line in table.cells}
     cells = [
-        [*line, *([f"{n:.3f}" for n, _ in shown[line[0]]] or [ABSENT])] for line in table.cells
+        [*line, *([f"{row['over_logical']:.3f}" for row in found[line[0]]] or [ABSENT])]
+        for line in table.cells
     ]
     return replace(table, headers=[*table.headers, "peak\nmem."], cells=cells)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from numbers import Integral
@@ -167,25 +167,21 @@ class Grid:
         for axis in AXES:
             if not getattr(self, axis):
                 raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
-        self._combinations()  # refuses values that no case can have
+        self.cases()  # refuses values that no case can have
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> list[Case]:
         """The cases, each once, those that share a baseline together, trainers in order."""
-        yield from dict.fromkeys(self._combinations())
-
-    def _combinations(self) -> list[Case]:
-        outer = [axis for axis in AXES if axis != "trainer"]
-        return [
-            Case(trainer=trainer, **dict(zip(outer, values, strict=True)))
+        _, *outer = AXES
+        cases = [
+            Case(trainer, *values)
             for values in product(*(getattr(self, axis) for axis in outer))
             for trainer in self.trainer
         ]
+        return list(dict.fromkeys(cases))
 
     def narrow(self, **axes: Iterable[Any] | None) -> Grid:
         """Replace the values along the named axes; None leaves an axis alone."""
-        chosen: dict[str, Any] = {
-            axis: tuple(values) for axis, values in axes.items() if values is not None
-        }
+        chosen: dict[str, Any] = {k: tuple(v) for k, v in axes.items() if v is not None}
         return replace(self, **chosen)
 
     @classmethod
@@ -201,30 +197,29 @@ class Grid:
     def from_file(cls, path: Path) -> Grid:
         """Read a grid from TOML: one key per `Case` field, a value or a list of values."""
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            return cls(path.stem, **_axes(tomllib.loads(path.read_text(encoding="utf-8"))))
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ConfigurationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"grid file {path}: {error}") from error
-        axes: dict[str, tuple[Any, ...]] = {}
-        for key, value in table.items():
-            if key not in AXES:
-                raise ConfigurationError(f"grid file {path}: {unknown('key', key, AXES)}")
-            wanted = int if key in ("batch_size", "seq_len") else str
-            values = value if isinstance(value, list) else [value]
-            if not values or any(type(v) is not wanted for v in values):
-                raise ConfigurationError(
-                    f"grid file {path}: {key} must be {wanted.__name__} "
-                    f"or a list of {wanted.__name__}, not {value!r}"
-                )
-            axes[key] = tuple(values)
-        missing = [key for key in ("trainer", "batch_size", "seq_len") if key not in axes]
-        if missing:
-            raise ConfigurationError(f"grid file {path}: missing {', '.join(missing)}")
-        try:
-            return cls(name=path.stem, **axes)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"grid file {path}: {error}") from error
+
+
+def _axes(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes of a grid file's table."""
+    axes = {}
+    for key, value in table.items():
+        if key not in AXES:
+            raise unknown("key", key, AXES)
+        wanted = int if key in ("batch_size", "seq_len") else str
+        values = value if isinstance(value, list) else [value]
+        if not values or any(type(v) is not wanted for v in values):
+            raise ConfigurationError(
+                f"{key} must be {wanted.__name__} or a list of {wanted.__name__}, not {value!r}"
+            )
+        axes[key] = tuple(values)
+    if missing := [key for key in ("trainer", "batch_size", "seq_len") if key not in axes]:
+        raise ConfigurationError(f"missing {', '.join(missing)}")
+    return axes
 
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")

@@ -58,16 +58,16 @@ class Comparison:
         self.candidates = self._saved()
         if not self.limits or settings.compare_first_run_ok:
             return
+        lacking = ""
         if self.asked and self.reference.frame.empty:
             names = " or ".join(dict.fromkeys(name for _, name in self.asked))
+            lacking = f"complete run in {settings.storage} has any of these cases by {names}"
+        elif not self.candidates:
+            devices = " or ".join(sorted({device for device, _ in self.sources}))
+            lacking = f"saved run on {devices} in {settings.storage}"
+        if lacking:
             raise ConfigurationError(
-                f"no complete run in {settings.storage} has any of these cases by {names} to "
-                f"judge by; if this is the first, say {settings.option('compare_first_run_ok')}"
-            )
-        if not self.candidates:
-            raise ConfigurationError(
-                f"no saved run on {' or '.join(sorted({d for d, _ in self.sources}))} in "
-                f"{settings.storage} to judge by; if this is the first, say "
+                f"no {lacking} to judge by; if this is the first, say "
                 f"{settings.option('compare_first_run_ok')}"
             )
 
@@ -94,16 +94,16 @@ class Comparison:
     @cached_property
     def reference(self) -> Run:
         """What the session is compared with; without rows if there is nothing."""
-        from dpbench.results.references import choose
         from dpbench.results.run import Run
+        from dpbench.results.storage import choose
 
         if self.named is not None:
             return Run.load(self.named)
         if self.candidates is None:  # only a test's own limits ask for it
             self.candidates = self._saved()
-        choice = choose(self.candidates, self.sources, self.asked)
-        self.notes += choice.skipped
-        return choice.run or Run.of("the storage")
+        run, skipped = choose(self.candidates, self.sources, self.asked)
+        self.notes += skipped
+        return run or Run.of("the storage")
 
     def shared(self) -> dict[str, Any]:
         """What `join` needs, as plain types."""

@@ -70,11 +70,7 @@ def check_writable(directory: Path) -> None:
 
 
 def check_distinct_files(files: Mapping[str, Path]) -> None:
-    """Refuse one file for two kinds of output, of which the last would replace the others.
-
-    Args:
-        files: what each option names.
-    """
+    """Refuse one file for two kinds of output; ``files`` is what each option names."""
     options: dict[Path, str] = {}
     for option, path in files.items():
         first = options.setdefault(path.resolve(), option)
@@ -83,11 +79,7 @@ def check_distinct_files(files: Mapping[str, Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OSError: it cannot be written; ``filename`` is set, also where the disk is full.
-    """
+    """Write a file whole or not at all; an `OSError` has its name, also where the disk is full."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -109,15 +101,8 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold a lock file among processes; the system lets go of it if the process dies.
 
     Yields whether it is held: some file systems know no locks (ENOLCK, EOPNOTSUPP, EIO), and what
-    has been measured on them is worth more than the lock. (Of filelock, versions differ in what
-    they do then; some wait for ever.)
-
-    Args:
-        path: the file, which stays; users may share it.
-        wait: for as long as another process holds it.
-
-    Raises:
-        Locked: another process holds it, and this one is not to wait.
+    has been measured on them is worth more than the lock. (Versions of filelock differ in what
+    they do then; some wait for ever.) Without ``wait``, `Locked` is raised if another has it.
     """
     descriptor = _lock(path, wait)
     try:

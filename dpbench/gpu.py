@@ -50,6 +50,11 @@ def visible_gpus() -> list[Gpu]:
     return _asked_driver()[0]
 
 
+def chip_here() -> str:
+    """The chip of the first GPU; see `Gpu.chip`."""
+    return next((gpu.chip for gpu in visible_gpus()), "")
+
+
 def why_no_gpu() -> str:
     """What the driver says, where `visible_gpus` is empty."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -75,21 +80,28 @@ def _asked_driver() -> tuple[list[Gpu], str]:
             pynvml.nvmlInit()
             count = pynvml.nvmlDeviceGetCount()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-            driver = _text(pynvml.nvmlSystemGetDriverVersion())
-            gpus = [
-                Gpu(
-                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                    name=_text(pynvml.nvmlDeviceGetName(handle)),
-                    memory_bytes=_memory_bytes(handle),
-                    driver=driver,
-                    chip=_chip(handle),
-                )
-                for handle in handles
-            ]
+            gpus = [_described(handle) for handle in handles]
         except pynvml.NVMLError as error:
             return [], f"NVML says {str(error)!r}"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return select(gpus, visible, _mig_parents(handles, gpus)), ""
+
+
+def _described(handle: object) -> Gpu:
+    import pynvml
+
+    memory = capability = None
+    with suppress(pynvml.NVMLError):  # some integrated GPUs do not say
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    with suppress(pynvml.NVMLError):
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return Gpu(
+        uuid=pynvml.nvmlDeviceGetUUID(handle),
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory_bytes=memory,
+        driver=pynvml.nvmlSystemGetDriverVersion(),
+        chip=chip_of(*capability) if capability else "",
+    )
 
 
 @contextmanager
@@ -151,36 +163,11 @@ def _mig_parents(handles: list[object], gpus: list[Gpu]) -> dict[str, Gpu]:
 
     parents: dict[str, Gpu] = {}
     for handle, gpu in zip(handles, gpus, strict=True):
-        try:
-            count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-            for i in range(count):
+        with suppress(pynvml.NVMLError):  # no MIG on this GPU, or no further slice
+            for i in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
                 mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
-                parents[_text(pynvml.nvmlDeviceGetUUID(mig))] = gpu
-        except pynvml.NVMLError:  # no MIG on this GPU, or no further slice
-            continue
+                parents[pynvml.nvmlDeviceGetUUID(mig)] = gpu
     return parents
-
-
-def _chip(handle: object) -> str:
-    import pynvml
-
-    try:
-        return chip_of(*pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-    except pynvml.NVMLError:
-        return ""
-
-
-def _memory_bytes(handle: object) -> int | None:
-    import pynvml
-
-    try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except pynvml.NVMLError:  # some integrated GPUs do not say
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def child_environment() -> dict[str, str]:
@@ -201,22 +188,33 @@ def exclusive(
     """Hold a GPU alone among dpbench processes on this machine.
 
     DRAM counters are device-wide: without this, another case's traffic would be counted.
-    The operating system releases the lock when the process ends, however it ends.
+    The operating system releases the lock when the process ends, however it ends. Its file holds
+    who has it, and stays: whoever waits for a removed file would not see who made the next.
 
     Args:
         gpu: which.
         purpose: what others are told who wait for it, such as a case's id.
         waiting: is told whom this process waits for, whenever that is another one.
     """
-    file = _lock_file(gpu)
+    path = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock"
+    create = 0 if path.exists() else os.O_CREAT  # which Linux may refuse for another user's file
     try:
+        file = os.open(path, os.O_RDWR | create, 0o666)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: {error.strerror}; set TMPDIR to another folder"
+        ) from error
+    try:
+        with suppress(PermissionError):
+            os.fchmod(file, 0o666)  # for every user, whatever the umask
         told = ""
         while not _locked(file):
-            holder = _holder(file)
-            if holder not in ("", told):  # empty in the moment before it has written who it is
-                waiting(holder)
+            holder = os.pread(file, 1000, 0).decode(errors="replace")
+            if holder.endswith("\n") and holder != told:  # else it is still to be written
+                waiting(holder.strip())
                 told = holder
             time.sleep(POLL_SECONDS)
+        os.ftruncate(file, 0)  # of one that was killed
         since = time.strftime("%H:%M:%S")
         os.pwrite(file, f"process {os.getpid()} ({purpose}) since {since}\n".encode(), 0)
         yield
@@ -225,27 +223,7 @@ def exclusive(
         os.close(file)
 
 
-def _lock_file(gpu: Gpu) -> int:
-    """The open file behind the lock, which every user may open, whoever made it.
-
-    It is not removed: whoever waits for a removed file would not see who made the next.
-    """
-    path = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock"
-    try:
-        with suppress(FileNotFoundError):
-            return os.open(path, os.O_RDWR)  # Linux may refuse O_CREAT for another user's file
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(PermissionError):
-            os.fchmod(file, 0o666)  # whatever the umask
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path}: {error.strerror}; set TMPDIR to another folder"
-        ) from error
-    return file
-
-
 def _locked(file: int) -> bool:
-    """Whether this process could lock it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -255,11 +233,4 @@ def _locked(file: int) -> bool:
             f"{tempfile.gettempdir()} has no file locks ({error.strerror}); "
             f"set TMPDIR to a folder on a local disk"
         ) from error
-    os.ftruncate(file, 0)  # of one that was killed
     return True
-
-
-def _holder(file: int) -> str:
-    """Who holds the lock, what for and since when; empty if it is not, or not yet, written."""
-    text = os.pread(file, 1000, 0).decode(errors="replace")
-    return text.partition("\n")[0] if "\n" in text else ""

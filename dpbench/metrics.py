@@ -37,8 +37,8 @@ class Metric:
     """One thing that can be known of a step.
 
     Args:
-        name: spelled out, with its kind of unit at the end: ``_bytes``, ``_seconds``,
-            ``_per_second``; anything else is a number.
+        name: spelled out, with its kind of unit at the end: one of `UNITS`;
+            anything else is a number.
         header: what heads its column, on one or two lines; empty if it is in no table of cases.
         by: the instruments that have it.
         counters: the hardware counters that add up to it, by the names of
@@ -111,18 +111,18 @@ class Metric:
         return tuple(filter(None, (self.counters, *(names for _, names in self.chips))))
 
 
+UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
+"""Units by the end of a metric's name."""
+
+
 def unit(metric: str) -> str:
-    """The unit that a metric's name says."""
-    if metric.endswith("_bytes"):
-        return "B"
-    if metric.endswith("_seconds"):
-        return "s"
-    return "1/s" if metric.endswith("_per_second") else "1"
+    """The unit that a metric's name says; a number has "1"."""
+    return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
 
 
 def stem(metric: str) -> str:
     """A metric's name without its unit."""
-    return re.sub(r"(_total)?_(bytes|seconds)$|_per_second$", "", metric)
+    return re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
 
 
 def ratio_name(metric: str) -> str:
@@ -161,7 +161,7 @@ class Metrics(Mapping[str, Metric]):
         return len(self._all())
 
     def had_by(self, instrument: str) -> list[Metric]:
-        """The metrics of an instrument."""
+        """Those of an instrument."""
         return [metric for metric in self.values() if instrument in metric.by]
 
     def counted(self, instrument: str) -> list[Metric]:
@@ -281,16 +281,12 @@ def expectations(texts: Iterable[str]) -> dict[str, tuple[float, float]]:
     for text in texts:
         if text == "none":
             continue
-        match = re.fullmatch(r"\s*(\w+)\s*:\s*([\d.]+)\s*-\s*([\d.]+)\s*", text)
-        try:
-            name, low, high = match.groups() if match else ("", "", "")
-            limits = float(low), float(high)
-        except ValueError:
-            limits = (1.0, 0.0)
-        if limits[0] > limits[1]:
+        number = r"\s*(\d+\.?\d*|\.\d+)\s*"
+        match = re.fullmatch(rf"\s*(\w+)\s*:{number}-{number}", text)
+        if match is None or float(match[2]) > float(match[3]):
             raise ConfigurationError(f"expectation {text!r}: write dram_ratio:2-5, or none")
-        metric = METRICS.of_ratio(name)
+        metric = METRICS.of_ratio(match[1])
         if metric is None:
-            raise unknown("ratio", name, map(ratio_name, METRICS))
-        expected[metric] = limits
+            raise unknown("ratio", match[1], map(ratio_name, METRICS))
+        expected[metric] = float(match[2]), float(match[3])
     return expected

@@ -44,14 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"dpbench: {error}") from error
     config.pluginmanager.register(whole, NAME)
     config.pluginmanager.register(whole.each_test, f"{NAME}-tests")
-    if config.option.ncu:
+    if whole.settings.measures:
         config.pluginmanager.register(Workers(whole.session.grid))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """What ``-n auto`` means with ``--ncu``; None leaves it to xdist."""
-    if not config.option.ncu or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+    if not read_settings(config).measures or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
         return useful_workers(read_settings(config).chosen_grid()) or None
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return position.get(case, len(position)) if case else len(position)
 
     items.sort(key=place)
-    if not config.option.ncu:
+    if not whole.settings.measures:
         for item in items:
             if takes(item, "ncu"):
                 item.add_marker(pytest.mark.skip(reason=NEEDS_NCU))
@@ -94,6 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def ncu(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
     """Measure a case: re-executes it under Nsight Compute, and unprofiled for its time.
+
+    ``--dpbench-instrument`` adds other instruments, or without ``--ncu`` replaces these.
 
     Called with a `Case` or with a case's fields; returns a `CaseReport`. However many tests,
     fixtures or xdist workers ask for a case, it is measured once a session::

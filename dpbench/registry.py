@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import Case, Grid
+from dpbench.case import AXES, Case, Grid
 from dpbench.errors import ConfigurationError, unknown
 
 
@@ -71,14 +71,11 @@ class Registry(Mapping[str, Any]):
             return name
         raise unknown(self.kind, spelling, self, "or package.module:Class")
 
-    def _target(self, spelling: str) -> str:
-        return self._targets[self.canonical(spelling)]
-
     def __contains__(self, name: object) -> bool:
         return name in self._targets  # the mapping's own would import the class
 
     def __getitem__(self, spelling: str) -> Any:
-        module, _, attribute = self._target(spelling).partition(":")
+        module, _, attribute = self._targets[self.canonical(spelling)].partition(":")
         try:
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -93,7 +90,7 @@ class Registry(Mapping[str, Any]):
 
     def locate(self, spelling: str) -> None:
         """Refuse a class whose module is not there; packages around it are imported, it is not."""
-        module = self._target(spelling).partition(":")[0]
+        module = self._targets[self.canonical(spelling)].partition(":")[0]
         try:
             if module not in sys.modules and find_spec(module) is None:
                 raise ModuleNotFoundError(name=module)
@@ -128,7 +125,7 @@ class Registry(Mapping[str, Any]):
     def argument(self, name: str) -> str:
         """The spelling that a process with nothing registered understands."""
         name = self.canonical(name)
-        return name if name in self._builtin else f"{name}={self._target(name)}"
+        return name if name in self._builtin else f"{name}={self._targets[name]}"
 
     def import_path(self, name: str) -> Path | None:
         """The directory from which this process imported an outside class, if it has.
@@ -137,7 +134,7 @@ class Registry(Mapping[str, Any]):
         """
         if self.is_builtin(name):
             return None
-        module = self._target(name).partition(":")[0]
+        module = self._targets[self.canonical(name)].partition(":")[0]
         file = getattr(sys.modules.get(module), "__file__", None)
         if file is None:
             return None
@@ -163,8 +160,20 @@ TRAINERS = Registry(
 MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
 
-
-# --- cases -----------------------------------------------------------------------------------
+INSTRUMENTS = Registry(
+    "instrument",
+    {
+        "timing": "dpbench.instruments.timing:Timing",
+        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "cupti": "dpbench.instruments.cupti.instrument:Cupti",
+        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
+        "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
+        "logical": "dpbench.instruments.logical.instrument:Logical",
+        "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
+    },
+)
+"""Instruments by name, in the order in which they measure. Others are named by import target, or
+by an entry point; see `dpbench.instruments.choose`."""
 
 
 def resolve(case: Case) -> Case:
@@ -175,7 +184,7 @@ def resolve(case: Case) -> Case:
 
 
 def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
-    """A grid, with the values along the named axes replaced and with short names throughout."""
+    """A grid, with the values along the named axes replaced, each once and by its short name."""
     grid = Grid.named(name_or_file)
     try:
         grid = _resolved(grid)
@@ -185,10 +194,10 @@ def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
 
 
 def _resolved(grid: Grid) -> Grid:
-    return grid.narrow(
-        trainer=dict.fromkeys(map(TRAINERS.canonical, grid.trainer)),
-        model=dict.fromkeys(map(MODELS.canonical, grid.model)),
-    )
+    axes = {axis: getattr(grid, axis) for axis in AXES}
+    axes["trainer"] = map(TRAINERS.canonical, grid.trainer)
+    axes["model"] = map(MODELS.canonical, grid.model)
+    return grid.narrow(**{axis: dict.fromkeys(values) for axis, values in axes.items()})
 
 
 def locate(cases: Iterable[Case]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any
 from dpbench.comparison import Comparison
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
-from dpbench.instruments import choose
-from dpbench.instruments.settings import InstrumentSettings, KernelChoice
-from dpbench.process.schedule import Schedule, Steps
 from dpbench.results.rows import NO_HARDWARE
 
 if TYPE_CHECKING:
@@ -28,44 +25,20 @@ if TYPE_CHECKING:
     from dpbench.gpu import Gpu
     from dpbench.instruments.base import Instrument
     from dpbench.results.conditions import Conditions
-    from dpbench.results.outcome import Outcome
+    from dpbench.results.outcome import Outcome, OutcomeStore
     from dpbench.results.run import Run
-    from dpbench.results.run_file import RunFile
-    from dpbench.results.store import OutcomeStore
+    from dpbench.results.storage import RunFile
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
+    from dpbench.show.view import View
 
 
-def chosen_instruments(settings: Settings, names: Sequence[str]) -> list[Instrument]:
-    """The instruments with these names, as a session was asked to set them up."""
-    return choose(names, instrument_settings(settings)) if names else []
+def view_of(settings: Settings) -> View:
+    """What the tables show."""
+    from dpbench.show.view import View
 
-
-def instrument_settings(settings: Settings) -> InstrumentSettings:
-    """What a session was asked for, as far as its instruments go."""
-    return InstrumentSettings(
-        directory=settings.ncu_dir,
-        ncu_path=settings.ncu_path,
-        metrics=tuple(settings.ncu_metrics or ()),
-        device=settings.device,
-        timing_steps=Steps(settings.warmup, settings.active),
-        ncu_steps=Steps(settings.ncu_warmup, settings.ncu_active),
-        timeout=settings.timeout,
-        kernels=kernel_choice(settings),
-        profile_directory=settings.profile_dir,
-        profile_schedule=Schedule.parse(settings.profile_schedule),
-        profile_threshold=settings.profile_threshold,
-    )
-
-
-def kernel_choice(settings: Settings) -> KernelChoice:
-    """What is profiled kernel by kernel."""
-    return KernelChoice(
-        settings.profiles_kernels,
-        settings.listed("kernels_phase", "phase, such as clip"),
-        settings.ncu_set,
-        settings.listed("ncu_section", "section; ncu --list-sections shows them"),
-        settings.ncu_set_kernels,
+    return View.of(
+        settings.columns, settings.sort, settings.group_by, settings.top, settings.expect
     )
 
 
@@ -97,7 +70,8 @@ class Session:
         self.workers = workers
         self.counts = counts
         self.grid = settings.chosen_grid()
-        self.view = settings.view()
+        self.view: View
+        """What the tables show, as soon as the session has begun."""
         self.directory: Path | None = None
         """Where the session's processes leave their outcomes for each other."""
         self.file: RunFile | None = None
@@ -111,7 +85,6 @@ class Session:
         self.unwritten: list[Outcome] = []
         """What other processes measured and could not write."""
         self.notes: list[str] = []
-        self.warnings: list[str] = []
         self.problems: list[str] = []
         """Lines about how the session went; with a problem it has not succeeded."""
         self.update_environment: Callable[[dict[str, Any]], object] = lambda environment: None
@@ -123,15 +96,17 @@ class Session:
     # --- before anything is measured ---------------------------------------------------------
 
     def begin(self) -> None:
-        """Check the instruments, choose references, take a number in the storage.
+        """Check the instruments, choose references, take a number in the storage."""
+        settings = self.settings
+        self.view = view_of(settings)
+        if settings.html:
+            from dpbench.show.html import check_libraries
 
-        Raises:
-            DpbenchError: something cannot work, or cannot be found.
-        """
+            check_libraries()
         for instrument in self.instruments:
             instrument.check()
         self.comparison.begin()
-        if self.settings.saves:  # last: takes a number only if all else is well
+        if settings.saves:  # last: takes a number only if all else is well
             self._open_file()
 
     @property
@@ -152,8 +127,7 @@ class Session:
     @cached_property
     def conditions(self) -> Conditions:
         """What the session measures, with what and where; asks git, so only where it is needed."""
-        from dpbench.results.conditions import Conditions
-        from dpbench.results.outcome import environment
+        from dpbench.results.conditions import Conditions, environment
 
         ncu = [i.versions["ncu"] for i in self.instruments if "ncu" in i.versions]
         found = environment(
@@ -166,8 +140,7 @@ class Session:
 
     def _open_file(self) -> None:
         """Take the next number in the storage, or an interrupted run's."""
-        from dpbench.results.run_file import RunFile
-        from dpbench.results.storage import Storage
+        from dpbench.results.storage import RunFile, Storage
 
         settings = self.settings
         storage = Storage(settings.storage)
@@ -199,13 +172,14 @@ class Session:
 
     def join(self, shared: Mapping[str, Any]) -> None:
         """Take part in a session that another process has begun."""
+        self.view = view_of(self.settings)
         self.directory = Path(shared["directory"])
         if shared["conditions"] is not None:
             from dpbench.results.conditions import Conditions
 
             self.conditions = Conditions(**shared["conditions"])
         if shared["file"]:
-            from dpbench.results.run_file import RunFile
+            from dpbench.results.storage import RunFile
 
             self.file = RunFile(Path(shared["file"]))
         self.comparison.join(shared["comparison"])
@@ -213,7 +187,7 @@ class Session:
     @cached_property
     def store(self) -> OutcomeStore:
         """The outcomes of all processes, in a directory that is made when it is needed."""
-        from dpbench.results.store import OutcomeStore
+        from dpbench.results.outcome import OutcomeStore
 
         if self.directory is None:
             self.directory = Path(tempfile.mkdtemp(prefix="dpbench-"))
@@ -231,12 +205,7 @@ class Session:
             self.conditions = replace(self.conditions, cases_asked=max(asked, before))
 
     def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
-        """The outcome of a case, by this process or whichever asked first; it is written at once.
-
-        Args:
-            case: the case.
-            instruments: what measures it, if not the session's own.
-        """
+        """The outcome of a case, by these instruments or the session's; it is written at once."""
         from dpbench.runner import measure
 
         chosen = self.instruments if instruments is None else instruments
@@ -266,10 +235,6 @@ class Session:
             for o in found
         ]
 
-    def has_all(self, cases: Iterable[Case]) -> bool:
-        """Whether each of these cases has an outcome."""
-        return {*cases} <= {outcome.case for outcome in self.outcomes()}
-
     @property
     def unwritten_here(self) -> list[Outcome]:
         """What this process measured and could not leave for the others."""
@@ -283,10 +248,7 @@ class Session:
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False) -> None:
-        """Bring the run and the files that were asked for up to date, all but the page.
-
-        What cannot be written is a problem; what it held is still there.
-        """
+        """Bring the run and the files that were asked for up to date, all but the page."""
         files = dict(self.settings.files)
         files.pop("html", None)
         if not ((files or self.file) and self.outcomes()):
@@ -319,16 +281,6 @@ class Session:
         self.update_document(made)
         return made
 
-    def _write_page(self, outcomes: Sequence[Outcome], complete: bool) -> None:
-        """Draw the page that was asked for; it takes a second, so once."""
-        from dpbench.show.html.page import write_html
-        from dpbench.show.html.source import labelled
-
-        path = self.settings.html
-        if path is not None and outcomes:
-            document = self._document(outcomes, complete)
-            write_html(path, labelled([(path.stem, document)]))
-
     @contextmanager
     def reporting_problems(self) -> Iterator[None]:
         """Let what cannot be written keep nothing else from being done."""
@@ -359,7 +311,12 @@ class Session:
                 self._compare(outcomes)
         self.write(complete=complete)
         with self.reporting_problems():
-            self._write_page(outcomes, complete)
+            if outcomes and self.settings.html is not None:
+                from dpbench.show.html.data import labelled
+                from dpbench.show.html.page import write_html
+
+                path, document = self.settings.html, self._document(outcomes, complete)
+                write_html(path, labelled([(path.stem, document)]), self.view.expected)
         if self.file is not None:
             self._close(self.file, outcomes)
 

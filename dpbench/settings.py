@@ -1,47 +1,31 @@
 """What a session was asked for. Each option is declared here, once, for pytest and the commands.
 
-A field of `Settings` is an option of ``dpbench run``, of pytest, or of both; its name, its default
-and its help are the field's. Other commands take some of the same options: `declare` gives them.
+A field of `Settings` is an option of ``dpbench run``, of pytest, or of both; `declare` gives other
+commands some of the same.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dpbench.case import ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
-from dpbench.errors import ConfigurationError
+from dpbench.case import ALL_PHASES, ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
+from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
-from dpbench.instruments import INSTRUMENTS
-from dpbench.instruments.settings import SETS, KernelChoice
-from dpbench.instruments.settings import InstrumentSettings as How
-from dpbench.registry import MODELS, TRAINERS, chosen_grid
-from dpbench.results.rows import STORAGE
-from dpbench.show.view import COLUMNS_HELP, EXPECT_HELP, GROUP_BY_HELP, SORT_HELP, TOP, View
+from dpbench.registry import INSTRUMENTS, MODELS, TRAINERS, chosen_grid
+
+NCU_SETS = ("basic", "detailed", "full")
+"""Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""
 
 
-class Declare(Protocol):
-    """``addoption`` of pytest or ``add_argument`` of argparse."""
-
-    def __call__(self, *names: str, **declared: Any) -> object:
-        """Declare an option under its names."""
-
-
-def one_of(names: Iterable[str]) -> str:
-    """Names for a help text."""
-    return ", ".join(names)
-
-
-NOWHERE = ""
-LIMIT = (
+LIMIT_HELP = (
     "{what} by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB (beyond both), "
     "METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, l2_ratio, "
     "logical_ratio, …; repeatable"
 )
-"""The help of an option that takes limits."""
 
 
 def _option(
@@ -53,15 +37,9 @@ def _option(
     pytest_help: str | None = None,
     **declared: Any,
 ) -> Any:
-    """A field that is an option.
+    """A field that is an option; ``{prefix}`` in its help stands for what pytest puts before names.
 
-    Args:
-        help: what it does; ``{prefix}`` stands for what pytest puts before names.
-        default: what it is unless given.
-        pytest: how pytest calls it, if not ``--dpbench-NAME``; `NOWHERE` if it has none.
-        command: how commands call it, if not ``--NAME``; `NOWHERE` if they have none.
-        pytest_help: what it does in pytest, if that is something else.
-        declared: further arguments of ``add_argument``.
+    Pytest calls it ``--dpbench-NAME``, commands ``--NAME``, unless another name is given here.
     """
     if default is not None and not isinstance(default, bool | tuple):
         help += " (default %(default)s)"
@@ -72,15 +50,14 @@ def _option(
 
 
 AXIS_HELP = {
-    "trainer": f"{one_of(TRAINERS)}, their class names, or package.module:Class",
+    "trainer": f"{', '.join(TRAINERS)}, their class names, or package.module:Class",
     "batch_size": "examples in a step",
     "seq_len": "tokens in an example",
-    "model_size": f"{one_of(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS",
-    "precision": one_of(PRECISIONS),
-    "attention": one_of(ATTENTIONS),
-    "model": f"{one_of(MODELS)}, or package.module:Class",
+    "model_size": f"{', '.join(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS",
+    "precision": ", ".join(PRECISIONS),
+    "attention": ", ".join(ATTENTIONS),
+    "model": f"{', '.join(MODELS)}, or package.module:Class",
 }
-"""What each field of a `Case` may be."""
 
 
 def _axis(name: str, of: type = str) -> Any:
@@ -98,26 +75,24 @@ def _file(help: str, **names: Any) -> Any:
 
 def _ncu(help: str, default: Any = None, **declared: Any) -> Any:
     """An option that pytest names without ``dpbench-`` too."""
-    return _option(help, default, pytest="--{name}", **declared)
+    return _option(help, default, pytest="--ncu-{stem}", **declared)
+
+
+def _of_pytest(help: str, **names: Any) -> Any:
+    return _option(help, False, command="", **names)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a session was asked for, by ``dpbench run`` or by pytest.
-
-    Args:
-        of_pytest: whether options are named as pytest names them.
-        directory: where relative paths begin.
-    """
+    """What a session was asked for, by ``dpbench run`` or by pytest."""
 
     of_pytest: bool = False
     directory: Path = Path()
+    """Where relative paths begin."""
 
     # what is measured
-    ncu: bool = _option(
-        "measure cases under NVIDIA Nsight Compute", False, pytest="--ncu", command=NOWHERE
-    )
-    grid: str = _option(f"cases: {one_of(GRIDS)}, or a .toml file", "grid1", metavar="GRID")
+    ncu: bool = _of_pytest("measure cases under NVIDIA Nsight Compute", pytest="--ncu")
+    grid: str = _option(f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID")
     trainer: list[str] | None = _axis("trainer")
     batch_size: list[int] | None = _axis("batch_size", int)
     seq_len: list[int] | None = _axis("seq_len", int)
@@ -128,25 +103,20 @@ class Settings:
 
     # how it is measured
     instrument: list[str] | None = _option(
-        f"{one_of(INSTRUMENTS)}, or package.module:Class; repeatable; default timing and ncu, "
+        f"{', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default timing and ncu, "
         "without a GPU logical",
-        pytest=NOWHERE,
+        pytest_help="the ncu fixture measures with this, without --ncu with nothing else: "
+        f"{', '.join(INSTRUMENTS)}, or package.module:Class; repeatable",
         action="append",
         metavar="NAME",
     )
-    device: str = _option(
-        "for timing and torch_profiler", "cuda", pytest=NOWHERE, choices=("cuda", "cpu")
+    device: str = _option("for timing and torch_profiler", "cuda", choices=("cuda", "cpu"))
+    no_timing: bool = _of_pytest(
+        "count bytes only: no second, unprofiled process for step time and peak memory"
     )
-    no_timing: bool = _option(
-        "count bytes only: no second, unprofiled process for step time and peak memory",
-        False,
-        command=NOWHERE,
-    )
-    profile: bool = _option(
+    profile: bool = _of_pytest(
         "run each measured case under the PyTorch profiler as well: time, memory and copies by "
-        "phase, traces, tables, a TensorBoard log",
-        False,
-        command=NOWHERE,
+        "phase, traces, tables, a TensorBoard log"
     )
     ncu_path: str | None = _ncu("the ncu program, if it is not on PATH", metavar="PROGRAM")
     ncu_dir: Path = _ncu(
@@ -158,20 +128,17 @@ class Settings:
         action="append",
         metavar="NAMES",
     )
-    kernels: bool = _option(
-        "profile each kernel as well, in one more process, tens of ms a kernel",
-        False,
-        pytest="--ncu-kernels",
+    kernels: bool = _ncu(
+        "profile each kernel as well, in one more process, tens of ms a kernel", False
     )
-    kernels_phase: list[str] | None = _option(
+    kernels_phase: list[str] | None = _ncu(
         "profile the kernels of these phases only, e.g. clip; separated by commas",
-        pytest="--ncu-kernels-phase",
         action="append",
         metavar="PHASES",
     )
     ncu_set: str | None = _ncu(
         "collect this set of ncu's sections for the kernels that move most bytes: "
-        f"{one_of(SETS)} (Speed of Light, memory, occupancy, warp states)",
+        f"{', '.join(NCU_SETS)} (Speed of Light, memory, occupancy, warp states)",
         metavar="SET",
     )
     ncu_section: list[str] | None = _ncu(
@@ -179,38 +146,32 @@ class Settings:
         action="append",
         metavar="NAMES",
     )
-    ncu_set_kernels: int = _ncu(
-        "how many kernels these are", KernelChoice.set_kernels, type=int, metavar="N"
-    )
-    warmup: int = _number("warmup steps of the unprofiled process", How.timing_steps.warmup)
-    active: int = _number("active steps of the unprofiled process", How.timing_steps.active)
-    ncu_warmup: int = _number(
-        "warmup steps of the profiled process", How.ncu_steps.warmup, pytest="--{name}"
-    )
-    ncu_active: int = _number(
-        "active steps of the profiled process", How.ncu_steps.active, pytest="--{name}"
-    )
+    ncu_set_kernels: int = _ncu("how many kernels these are", 5, type=int, metavar="N")
+    warmup: int = _number("warmup steps of the unprofiled process", 3)
+    active: int = _number("active steps of the unprofiled process", 5)
+    ncu_warmup: int = _number("warmup steps of the profiled process", 1, pytest="--{name}")
+    ncu_active: int = _number("active steps of the profiled process", 1, pytest="--{name}")
     profile_dir: Path = _option(
         "where the PyTorch profiler's files go, one folder a case",
-        How.profile_directory,
+        Path("runs"),
         type=Path,
         metavar="DIR",
     )
     profile_schedule: str = _option(
         "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
-        str(How.profile_schedule),
+        "skip_first=1,wait=0,warmup=1,active=1,repeat=1",
         metavar="NAME=N,…",
     )
     profile_threshold: float = _option(
         "list operators with this many ms of a step or more",
-        How.profile_threshold,
+        10.0,
         type=float,
         metavar="MS",
     )
     timeout: float = _option(
         "end a measured process after this long on the GPU, and stop waiting for another "
         "session's process after as long",
-        How.timeout,
+        1800.0,
         type=float,
         metavar="SECONDS",
     )
@@ -219,19 +180,34 @@ class Settings:
     )
 
     # what is shown
-    columns: str | None = _option(COLUMNS_HELP, metavar="LABELS")
-    sort: str | None = _option(SORT_HELP, metavar="COL")
-    group_by: str | None = _option(GROUP_BY_HELP, metavar="LABEL")
-    expect: tuple[str, ...] = _option(EXPECT_HELP, (), action="append", metavar="RATIO:LOW-HIGH")
-    top: int = _number("how many kernels a table shows", TOP, pytest="--ncu-kernels-top")
+    columns: str | None = _option(
+        "columns to show, separated by commas: metrics (dram_bytes, step_time_seconds, …), their "
+        "ratio to standard, spread over the steps, or measured over logical (dram_ratio, "
+        "dram_spread, dram_over_logical, …), ncu counters",
+        metavar="LABELS",
+    )
+    sort: str | None = _option(
+        "sort each table by a column, or by an axis of the case; ascending", metavar="COL"
+    )
+    group_by: str | None = _option(
+        f"what shares a table, separated by commas: cell, device, phase, {', '.join(AXES)} "
+        "(default cell)",
+        metavar="LABEL",
+    )
+    expect: tuple[str, ...] = _option(
+        "say beside the tables which cases lie outside the ratio to standard that you expect, "
+        "e.g. dram_ratio:2-5 (the default, with l2_ratio:1.5-3); none: expect nothing; repeatable",
+        (),
+        action="append",
+        metavar="RATIO:LOW-HIGH",
+    )
+    top: int = _number("how many kernels a table shows", 10, pytest="--ncu-kernels-top")
 
     # what is written
     json: Path | None = _file("every row, and what follows from them,")
     markdown: Path | None = _file("the tables")
     csv: Path | None = _file("every row as CSV")
-    html: Path | None = _file(
-        "a page of charts and tables (needs dpbench[report])", command=NOWHERE
-    )
+    html: Path | None = _file("a page of charts and tables (needs dpbench[report])", command="")
     github_benchmark: Path | None = _file(
         "the tables' columns for github-action-benchmark (customSmallerIsBetter)"
     )
@@ -252,23 +228,32 @@ class Settings:
         metavar="NUM|FILE",
     )
     compare_fail: tuple[str, ...] = _option(
-        LIMIT.format(what="exit with 1 if something got worse"),
+        LIMIT_HELP.format(what="exit with 1 if something got worse"),
         (),
-        pytest_help=LIMIT.format(what="fail a test if what it measured got worse"),
+        pytest_help=LIMIT_HELP.format(what="fail a test if what it measured got worse"),
         action="append",
         metavar="SPEC",
     )
     compare_first_run_ok: bool = _option(
         "pass what a limit cannot judge because nothing like it was saved before", False
     )
-    compare_across: bool = _option(
-        "compare also what another device or instrument measured; it is labelled",
-        False,
-        command=NOWHERE,
+    compare_across: bool = _of_pytest(
+        "compare also what another device or instrument measured; it is labelled"
     )
     storage: Path = _option(
-        "where runs are saved and references found", STORAGE, type=Path, metavar="DIR"
+        "where runs are saved and references found", Path(".dpbench"), type=Path, metavar="DIR"
     )
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout)
+        check_phases(self.phases)
+        threshold, kernels = self.profile_threshold, self.ncu_set_kernels
+        if not threshold >= 0:
+            raise ConfigurationError(f"the threshold must be >= 0 ms, not {threshold:g}")
+        if self.ncu_set is not None and self.ncu_set not in NCU_SETS:
+            raise unknown("set of sections", self.ncu_set, NCU_SETS)
+        if kernels < 1:
+            raise ConfigurationError(f"sections need at least one kernel, not {kernels}")
 
     @classmethod
     def read(
@@ -276,11 +261,12 @@ class Settings:
     ) -> Settings:
         """What a command line asked for; relative paths become paths below a directory."""
         found: dict[str, Any] = {}
-        for each in _options(of_pytest):
-            value = getattr(options, _name(each, of_pytest).lstrip("-").replace("-", "_"))
-            if isinstance(value, Path):
-                value = directory / value
-            found[each.name] = tuple(value or ()) if each.default == () else value
+        for name, declared in _FIELDS.items():
+            if option := _name(declared, of_pytest):
+                value = getattr(options, option.lstrip("-").replace("-", "_"))
+                if isinstance(value, Path):
+                    value = directory / value
+                found[name] = tuple(value or ()) if declared.default == () else value
         return cls(of_pytest=of_pytest, directory=directory, **found)
 
     def option(self, name: str) -> str:
@@ -290,10 +276,6 @@ class Settings:
     def chosen_grid(self) -> Grid:
         """The grid with the axes that replace its own."""
         return chosen_grid(self.grid, **{axis: getattr(self, axis) for axis in AXES})
-
-    def view(self) -> View:
-        """What the tables show."""
-        return View.of(self.columns, self.sort, self.group_by, self.top, self.expect)
 
     @property
     def files(self) -> dict[str, Path]:
@@ -312,11 +294,31 @@ class Settings:
         return self.compare is not None or bool(self.compare_fail)
 
     @property
+    def measures(self) -> bool:
+        """Whether pytest's ``ncu`` fixture measures."""
+        return self.ncu or bool(self.instrument)
+
+    @property
     def profiles_kernels(self) -> bool:
         """Whether kernels are profiled one by one; any option about them means that."""
         return bool(self.kernels or self.kernels_phase or self.ncu_set or self.ncu_section)
 
-    def listed(self, name: str, what: str) -> tuple[str, ...]:
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases whose kernels are profiled; every one if there is none."""
+        return self._listed("kernels_phase", "phase, such as clip")
+
+    @property
+    def ncu_sections(self) -> tuple[str, ...]:
+        """Sections that ncu collects beside its set."""
+        return self._listed("ncu_section", "section; ncu --list-sections shows them")
+
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        """What ncu counts; None for all that a chip has."""
+        return self._listed("ncu_metrics", "metric; try dram_read_bytes") or None
+
+    def _listed(self, name: str, what: str) -> tuple[str, ...]:
         """The names that an option lists, separated by commas; nothing if it was not given."""
         found: list[str] = []
         for text in getattr(self, name) or ():
@@ -332,41 +334,50 @@ class Settings:
             raise ConfigurationError(
                 f"{self.option('autosave')} names the run itself: drop {self.option('save')}"
             )
-        if self.of_pytest and self.profiles_kernels and not self.ncu:
+        if self.of_pytest and self.profiles_kernels and not self.measures:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         if self.of_pytest and self.profile and not self.ncu:
             raise ConfigurationError(
-                "--dpbench-profile profiles the cases that --ncu measures; give both "
-                "(dpbench run --instrument torch_profiler needs no Nsight Compute)"
+                "--dpbench-profile profiles the cases that --ncu measures; give both, or "
+                "--dpbench-instrument torch_profiler, which needs no Nsight Compute"
             )
         check_distinct_files({self.option(name): path for name, path in self.files.items()})
         for path in self.files.values():
             check_writable_file(path)
-        if self.html:
-            from dpbench.show.html import check_libraries
 
-            check_libraries()
+
+def check_timeout(seconds: float) -> None:
+    """Refuse a time-out that ends everything at once."""
+    if not seconds > 0:
+        raise ConfigurationError(f"the time-out must be positive, not {seconds:g} s")
+
+
+def check_phases(phases: Iterable[str]) -> None:
+    """Refuse what is no phase."""
+    if wrong := [phase for phase in phases if phase not in ALL_PHASES]:
+        raise unknown("phase", wrong[0], ALL_PHASES)
 
 
 _FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(Settings) if f.metadata}
 
 
 def _name(option: Field[Any], of_pytest: bool) -> str:
-    """How pytest or the commands call an option; `NOWHERE` if they have none."""
+    """How pytest or the commands call an option; empty if they do not."""
     pattern: str | None = option.metadata["pytest" if of_pytest else "command"]
     if pattern is None:
         pattern = "--dpbench-{name}" if of_pytest else "--{name}"
-    return pattern.format(name=option.name.replace("_", "-"))
-
-
-def _options(of_pytest: bool) -> list[Field[Any]]:
-    return [option for option in _FIELDS.values() if _name(option, of_pytest)]
+    name = option.name.replace("_", "-")
+    return pattern.format(name=name, stem=name.removeprefix("ncu-"))
 
 
 def declare(
-    add: Declare, *names: str, of_pytest: bool = False, called: str | None = None, **changed: Any
+    add: Callable[..., object],
+    *names: str,
+    of_pytest: bool = False,
+    called: str | None = None,
+    **changed: Any,
 ) -> None:
-    """Declare options: those of these names, or all that pytest or ``dpbench run`` have.
+    """Declare these options, or all that pytest or ``dpbench run`` have.
 
     Args:
         add: ``group.addoption`` or ``parser.add_argument``.
@@ -375,7 +386,9 @@ def declare(
         called: what a command calls its option, if it is not the field's name.
         changed: arguments of ``add`` that are others for a command.
     """
-    for option in [_FIELDS[name] for name in names] or _options(of_pytest):
+    for option in [_FIELDS[name] for name in names or _FIELDS]:
+        if not (names or _name(option, of_pytest)):
+            continue
         text = option.metadata["pytest_help" if of_pytest else "help"]
         default = [] if option.default == () else option.default
         arguments = {

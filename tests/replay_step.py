@@ -16,6 +16,7 @@ from typing import Any
 
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
+from dpbench.commands.step import write_profile
 from dpbench.instruments.torch_profiler import files as profile_files
 from dpbench.process.messages import print_record
 from dpbench.process.schedule import Schedule
@@ -51,7 +52,7 @@ def main() -> int:
     if options.profile:
         profile_files.prepare(options.profile)
         shutil.copytree(path.parent, options.profile, dirs_exist_ok=True)
-        profile_files.write_summary(case, record, options.profile, options.profile_threshold)
+        write_profile(case, record, options.profile, options.profile_threshold)
     print_record(**record)
     return 0
 

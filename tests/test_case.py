@@ -43,7 +43,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 CASES = st.builds(Case, **VALUES)
 
-quickly = settings(deadline=None, max_examples=50)
+quickly = settings(deadline=None, max_examples=20)
 
 
 def refusal(attempt: Callable[[], object]) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from dpbench.results.run import Run
+
 NCU = """#!/bin/sh
 [ "$1" = --version ] && exit
 {trap}
@@ -37,8 +39,11 @@ PYTEST = [
     *("--ncu", "--ncu-path=./ncu", "--dpbench-no-timing", "--dpbench-try-anyway"),
 ]
 SUITE = """
-def test_hangs(ncu):
-    ncu("standard", batch_size=4, seq_len=64, model_size="tiny")
+import pytest
+
+@pytest.mark.parametrize("trainer", ["standard", "dpsgd"])
+def test_hangs(ncu, trainer):
+    ncu(trainer, batch_size=4, seq_len=64, model_size="tiny")
 """
 
 
@@ -137,15 +142,29 @@ def test_ncu_ends_with_its_terminal(begin: Callable[..., Session]) -> None:
     session.process.wait(30)
 
 
-def test_ncu_ends_at_a_second_ctrl_c(begin: Callable[..., Session]) -> None:
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ([*COMMAND, "--trainer=dpsgd", "--try-anyway", "--save=ended"], 130),
+        ([*PYTEST, "-n0", "--dpbench-save=ended"], 2),
+    ],
+    ids=["run", "pytest"],
+)
+def test_a_second_ctrl_c_ends_ncu_and_leaves_the_run_interrupted(
+    begin: Callable[..., Session], command: list[str], status: int
+) -> None:
     """The first is polite, and this ncu takes no notice of it."""
-    session = begin(COMMAND, trap="trap '' TERM")
+    fails_once = "[ -e begun ] || { touch begun; exit 1; }"  # the first case is in the run then
+    session = begin(command, trap=f"{fails_once}; trap '' TERM")
     session.owner()
     session.process.send_signal(signal.SIGINT)
     assert not session.is_gone(0.5)
     session.process.send_signal(signal.SIGINT)
     assert session.is_gone(3)
-    assert session.process.wait(30) == 130
+    assert session.process.wait(30) == status
+    [path] = Path(".dpbench").rglob("0001_ended.json")
+    run = Run.load(path)
+    assert (run.status, len(run.outcomes)) == ("interrupted", 1)
 
 
 def test_nohup_outlasts_a_hangup(begin: Callable[..., Session]) -> None:

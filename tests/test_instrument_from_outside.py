@@ -12,13 +12,17 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.instruments import INSTRUMENTS, choose
-from dpbench.instruments.settings import InstrumentSettings
+from dpbench.metrics import METRICS
+from dpbench.settings import Settings
 
 POWER = """
 from dataclasses import dataclass
 from typing import ClassVar
 
 from dpbench import Case, Instrument, Measurement, Running
+from dpbench.metrics import METRICS, Metric
+
+METRICS.register(Metric("energy_joules", "energy\\nJ", ("power",)))
 
 @dataclass(frozen=True)
 class Power(Instrument):
@@ -42,6 +46,8 @@ class Reading(Running):
     def rows(self):
         if self.case.trainer == "dpsgd_fgc":
             raise LookupError("no meter")
+        if self.case.trainer == {interrupted!r}:
+            raise KeyboardInterrupt
         joules = {joules} * self.case.batch_size
         return [
             Measurement(self.case, "power", "step", "energy_joules", joules, "J", 0, {device}, "1")
@@ -57,14 +63,17 @@ def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(INSTRUMENTS, "_targets", dict(INSTRUMENTS._targets))
+    monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
     write(tmp_path)
     yield tmp_path
     sys.modules.pop("meter", None)
 
 
-def write(place: Path, joules: float = 2.0, hardware: bool = True) -> None:
+def write(
+    place: Path, joules: float = 2.0, hardware: bool = True, interrupted: str | None = None
+) -> None:
     device = "self.instrument.device" if hardware else "'logical (no hardware)'"
-    text = POWER.format(joules=joules, hardware=hardware, device=device)
+    text = POWER.format(joules=joules, hardware=hardware, device=device, interrupted=interrupted)
     (place / "meter.py").write_text(text)
     sys.modules.pop("meter", None)
 
@@ -80,6 +89,20 @@ def test_it_runs_and_is_saved_and_compared(
     assert (row["instrument"], row["metric"], row["value"]) == ("power", "energy_joules", 8.0)
     assert main([*RUN, *on_cpu, "--compare"]) == 0
     assert "compared with 0001_first" in capsys.readouterr().err
+
+
+def test_a_resumed_run_is_judged_by_what_it_kept_too(
+    meter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [*RUN, "--trainer=dpsgd", "--device=cpu"]
+    assert main([*run, "--save=first"]) == 0
+    write(meter, joules=3.0, interrupted="dpsgd")
+    assert main([*run, "--save=second"]) == 130
+    write(meter)
+    assert main([*run, "--resume", "--compare-fail=energy_joules:5%"]) == 1
+    said = capsys.readouterr()
+    assert "compared with 0001_first" in said.err
+    assert "5% exceeded" in said.out
 
 
 def test_its_errors_fail_their_case_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,5 +130,5 @@ def test_an_installed_package_may_name_instruments(
     (folder / "entry_points.txt").write_text("[dpbench.instruments]\nwatts = meter:Power\n")
     monkeypatch.syspath_prepend(meter)
     assert [entry.name for entry in metadata.entry_points(group="dpbench.instruments")] == ["watts"]
-    [chosen] = choose(["watts"], InstrumentSettings(meter, device="cpu"))
+    [chosen] = choose(["watts"], Settings(device="cpu"))
     assert chosen.name == "power"

@@ -379,9 +379,9 @@ def test_unknown_trainer_or_model_is_refused_with_what_exists(
     assert message.startswith(f"unknown {field} {value!r}; choose from {', '.join(known)}")
 
 
-def test_grid_has_each_trainer_once_however_it_is_spelled() -> None:
-    grid = chosen_grid("grid1", trainer=["dpsgd", "DPSGDTrainer"], batch_size=None)
-    assert (grid.trainer, grid.batch_size) == (("dpsgd",), (8, 16))
+def test_grid_has_each_case_once_however_it_is_spelled() -> None:
+    grid = chosen_grid("grid1", trainer=["dpsgd", "DPSGDTrainer"], batch_size=None, seq_len=[8, 8])
+    assert (grid.trainer, grid.batch_size, grid.seq_len) == (("dpsgd",), (8, 16), (8,))
     assert "unknown trainer 'sgd'" in refusal(lambda: chosen_grid("grid1", trainer=["sgd"]))
 
 

@@ -23,9 +23,8 @@ from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_writable_file
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.torch_profiler.files import operators_of, read_summary
-from dpbench.settings import declare
+from dpbench.settings import Settings, declare
 from dpbench.show.view import check_top
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     from dpbench.files import write_text
     from dpbench.results.account import account, account_json, unaccounted
-    from dpbench.show.account import account_table
+    from dpbench.show.kernels import account_table
     from dpbench.show.layout import as_text, terminal_width
 
     case = chosen_case(options)
@@ -69,11 +68,11 @@ def _measure(case: Case, options: argparse.Namespace) -> None:
     """Measure the case; what was found is in the files that it leaves."""
     from dpbench.runner import measure
 
-    settings = InstrumentSettings(
-        directory=options.ncu_dir,
+    settings = Settings(
+        ncu_dir=options.ncu_dir,
         ncu_path=options.ncu_path,
         timeout=options.timeout,
-        profile_directory=options.profile_dir,
+        profile_dir=options.profile_dir,
     )
     instruments = choose(("ncu", "ncu_kernels", "torch_profiler"), settings)
     for instrument in instruments:
@@ -95,8 +94,7 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
     )
     from dpbench.results.cards import known_roofs
     from dpbench.results.frame import to_frame
-    from dpbench.results.kernel_table import step_bytes
-    from dpbench.results.kernels import fold, kernel_rows
+    from dpbench.results.kernels import dram_bytes_of_step, fold, kernel_rows
     from dpbench.show.kernels import KernelContext, kernel_tables
     from dpbench.show.profile import copies_table
 
@@ -118,6 +116,6 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
         *kernel_rows(case, counts, instrument="ncu_kernels", device=kernels.device, tool="ncu"),
         *profile.rows,
     ]
-    context = KernelContext(case.id, step_bytes(ranges), known_roofs(kernels.device))
+    context = KernelContext(case.id, dram_bytes_of_step(ranges), known_roofs(kernels.device))
     tables = kernel_tables(counts, context, top=options.top)
     return to_frame(rows), [*tables, *copies_table(profile.launches, profile.steps)]

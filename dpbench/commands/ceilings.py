@@ -27,13 +27,14 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.files import write_text
     from dpbench.gpu import child_environment, require_gpu
     from dpbench.process.ceilings import measure_ceilings
+    from dpbench.results.cards import Ceilings
     from dpbench.show.roofline import ceilings_table
 
     require_gpu()
     if options.json:
         check_writable_file(options.json)
     os.environ.update(child_environment())  # before CUDA numbers the GPUs
-    ceilings = measure_ceilings()
+    ceilings = Ceilings(**measure_ceilings())
     print(ceilings_table(ceilings).as_text())
     if options.json:
         write_text(options.json, ceilings.as_json())

@@ -62,7 +62,7 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
 
     title = f"{before.name} -> {after.name}"
     if not across:
-        check_comparable(before.frame, after.frame)
+        check_comparable(before, after)
     verdict = judge(before, after, limits, across=across)
     if verdict.changes.empty:
         raise ConfigurationError(f"{title}: the two have no case in common")
@@ -71,15 +71,11 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
         print("\n".join(["What changed most:", *lines]) + "\n")
     for note in verdict.notes:
         print(f"{note[0].upper()}{note[1:]}." if note[0].islower() else f"{note}.")
-    failures = [*map(str, verdict.unjudged), *_newly_failed(before, after)]
+    had = {outcome.case for outcome in before.outcomes if outcome.rows}
+    newly_failed = [f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in had]
+    failures = [*map(str, verdict.unjudged), *newly_failed]
     if worse := len(verdict.regressions):
         failures.append(f"{worse} regression{'s' if worse > 1 else ''}")
     for failure in failures:
         print(f"dpbench compare: {title}: {failure}", file=sys.stderr)
     return bool(failures)
-
-
-def _newly_failed(before: Run, after: Run) -> list[str]:
-    """Cases that the first run has and that failed in the second."""
-    had = {outcome.case for outcome in before.outcomes if outcome.rows}
-    return [f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in had]

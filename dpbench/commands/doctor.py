@@ -21,10 +21,10 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
-from dpbench.settings import declare
+from dpbench.settings import check_timeout, declare
 
 if TYPE_CHECKING:
-    from dpbench.doctor import Finding
+    from dpbench.doctor.findings import Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.doctor import FAILED, Setup, examine
-    from dpbench.instruments.settings import check_timeout
+    from dpbench.doctor import examine
+    from dpbench.doctor.findings import FAILED, Setup
 
     if options.chip:
         from dpbench.instruments.cupti.library import load_library

@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    import pandas as pd
+
     from dpbench.instruments.ncu.range_report import SPEED_OF_LIGHT
+    from dpbench.instruments.ncu.speed_of_light import read_speeds
+    from dpbench.show.kernels import speed_table
     from dpbench.show.layout import as_text
 
     check_top(options.top)
@@ -51,11 +55,14 @@ def run(options: argparse.Namespace) -> int:
     for path in options.reports:
         check_is_file(path)
         if path.resolve().parent.name == SPEED_OF_LIGHT:
-            found += _speed_of_light(path)
+            found += speed_table(read_speeds(path), _title(path))
         else:
             found += _kernels(path, options, launches)
     if options.csv:
-        _write(options.csv, launches)
+        try:
+            pd.DataFrame(launches).to_csv(options.csv, index=False)
+        except OSError as error:
+            raise ConfigurationError(f"{options.csv}: {error.strerror}") from error
     print(as_text(found))
     return 0
 
@@ -83,22 +90,15 @@ def _context(path: Path, report: KernelReport) -> KernelContext:
     """What kernels are compared with: the case's report of ranges, if it lies where it should."""
     from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
     from dpbench.results.cards import known_roofs
-    from dpbench.results.kernel_table import step_bytes
+    from dpbench.results.kernels import dram_bytes_of_step
     from dpbench.show.kernels import KernelContext
 
     place = path.resolve().parent
     ranges = place.parent / path.name
     measured = None
     if place.name == KERNELS and ranges.exists():
-        measured = step_bytes(read(ranges, case_of(ranges)))
+        measured = dram_bytes_of_step(read(ranges, case_of(ranges)))
     return KernelContext(f"{_title(path)}, {report.device}", measured, known_roofs(report.device))
-
-
-def _speed_of_light(path: Path) -> list[Table]:
-    from dpbench.instruments.ncu.speed_of_light import read_speeds
-    from dpbench.show.kernels import speed_table
-
-    return speed_table(read_speeds(path), _title(path))
 
 
 def _title(path: Path) -> str:
@@ -109,12 +109,3 @@ def _title(path: Path) -> str:
         return case_of(path).id
     except ForeignReport:
         return path.name
-
-
-def _write(path: Path, launches: list[dict[str, Any]]) -> None:
-    import pandas as pd
-
-    try:
-        pd.DataFrame(launches).to_csv(path, index=False)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from error

@@ -21,7 +21,7 @@ from dpbench.case import AXES
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
-    from dpbench.results.run import Heading, Run
+    from dpbench.results.run import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,20 +34,17 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.results.storage import Storage
     from dpbench.show.layout import Table
 
-    listing = Storage(options.storage).listing()
-    for line in listing.skipped:
+    runs, skipped = Storage(options.storage).listing()
+    for line in skipped:
         print(f"dpbench list: {line}", file=sys.stderr)
     headers = ["number", "name", "device", "started (UTC)", "cases ok", "status"]
-    table = Table(
-        f"Runs in {options.storage}", headers, [_cells(heading) for heading in listing.runs]
-    )
+    table = Table(f"Runs in {options.storage}", headers, list(map(_cells, runs)))
     # One line a run, however long its name, so that other programs can read it.
-    print(table.as_text(width=1000) if listing.runs else f"no runs in {options.storage}")
+    print(table.as_text(width=1000) if runs else f"no runs in {options.storage}")
     return 0
 
 
-def _cells(heading: Heading) -> list[str]:
-    run = heading.run
+def _cells(run: Run) -> list[str]:
     number, _, name = run.name.partition("_")
     cases = run.document.get("cases", ())
     asked = {_axes(case) for case in cases}
@@ -55,7 +52,7 @@ def _cells(heading: Heading) -> list[str]:
     return [
         number,
         name,
-        ", ".join(heading.devices) or "-",
+        ", ".join(run.devices) or "-",
         run.started[:16].replace("T", " ") or "-",
         f"{len(asked - failed)}/{max(len(asked), run.cases_asked)}",
         _status(run),

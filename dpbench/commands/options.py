@@ -1,8 +1,10 @@
-"""What several commands say and take."""
+"""What several commands take and do."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +12,9 @@ from dpbench import registry
 from dpbench.case import AXES, Case, Grid
 from dpbench.files import check_is_file
 from dpbench.settings import AXIS_HELP, declare
-from dpbench.show.view import TOP, View
 
 if TYPE_CHECKING:
+    from dpbench.results.outcome import Outcome
     from dpbench.results.run import Run
 
 
@@ -27,12 +29,6 @@ def chosen_grid(options: argparse.Namespace) -> Grid:
     grid = registry.chosen_grid(options.grid, **{axis: getattr(options, axis) for axis in AXES})
     registry.locate(grid.cases())
     return grid
-
-
-def chosen_view(options: argparse.Namespace) -> View:
-    """The view that the options of columns, order and groups describe."""
-    top = vars(options).get("top", TOP)
-    return View.of(options.columns, options.sort, options.group_by, top, options.expect)
 
 
 def add_case(parser: argparse.ArgumentParser) -> None:
@@ -55,14 +51,27 @@ def chosen_case(options: argparse.Namespace) -> Case:
 
 
 def saved_run(name: str, storage: Path) -> Run:
-    """The run that a number names, as ``dpbench list`` shows it, or a path.
-
-    Raises:
-        ConfigurationError: there is none, or it cannot be read.
-    """
+    """The run that a number names, as ``dpbench list`` shows it, or a path."""
     from dpbench.results.run import Run
     from dpbench.results.storage import Storage
 
     if not name.isdecimal():
         check_is_file(Path(name))
     return Run.load(Storage(storage).find(name))
+
+
+def count_cases(cases: Collection[Case]) -> list[Outcome]:
+    """The logical counts of each case; what cannot be counted is said on standard error."""
+    from tqdm import tqdm
+
+    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.runner import measure
+
+    outcomes = []
+    with tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress:
+        for case in progress:
+            progress.set_description(case.id)
+            outcomes.append(outcome := measure(case, [Logical()]))
+            if outcome.error:
+                progress.write(outcome.message, file=sys.stderr)
+    return outcomes

@@ -17,10 +17,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dpbench.commands.counting import count_cases
-from dpbench.commands.options import saved_run
+from dpbench.commands.options import count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
+from dpbench.metrics import expectations
 from dpbench.settings import declare
 
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="count the same cases without hardware, seconds each, for the charts that need it",
     )
-    declare(parser.add_argument, "storage")
+    declare(parser.add_argument, "expect", "storage")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,10 +48,12 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.show.html import check_libraries
 
     check_libraries()
-    from dpbench.results.outcome import document, environment
+    from dpbench.results.conditions import environment
+    from dpbench.results.outcome import document
+    from dpbench.show.html.data import Source, cases_without_logical, labelled
     from dpbench.show.html.page import write_html
-    from dpbench.show.html.source import Source, cases_without_logical, labelled
 
+    expected = expectations(options.expect)
     runs = [saved_run(name, options.storage) for name in options.runs]
     for run in runs:
         if not run.outcomes:
@@ -62,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         counted = document(count_cases(cases), environment())
         sources.append(Source.of("counted for this page", counted))
     try:
-        write_html(options.output, sources)
+        write_html(options.output, sources, expected)
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     print(f"{options.output}: {options.output.stat().st_size / 1e6:.1f} MB")

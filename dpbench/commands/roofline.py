@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, Case
-from dpbench.commands.counting import count_cases
-from dpbench.commands.options import add_cases, chosen_grid, saved_run
+from dpbench.commands.options import add_cases, chosen_grid, count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
 from dpbench.registry import resolve
 from dpbench.results.cards import CARDS, Roofs, find_card
-from dpbench.settings import declare, one_of
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("files", nargs="*", metavar="NUM|FILE", help="saved runs")
     roofs = parser.add_mutually_exclusive_group()
-    roofs.add_argument("--card", help=f"{one_of(CARDS)}, or its name in nvidia-smi")
+    roofs.add_argument("--card", help=f"{', '.join(CARDS)}, or its name in nvidia-smi")
     roofs.add_argument(
         "--ceilings", type=Path, metavar="FILE", help="measured roofs, of dpbench ceilings --json"
     )
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     measured_on = sorted(set(saved[saved.instrument != "logical"].device))
     if named:
         named.require(measured_on)  # before anything is counted
-    roofs = {device: named or find_card(device).roofs() for device in measured_on}
+    roofs = {device: named or find_card(device) for device in measured_on}
     if not roofs:
         named = named or _visible_roofs()
     has_flops = set(_cases_of(saved[saved.metric == "flops"]))
@@ -139,10 +138,10 @@ def _cases_of(frame: pd.DataFrame) -> list[Case]:
 
 def _named_roofs(options: argparse.Namespace) -> Roofs | None:
     if options.ceilings:
-        from dpbench.results.ceilings import read_ceilings
+        from dpbench.results.cards import read_ceilings
 
         return read_ceilings(options.ceilings).roofs()
-    return find_card(options.card).roofs() if options.card else None
+    return find_card(options.card) if options.card else None
 
 
 def _visible_roofs() -> Roofs:
@@ -152,6 +151,6 @@ def _visible_roofs() -> Roofs:
     gpu = next(iter(visible_gpus()), None)
     if gpu is None:
         raise ConfigurationError(
-            f"no CUDA GPU is visible here, so name a card with --card: {one_of(CARDS)}"
+            f"no CUDA GPU is visible here, so name a card with --card: {', '.join(CARDS)}"
         )
-    return find_card(gpu.name).roofs()
+    return find_card(gpu.name)

@@ -34,9 +34,9 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from dpbench.commands.options import add_cases
-from dpbench.instruments import ON_GPU
+from dpbench.instruments import ON_GPU, choose
 from dpbench.registry import locate
-from dpbench.session import Session, chosen_instruments
+from dpbench.session import Session
 from dpbench.settings import Settings, declare
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     settings.check()
     gpu = next(iter(visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, gpu)
-    session = Session(settings, chosen_instruments(settings, names), gpu)
+    session = Session(settings, choose(names, settings), gpu)
     with closing(session):
         session.comparison.asked = [(case, i.name) for case in cases for i in session.instruments]
         session.begin()
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
-            session.finish(complete=session.has_all(cases))
+            session.finish(complete={*cases} <= {o.case for o in session.outcomes()})
             _show(session)
         return 1 if session.failed else 0
 
@@ -122,7 +122,7 @@ def _show(session: Session) -> None:
     lines = [
         *session.comparison.notes,
         *session.notes,
-        *(f"WARNING: {text}" for text in (*session.warnings, *filter(None, [warning]))),
+        *([f"WARNING: {warning}"] if warning else []),
         *(f"ERROR: {text}" for text in session.problems),
     ]
     for line in lines:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import Case
-from dpbench.commands.options import chosen_view, saved_run
+from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_is_file
 from dpbench.settings import declare
@@ -40,8 +40,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
     from dpbench.show.layout import as_text, terminal_width
     from dpbench.show.summary import summary_tables
+    from dpbench.show.view import View
 
-    view = chosen_view(options)
+    view = View.of(options.columns, options.sort, options.group_by, expect=options.expect)
     runs = [name for name in options.files if Path(name).suffix != ".ncu-rep"]
     if runs and len(options.files) > 1:
         raise ConfigurationError(

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.process.smoke import smoke_test
+    from dpbench.process.build import smoke_test
 
     failed = 0
     for trainer in options.trainer or list(TRAINERS):

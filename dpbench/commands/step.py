@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.gpu import visible_gpus
 
     case = chosen_case(options)
-    Steps(options.warmup, options.active)  # refuses what makes no sense
+    steps = Steps(options.warmup, options.active)
     counts = options.cupti is not None
     if options.nvtx and options.profile:
         raise ConfigurationError("--nvtx is for Nsight, which excludes --profile: choose one")
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     if counts and elsewhere:
         raise ConfigurationError("--cupti reads a GPU's counters, and there is none: drop it")
     try:
-        record = _profile(case, options) if options.profile else _measure(case, options)
+        record = _profile(case, options) if options.profile else _measure(case, steps, options)
     except Exception as error:  # whoever started this process learns why from the record
         kind = type(error).__name__
         first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
     if options.cupti is not None:
         from dpbench.instruments.cupti.child import count_case
 
@@ -98,26 +98,32 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
             case,
             list(filter(None, options.cupti.split(","))) or None,
             device=options.device,
-            warmup=options.warmup,
-            active=options.active,
+            warmup=steps.warmup,
+            active=steps.active,
         )
     from dpbench.process.step import run_case
 
     return run_case(
-        case,
-        device=options.device,
-        warmup=options.warmup,
-        active=options.active,
-        nvtx=options.nvtx,
+        case, device=options.device, warmup=steps.warmup, active=steps.active, nvtx=options.nvtx
     )
 
 
 def _profile(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    from dpbench.instruments.torch_profiler.files import prepare, write_summary
+    from dpbench.instruments.torch_profiler.files import prepare
     from dpbench.process.profiled import profile_case
 
     schedule = Schedule.parse(options.profile_schedule)
     prepare(options.profile)
     record = profile_case(case, device=options.device, schedule=schedule, directory=options.profile)
-    write_summary(case, record, options.profile, options.profile_threshold)
+    write_profile(case, record, options.profile, options.profile_threshold)
     return record
+
+
+def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
+    """Make what a person reads of what the profiler recorded: summary, report, TensorBoard."""
+    from dpbench.instruments.torch_profiler.files import REPORT, write_summary
+    from dpbench.show.profile import profile_report
+
+    profile = write_summary(case, record, directory)
+    report = profile_report(record, profile.rows, profile.launches, profile.operators, threshold)
+    (directory / REPORT).write_text(report, encoding="utf-8")

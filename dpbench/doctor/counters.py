@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from dpbench.case import Case
-from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
+from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
 from dpbench.errors import DpbenchError
-from dpbench.gpu import Use, in_use, visible_gpus
+from dpbench.gpu import Use, chip_here, in_use, visible_gpus
 from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, lacking, on_chip
 from dpbench.instruments.ncu.program import (
     CountersBusy,
@@ -39,35 +38,31 @@ _BLAME: tuple[tuple[type[DpbenchError], str], ...] = (
     (CountersForbidden, "permission"),
     (CountersBusy, "other profiler"),
     (CounterUnknown, "metrics"),
+    (DpbenchError, "profiling"),
 )
-"""Which check an error fails; every other error fails ``profiling``."""
-
-
-class CannotTry(Exception):
-    """There is nothing to profile with, or on; the message says what is missing."""
+"""Which check an error fails."""
 
 
 def counters(setup: Setup) -> Iterator[Finding]:
     """Run a small copy with every byte metric, as a case would be run."""
-    metrics = on_chip(_chip())
+    metrics = on_chip(chip_here())
     goods = {
         "profiling": "a process ran under ncu, and its report was read",
         "permission": "performance counters may be read",
         "other profiler": "none holds the counters",
         "metrics": _counted_in_words(metrics),
     }
-    try:
-        instrument = _instrument(setup, tuple(metrics.values()))
-    except CannotTry as error:
-        yield from (Finding(check, WARNING, f"not tried: {error}") for check in goods)
+    if reason := why_not_tried(setup):
+        yield from (Finding(check, WARNING, reason) for check in goods)
         return
     findings = {check: Finding(check, OK, good) for check, good in goods.items()}
-    if missing := not_there(instrument.metrics, known_counters(instrument.path)):
+    instrument = _instrument(setup, metrics.values())
+    known = known_counters(instrument.path)
+    if missing := not_there(instrument.metrics, known):
         remedy = "measure the others with --ncu-metrics; what it has may go by another name"
-        findings["metrics"] = Finding("metrics", FAILED, missing, remedy)
+        findings["metrics"] = Finding("metrics", FAILED, missing_in_words(missing, known), remedy)
         # Whether the others can be read is worth knowing all the same.
-        there = (m for m in instrument.metrics if not _missing(m, known_counters(instrument.path)))
-        instrument = replace(instrument, metrics=tuple(there))
+        instrument = _instrument(setup, (m for m in instrument.metrics if m.name not in missing))
     case = Case(COPIES, FEW, 1, "tiny")
     try:
         instrument.check()
@@ -78,57 +73,75 @@ def counters(setup: Setup) -> Iterator[Finding]:
         text = f"this GPU lacks the counters of {absent}"
         findings["metrics"] = Finding("metrics", FAILED, text, error.remedy)
     except DpbenchError as error:
-        blamed = next((name for kind, name in _BLAME if isinstance(error, kind)), "profiling")
-        unknown = f"unknown, because {blamed} failed"
-        lacks = {check: f for check, f in findings.items() if f.status == FAILED}
-        findings = {check: Finding(check, WARNING, unknown) for check in goods} | lacks
+        blamed = next(check for kind, check in _BLAME if isinstance(error, kind))
+        for check, finding in findings.items():
+            if finding.status == OK:
+                findings[check] = Finding(check, WARNING, f"unknown, because {blamed} failed")
         findings[blamed] = Finding.of_error(blamed, error)
     yield from findings.values()
 
 
 def calibration(setup: Setup) -> Iterator[Finding]:
     """A copy of known size must read and write as many DRAM bytes."""
-    known = on_chip(_chip())
-    if without := [name for name in ALWAYS if name not in known]:
-        yield Finding("calibration", WARNING, f"not tried: {_chip()} has no {', '.join(without)}")
-        return
-    metrics = tuple(known[name] for name in ALWAYS)
-    try:
-        instrument = _instrument(setup, metrics)
-    except CannotTry as error:
-        yield Finding("calibration", WARNING, f"not tried: {error}")
-        return
-    if missing := not_there(metrics, known_counters(instrument.path)):
-        yield Finding("calibration", WARNING, f"not tried: {missing}")
+    chip = chip_here()
+    if without := [name for name in ALWAYS if name in lacking(chip)]:
+        reason = f"not tried: {chip} has no {', '.join(without)}"
+    else:
+        reason = why_not_tried(setup)
+    if not reason:
+        instrument = _instrument(setup, (on_chip(chip)[name] for name in ALWAYS))
+        known = known_counters(instrument.path)
+        if missing := not_there(instrument.metrics, known):
+            reason = f"not tried: {missing_in_words(missing, known)}"
+    if reason:
+        yield Finding("calibration", WARNING, reason)
         return
     case = Case(COPIES, examples_that_fit(in_use(visible_gpus()[0])), 1, "tiny")
     instrument.check()
     rows = instrument.measure(case)
-    counted = {row.metric: row.value for row in rows if row.phase == "forward"}
-    yield judge(case.batch_size, counted)
+    yield judge(case.batch_size, {r.metric: r.value for r in rows if r.phase == "forward"})
 
 
-def not_there(metrics: Iterable[NcuMetric], known: Collection[str]) -> str:
-    """Which metrics a GPU has no counters for, and what else it counts there; empty if none.
+def why_not_tried(setup: Setup) -> str:
+    """What is missing to profile with, or on; empty if nothing is."""
+    if not visible_gpus():
+        return "not tried: there is no GPU"
+    try:
+        find_ncu(setup.ncu_path)
+    except NcuNotFound:
+        return "not tried: there is no ncu"
+    return ""
 
-    Args:
-        metrics: what would be measured.
-        known: the GPU's counters, without ``.sum``; none if ncu does not say.
-    """
-    missing = [metric for metric in metrics if known and _missing(metric, known)]
-    if not missing:
-        return ""
-    units = dict.fromkeys(c.partition("__")[0] for m in missing for c in _missing(m, known))
+
+def _instrument(setup: Setup, metrics: Iterable[NcuMetric]) -> Ncu:
+    steps = Steps(warmup=1, active=1)  # the first copy leaves the cache as the second finds it
+    path = find_ncu(setup.ncu_path)
+    return Ncu(setup.directory / "doctor", path, steps, setup.timeout, tuple(metrics))
+
+
+def not_there(metrics: Iterable[NcuMetric], known: Collection[str]) -> dict[str, list[str]]:
+    """The counters that a GPU lacks, by metric; none if ncu does not say which ones it has."""
+    missing = {
+        metric.name: [name for name in metric.counters if name.removesuffix(".sum") not in known]
+        for metric in metrics
+    }
+    return {name: counters for name, counters in missing.items() if known and counters}
+
+
+def missing_in_words(missing: Mapping[str, list[str]], known: Collection[str]) -> str:
+    """Which metrics a GPU has no counters for, and what else it counts there."""
     there = []
-    for unit in units:
+    for unit in dict.fromkeys(c.partition("__")[0] for names in missing.values() for c in names):
         bytes_of_unit = sorted(c for c in known if c.startswith(f"{unit}__") and "bytes" in c)
         there.append(", ".join(bytes_of_unit[:6]) or f"no {unit}__*bytes*")
-    names = ", ".join(metric.name for metric in missing)
-    return f"this GPU lacks the counters of {names}; it has {'; '.join(there)}"
+    return f"this GPU lacks the counters of {', '.join(missing)}; it has {'; '.join(there)}"
 
 
-def _missing(metric: NcuMetric, known: Collection[str]) -> list[str]:
-    return [name for name in metric.counters if name.removesuffix(".sum") not in known]
+def _counted_in_words(metrics: Iterable[str]) -> str:
+    chip = chip_here()
+    without = ", ".join(lacking(chip))
+    text = f"this GPU has all of {', '.join(metrics)}"
+    return f"{text}, which is all that {chip} has: no {without}" if without else text
 
 
 def judge(examples: int, counted: Mapping[str, float]) -> Finding:
@@ -162,23 +175,3 @@ def examples_that_fit(use: Use) -> int:
     if use.free_bytes is None:
         return ENOUGH
     return max(FEW, min(MOST, use.free_bytes // 4 // EXAMPLE_BYTES))
-
-
-def _chip() -> str:
-    return next((gpu.chip for gpu in visible_gpus()), "")
-
-
-def _counted_in_words(metrics: Iterable[str]) -> str:
-    without = f", which is all that {_chip()} has: no {', '.join(lacking(_chip()))}"
-    return f"this GPU has all of {', '.join(metrics)}" + (without if lacking(_chip()) else "")
-
-
-def _instrument(setup: Setup, metrics: tuple[NcuMetric, ...]) -> Ncu:
-    if not visible_gpus():
-        raise CannotTry("there is no GPU")
-    try:
-        path = find_ncu(setup.ncu_path)
-    except NcuNotFound as error:
-        raise CannotTry("there is no ncu") from error
-    steps = Steps(warmup=1, active=1)  # the first copy leaves the cache as the second finds it
-    return Ncu(setup.directory / "doctor", path, steps, setup.timeout, metrics)

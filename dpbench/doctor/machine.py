@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import tempfile
@@ -12,9 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
+from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
 from dpbench.files import check_writable
-from dpbench.gpu import in_use, visible_gpus
+from dpbench.gpu import in_use, visible_gpus, why_no_gpu
 from dpbench.instruments.ncu.program import find_ncu, ncu_version
 from dpbench.results.rows import STEP
 from dpbench.show.layout import gigabytes
@@ -36,21 +35,21 @@ def packages(setup: Setup) -> Iterator[Finding]:
         return
     found = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
     wrong = []
-    for requirement in required:
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+    for package in required:
+        if package.marker and not package.marker.evaluate({"extra": ""}):
             continue
+        remedy = f"pip install '{package.name}{package.specifier}'"
         try:
-            version = metadata.version(requirement.name)
+            version = metadata.version(package.name)
         except metadata.PackageNotFoundError:
-            wrong.append((f"{requirement.name} is missing", requirement))
+            wrong.append(Finding("packages", FAILED, f"{package.name} is missing", remedy))
             continue
-        found.append(f"{requirement.name} {version}")
-        if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append((f"{found[-1]} is not {requirement.specifier}", requirement))
+        found.append(f"{package.name} {version}")
+        if not package.specifier.contains(version, prereleases=True):
+            detail = f"{found[-1]} is not {package.specifier}"
+            wrong.append(Finding("packages", FAILED, detail, remedy))
     yield Finding("packages", OK, ", ".join(found))
-    for what, requirement in wrong:
-        wanted = f"{requirement.name}{requirement.specifier}"
-        yield Finding("packages", FAILED, what, f"pip install '{wanted}'")
+    yield from wrong
 
 
 def logical_counting(setup: Setup) -> Iterator[Finding]:
@@ -66,19 +65,19 @@ def report_directory(setup: Setup) -> Iterator[Finding]:
     """Reports and logs can be written; a directory that is missing is not made."""
     place = setup.directory.absolute()
     nearest = next(path for path in (place, *place.parents) if path.exists())
-    yield _space("report directory", nearest, f"{setup.directory}")
+    yield _space("report directory", nearest, setup.directory)
 
 
 def temporary_directory(setup: Setup) -> Iterator[Finding]:
     """The directory where the lock of each GPU lies can be written."""
-    place = tempfile.gettempdir()
-    yield _space("temporary directory", Path(place), place)
+    place = Path(tempfile.gettempdir())
+    yield _space("temporary directory", place, place)
 
 
-def _space(check: str, directory: Path, name: str) -> Finding:
+def _space(check: str, directory: Path, named: Path) -> Finding:
     check_writable(directory)
     free = shutil.disk_usage(directory).free
-    detail = f"{name}: {gigabytes(free)} GB free"
+    detail = f"{named}: {gigabytes(free)} GB free"
     if free < ENOUGH_BYTES:
         return Finding(check, WARNING, detail, "make room, or choose another directory")
     return Finding(check, OK, detail)
@@ -86,25 +85,15 @@ def _space(check: str, directory: Path, name: str) -> Finding:
 
 def gpu(setup: Setup) -> Iterator[Finding]:
     """There is a GPU, and nothing else uses it."""
-    gpus = visible_gpus()
-    if not gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+    if not visible_gpus():
         remedy = "see that nvidia-smi lists one; logical bytes can be counted without it"
-        yield Finding("gpu", FAILED, f"NVML shows none{hidden}", remedy)
-        return
-    for card in gpus:
+        yield Finding("gpu", FAILED, why_no_gpu(), remedy)
+    for card in visible_gpus():
         size = "" if card.memory_bytes is None else f", {gigabytes(card.memory_bytes)} GB"
         yield Finding("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
-        others = in_use(card).processes
-        if others:
-            listed = ", ".join(map(str, others))
-            yield Finding(
-                "gpu",
-                WARNING,
-                f"{card.uuid} is used by process {listed}",
-                "end it: counters are device-wide, and its bytes would be counted too",
-            )
+        if others := ", ".join(map(str, in_use(card).processes)):
+            remedy = "end it: counters are device-wide, and its bytes would be counted too"
+            yield Finding("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
 
 
 def torch(setup: Setup) -> Iterator[Finding]:
@@ -120,12 +109,9 @@ def torch(setup: Setup) -> Iterator[Finding]:
         yield Finding("torch", OK, detail)
         return
     reasons = [str(warning.message).partition("\n")[0] for warning in said]
-    yield Finding(
-        "torch",
-        FAILED,
-        "; ".join([f"{detail}, cannot use the GPU", *reasons]),
-        "install a build of torch for a CUDA version that the driver serves (nvidia-smi shows it)",
-    )
+    detail = "; ".join([f"{detail}, cannot use the GPU", *reasons])
+    remedy = "install a build of torch for a CUDA version that the driver serves"
+    yield Finding("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
 
 
 def nvtx(setup: Setup) -> Iterator[Finding]:
@@ -141,20 +127,18 @@ def nvtx(setup: Setup) -> Iterator[Finding]:
 def ncu(setup: Setup) -> Iterator[Finding]:
     """Nsight Compute is there, and the library that reads its reports is no older."""
     path = find_ncu(setup.ncu_path)
-    version = ncu_version(path)
+    version, reader = ncu_version(path), metadata.version("ncu-report")
+    detail = f"{version}, {path}"
     if version == "unknown":
         remedy = "name Nsight Compute's ncu with --ncu-path"
         yield Finding("ncu", FAILED, f"{path} does not say which version it is", remedy)
-        return
-    reader = metadata.version("ncu-report")
-    detail = f"{version}, {path}"
-    if _release(version) > _release(reader):
+    elif _release(version) > _release(reader):
         older = f"{detail}; its reports are read by ncu-report {reader}, which is older"
         yield Finding("ncu", WARNING, older, "pip install --upgrade ncu-report")
     else:
         yield Finding("ncu", OK, detail)
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _release(version: str) -> list[int]:
     """Year and release, which say what a report may hold."""
-    return tuple(int(part) for part in version.split(".")[:2])
+    return [int(part) for part in version.split(".")[:2]]

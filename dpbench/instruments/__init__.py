@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import Instrument
-from dpbench.instruments.settings import InstrumentSettings
-from dpbench.registry import Registry
+from dpbench.registry import INSTRUMENTS
 
-INSTRUMENTS = Registry(
-    "instrument",
-    {
-        "timing": "dpbench.instruments.timing:Timing",
-        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
-        "cupti": "dpbench.instruments.cupti.instrument:Cupti",
-        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
-        "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
-        "logical": "dpbench.instruments.logical.instrument:Logical",
-        "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
-    },
-)
-"""Instruments by name, in the order in which they measure. Others are named by import target, or
-by an entry point of the group `ENTRY_POINTS`."""
+if TYPE_CHECKING:
+    from dpbench.instruments.base import Instrument
+    from dpbench.settings import Settings
 
 ENTRY_POINTS = "dpbench.instruments"
 
@@ -31,10 +19,26 @@ ON_GPU = ("timing", "ncu")
 """What measures a case on a GPU: times without a profiler, and bytes with it."""
 
 
-def choose(names: Iterable[str], settings: InstrumentSettings) -> list[Instrument]:
+def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
     """The instruments with these names, as the settings have them, each once."""
-    asked = [_canonical(name) for name in (*names, *settings.kernels.instruments)]
+    _check(settings)
+    asked = {_canonical(name) for name in names}
+    if settings.profiles_kernels:
+        asked.add("ncu_kernels")
+    if settings.ncu_set or settings.ncu_section:
+        asked.add("speed_of_light")
     return [_class(name).from_settings(settings) for name in INSTRUMENTS if name in asked]
+
+
+def _check(settings: Settings) -> None:
+    """Refuse what makes no sense, also for instruments that were not chosen."""
+    from dpbench.instruments.ncu.metrics import resolve
+    from dpbench.process.schedule import Schedule, Steps
+
+    resolve(settings.metric_names)
+    Schedule.parse(settings.profile_schedule)
+    Steps(settings.warmup, settings.active)
+    Steps(settings.ncu_warmup, settings.ncu_active)
 
 
 def _canonical(spelling: str) -> str:
@@ -49,6 +53,8 @@ def _canonical(spelling: str) -> str:
 
 
 def _class(name: str) -> type[Instrument]:
+    from dpbench.instruments.base import Instrument
+
     found = INSTRUMENTS[name]
     if not (isinstance(found, type) and issubclass(found, Instrument)):
         raise ConfigurationError(f"instrument {name!r} is no subclass of dpbench.Instrument")

@@ -11,13 +11,12 @@ from dpbench.case import Case
 from dpbench.errors import DpbenchError
 from dpbench.files import check_writable
 from dpbench.gpu import require_gpu
-from dpbench.results.kernels import KernelCount
+from dpbench.results.kernels import KernelCount, KernelSpeed
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
-from dpbench.results.speed_of_light import KernelSpeed
 
 if TYPE_CHECKING:
-    from dpbench.instruments.settings import InstrumentSettings
+    from dpbench.settings import Settings
 
 
 class Instrument(ABC):
@@ -30,7 +29,7 @@ class Instrument(ABC):
     """Whether its numbers are those of a machine; what is counted is the same on all."""
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Self:
+    def from_settings(cls, settings: Settings) -> Self:
         """The instrument as a session's options have it."""
         return cls()
 

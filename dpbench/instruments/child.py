@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,13 +46,6 @@ def step_command(
     return [*command, "--nvtx"] if nvtx else command
 
 
-def environment(case: Case) -> dict[str, str]:
-    """What a case's process needs in its environment beyond this process's."""
-    added = child_environment()
-    path = child_python_path(TRAINERS.import_path(case.trainer), MODELS.import_path(case.model))
-    return {**added, "PYTHONPATH": path} if path else added
-
-
 class Child(Running):
     """The process of one case, from its start to its record.
 
@@ -68,7 +60,6 @@ class Child(Running):
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
         read: makes rows of the record that the child printed.
-        watch: is given each new piece of the log while the child is waited for.
         errors: what to raise for kinds of errors that the child can print.
     """
 
@@ -82,14 +73,18 @@ class Child(Running):
         log: Path,
         timeout: float,
         read: Callable[[Child], list[Measurement]],
-        watch: Callable[[str], None] | None = None,
         errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
         self.errors: Mapping[str, type[InstrumentError]]
         self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
-        self.case, self.log, self.timeout, self.read, self.watch = case, log, timeout, read, watch
+        self.case, self.log, self.timeout, self.read = case, log, timeout, read
+        self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self._mark = f"{secrets.token_hex(8)} "
-        added = environment(case)
+        added = child_environment()
+        if path := child_python_path(
+            TRAINERS.import_path(case.trainer), MODELS.import_path(case.model)
+        ):
+            added["PYTHONPATH"] = path
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
         print(f"$ {pasteable}", file=sys.stderr, flush=True)
@@ -98,7 +93,6 @@ class Child(Running):
         with log.open("x", encoding="utf-8") as stream:
             stream.write(f"$ {pasteable}\n")
             stream.flush()
-            self._output = stream.tell()
             self.group = ProcessGroup(
                 command,
                 stdout=stream,
@@ -108,9 +102,11 @@ class Child(Running):
         self._all.add(self)
 
     def rows(self) -> list[Measurement]:
-        """Wait for the process, and make rows of its record."""
         try:
             return self.read(self)
+        except InstrumentError as error:
+            error.log = self.log
+            raise
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             message = f"{self.case.id}: its record cannot be read ({what})"
@@ -136,54 +132,49 @@ class Child(Running):
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
     def _wait(self) -> None:
-        """Wait for the process, but not longer than its time-out."""
-        clock = _Clock(self.case, self.timeout, self._others)
+        clock = _Clock(self)
         rest = ""
         with self.log.open(encoding="utf-8", errors="replace") as stream:
-            stream.seek(self._output)
-            while self.group.process.poll() is None:
-                text = stream.read()
-                if self.watch and text:
-                    self.watch(text)
-                *lines, rest = (rest + text).split("\n")
+            stream.readline()  # its command
+            ended = False
+            while not ended:
+                ended = self.group.process.poll() is not None
+                *lines, rest = (rest + stream.read()).split("\n")
                 for line in lines:
                     clock.hear(line)
-                if error := clock.error():
-                    error.log = self.log
-                    raise error
-                time.sleep(POLL_SECONDS)
+                    if self.watch:
+                        self.watch(line)
+                if not ended:
+                    clock.check()
+                    time.sleep(POLL_SECONDS)
 
-    def _others(self, process_id: int) -> bool:
-        """Whether a process is no child of this session."""
+    def cancel(self) -> None:
+        self.group.end()
+
+    @classmethod
+    def is_ours(cls, process_id: int) -> bool:
+        """Whether a process belongs to a child of this session."""
         try:
             group = os.getpgid(process_id)
         except ProcessLookupError:  # of another container
-            return True
-        return all(child.group.process.pid != group for child in self._all)
-
-    def cancel(self) -> None:
-        """End what is left of the process group."""
-        self.group.end()
+            return False
+        return any(child.group.process.pid == group for child in cls._all)
 
 
 class _Clock:
     """What a child does with its time: it sets up, waits for its GPU, and measures.
 
-    Args:
-        case: what it measures.
-        timeout: seconds that each of these may take, waiting for each other process apart.
-        others: whether a process belongs to another session.
+    Each of these may take as long as the child's time-out says, waiting for each other process
+    apart.
     """
 
-    def __init__(self, case: Case, timeout: float, others: Callable[[int], bool]) -> None:
-        self.case, self.timeout, self.others = case, timeout, others
+    def __init__(self, child: Child) -> None:
+        self.child = child
         self.start = self.deadline_from = time.monotonic()
-        self.holder = ""
-        self.told: str | None = None
+        self.holder = self.told = ""
         self.measuring = False
 
     def hear(self, line: str) -> None:
-        """Take the next line of the child's log."""
         if self.measuring or not (WAITING in line or MEASURING in line):
             return
         now = self.deadline_from = time.monotonic()
@@ -193,22 +184,22 @@ class _Clock:
         else:
             self.measuring = True
             if self.told:
-                tell(f"{self.case.id} waited {now - self.start:.0f} s for its GPU")
+                tell(f"{self.child.case.id} waited {now - self.start:.0f} s for its GPU")
 
-    def error(self) -> InstrumentError | None:
-        """What to end the child with, if its time is up. Says whom it waits for, once."""
+    def check(self) -> None:
+        """Say whom the child waits for, once; raise what to end it with if its time is up."""
+        case, timeout, log = self.child.case, self.child.timeout, self.child.log
         waited = time.monotonic() - self.deadline_from
         waiting = self.holder and not self.measuring
         if waiting and waited > PATIENCE_SECONDS and self.told != self.holder:
             process = re.search(r"held by process (\d+)", self.holder)
-            if process and self.others(int(process[1])):
+            if process and not Child.is_ours(int(process[1])):
                 self.told = self.holder
-                tell(f"{self.case.id} waits for {self.holder}")
-        if waited <= self.timeout:
-            return None
-        if waiting:
-            return GpuBusy(f"{self.case.id} waited {self.timeout:g} s for {self.holder}")
-        return CaseTimedOut(f"{self.case.id} did not finish within {self.timeout:g} s")
+                tell(f"{case.id} waits for {self.holder}")
+        if waited > timeout and waiting:
+            raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
+        if waited > timeout:
+            raise CaseTimedOut(f"{case.id} did not finish within {timeout:g} s", log=log)
 
 
 def describe_exit(returncode: int) -> str:
@@ -228,4 +219,4 @@ def log_tail(error: InstrumentError, lines: int = 20) -> str:
     """The end of a failed case's log, or nothing if it has none."""
     if error.log is None or not error.log.exists():
         return ""
-    return "\n".join(deque(log_lines(error.log), maxlen=lines))
+    return "\n".join(log_lines(error.log)[-lines:])

@@ -26,18 +26,15 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
 
     The peak is counted without hardware (`dpbench.instruments.logical`); on an NVIDIA H200 it
     came within 1.1 % of what PyTorch's allocator had handed out. The CUDA context and
-    fragmentation come on top, so a case that passes may still run out of memory. Where operators
-    without a rule of their own weigh in the count, nothing is refused.
-
-    Args:
-        case: what shall run.
-        gpu: where; without one, or if it does not say how much memory it has, nothing is refused.
+    fragmentation come on top, so a case that passes may still run out of memory. Nothing is
+    refused without a GPU that says how much memory it has, of what cannot be counted, nor where
+    operators without a rule of their own weigh in the count.
     """
     if gpu is None or gpu.memory_bytes is None:
         return
     try:
         needed = predicted_peak_bytes(case)
-    except DpbenchError:  # what cannot be counted may run all the same
+    except DpbenchError:
         return
     if needed is not None and needed > gpu.memory_bytes:
         raise DoesNotFit(
@@ -47,11 +44,7 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
 
 
 def predicted_peak_bytes(case: Case) -> int | None:
-    """The most bytes that the tensors of a step take at once; None if that would be a guess.
-
-    Raises:
-        DpbenchError: the case cannot be counted.
-    """
+    """The most bytes that the tensors of a step take at once; None if that would be a guess."""
     from dpbench.instruments.logical.instrument import Logical  # loads torch
 
     counting = Logical(timeout=COUNTING_SECONDS).start(case)
@@ -59,8 +52,5 @@ def predicted_peak_bytes(case: Case) -> int | None:
         rows = counting.rows()
     finally:
         counting.cancel()
-    if guesses(counting.operators):
-        return None
-    return next(
-        int(row.value) for row in rows if (row.phase, row.metric) == (STEP, "peak_memory_bytes")
-    )
+    peak = next(row for row in rows if (row.phase, row.metric) == (STEP, "peak_memory_bytes"))
+    return None if guesses(counting.operators) else int(peak.value)

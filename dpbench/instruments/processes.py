@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
 
 POLL_SECONDS = 0.05
@@ -15,13 +14,13 @@ GRACE_SECONDS = 5.0
 """How long a process group has to end by itself before it is killed."""
 
 GUARD = f"""
-read -r group && ! read -r done || exit 0
-kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
+read -r ended && exit
+kill -s TERM -- "-$0" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$0"
 """
-"""A shell that reads the number of a process group, and waits. Should its input end before
-another line comes, then its parent is gone, however that came about (``kill -9``, say), and the
-shell ends the group. ncu starts further processes, so a signal at the parent's death for its own
-children (``PR_SET_PDEATHSIG``) would not do."""
+"""A shell that waits for a line. Should its input end before one comes, then its parent is gone,
+however that came about (``kill -9``, say), and the shell ends the process group. ncu starts
+further processes, so a signal at the parent's death for its own children (``PR_SET_PDEATHSIG``)
+would not do."""
 
 
 class ProcessGroup:
@@ -33,24 +32,18 @@ class ProcessGroup:
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        self._ended = False
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, **options
+        )
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD],
-            bufsize=0,
+            ["/bin/sh", "-c", GUARD, str(self.process.pid)],
             stdin=subprocess.PIPE,  # no other child inherits our end of it
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
         )
-        try:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, **options
-            )
-            self._tell_guard(str(self.process.pid))
-        except BaseException:
-            self._guard.communicate()
-            raise
+        self._ended = False
 
     def end(self) -> None:
         """End what is left of the group: first politely, then for good, at once if interrupted."""
@@ -66,14 +59,8 @@ class ProcessGroup:
         finally:
             self._signal(signal.SIGKILL)
             self.process.wait()
-            self._tell_guard("done")
-            self._guard.communicate()
+            self._guard.communicate(b"ended\n")
             self._ended = True
-
-    def _tell_guard(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # somebody killed it
-            if self._guard.stdin:
-                self._guard.stdin.write(f"{line}\n".encode())
 
     def _signal(self, number: int) -> bool:
         """Send a signal, 0 for none; returns whether the group is alive."""
@@ -85,17 +72,13 @@ class ProcessGroup:
         return True
 
 
-def output_of(
-    command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
-) -> str:
+def output_of(command: Sequence[str], *, timeout: float) -> str:
     """What a program prints.
 
     If it takes longer, or fails, that is a `subprocess.SubprocessError`; if it cannot be started,
     an `OSError`.
     """
-    group = ProcessGroup(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    group = ProcessGroup(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         output: str = group.process.communicate(timeout=timeout)[0]
     finally:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from dpbench.case import Case
 from dpbench.instruments import child
 from dpbench.instruments.base import Instrument, check_place
-from dpbench.instruments.settings import InstrumentSettings
+from dpbench.metrics import unit
 from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
+from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,15 @@ class Timing(Instrument):
 
     directory: Path
     device: str = "cuda"
-    steps: Steps = InstrumentSettings.timing_steps
-    timeout: float = InstrumentSettings.timeout
+    steps: Steps = Steps(Settings.warmup, Settings.active)
+    timeout: float = Settings.timeout
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Timing:
-        """As ``--warmup``, ``--active`` and the like say."""
-        return cls(settings.directory, settings.device, settings.timing_steps, settings.timeout)
+    def from_settings(cls, settings: Settings) -> Timing:
+        steps = Steps(settings.warmup, settings.active)
+        return cls(settings.ncu_dir, settings.device, steps, settings.timeout)
 
     def check(self) -> None:
-        """There are the device and a directory that can hold logs."""
         check_place(self.directory, on_gpu=self.device == "cuda")
 
     def start(self, case: Case) -> child.Child:
@@ -54,20 +54,18 @@ class Timing(Instrument):
 
 def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
     """The rows of one record of ``dpbench step``."""
-
-    def row(phase: str, metric: str, value: float, unit: str, repeat: int) -> Measurement:
-        tool = f"torch {record['torch']}"
-        return Measurement(
-            case, Timing.name, phase, metric, value, unit, repeat, record["device"], tool
-        )
-
     rows: list[Measurement] = []
+
+    def add(phase: str, metric: str, value: float, repeat: int) -> None:
+        where = record["device"], f"torch {record['torch']}"
+        name = Timing.name
+        rows.append(Measurement(case, name, phase, metric, value, unit(metric), repeat, *where))
+
     for repeat, seconds in enumerate(record["phase_seconds"]):
-        for phase, value in seconds.items():
-            rows.append(row(phase, "step_time_seconds", value, "s", repeat))
         total = sum(seconds.values())
-        rows.append(row(STEP, "step_time_seconds", total, "s", repeat))
-        rows.append(row(STEP, "samples_per_second", case.batch_size / total, "1/s", repeat))
+        for phase, value in {**seconds, STEP: total}.items():
+            add(phase, "step_time_seconds", value, repeat)
+        add(STEP, "samples_per_second", case.batch_size / total, repeat)
     if record["peak_memory_bytes"] is not None:
-        rows.append(row(STEP, "peak_memory_bytes", record["peak_memory_bytes"], "B", 0))
+        add(STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0)
     return rows

@@ -115,11 +115,8 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _not_found(cases: Iterable[Case]) -> str:
-    """The first trainer or model whose module is nowhere, in words.
-
-    The process that measures a case finds what lies in its directory, too.
-    """
-    with pytest.MonkeyPatch.context() as patch:
+    """The first trainer or model whose module is nowhere, in words."""
+    with pytest.MonkeyPatch.context() as patch:  # as for the process that measures it
         patch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
         try:
             locate(cases)

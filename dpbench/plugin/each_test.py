@@ -53,7 +53,10 @@ class EachTest:
         if outcome.skipped:
             pytest.skip(outcome.message)
         if outcome.error:
-            pytest.fail(_failure(outcome), pytrace=False)
+            parts = [f"{outcome.error}: {outcome.message}"]
+            if outcome.log_tail:
+                parts += [f"--- end of {outcome.log}", outcome.log_tail]
+            pytest.fail("\n".join(parts), pytrace=False)
         return report
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -155,7 +158,7 @@ class EachTest:
         ]
         return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which knows xfail
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -167,6 +170,9 @@ class EachTest:
         if call.when == "call":
             judged = item.stash.get(FOUND, None)
             found |= judged or {}
+            if found.get("regressions") or found.get("unjudged"):
+                report.outcome = "failed"  # also where an xfail mark expects another failure
+                vars(report).pop("wasxfail", None)
         outcomes = [outcome for outcome, *_ in self._measured]
         has_own = item.get_closest_marker("dpbench") is not None
         if call.when != "teardown" and not has_own and self.comparison.limits:
@@ -174,7 +180,11 @@ class EachTest:
             found["general"] = [[asdict(case), name] for case, name in asked]
         if call.when == "call":
             found["extra_info"] = [
-                (outcome.case.id, "+".join(outcome.instruments), _plain(measured.extra_info))
+                (
+                    outcome.case.id,
+                    "+".join(outcome.instruments),
+                    json.loads(json.dumps(measured.extra_info, default=str)),
+                )
                 for outcome, _, measured in self._measured
                 if measured.extra_info
             ]
@@ -231,10 +241,3 @@ def _measures(item: pytest.Item) -> bool:
 def _plain(value: Any) -> Any:
     """The value as it comes back from a JSON file; what JSON does not know becomes text."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _failure(outcome: Outcome) -> str:
-    parts = [f"{outcome.error}: {outcome.message}"]
-    if outcome.log_tail:
-        parts += [f"--- end of {outcome.log}", outcome.log_tail]
-    return "\n".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -12,12 +13,12 @@ import pytest
 from dpbench.case import Case
 from dpbench.files import printable
 from dpbench.gpu import visible_gpus
+from dpbench.instruments import choose
 from dpbench.instruments.terminal import shown_on
 from dpbench.plugin.asked import AskedCases
 from dpbench.plugin.each_test import EachTest
-from dpbench.plugin.terminal import open_terminal
 from dpbench.registry import resolve
-from dpbench.session import Session, chosen_instruments
+from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
@@ -59,12 +60,12 @@ class WholeSession:
         self.settings = read_settings(config)
         self.is_worker = hasattr(config, "workerinput")
         self.runs_tests = not any(getattr(config.option, name, False) for name in RUNS_NO_TEST)
-        self.measures = self.settings.ncu and self.runs_tests
+        self.measures = self.settings.measures and self.runs_tests
         if self.runs_tests and not self.is_worker:
             self.settings.check()
         self.session = Session(
             self.settings,
-            chosen_instruments(self.settings, self._instruments()) if self.runs_tests else [],
+            choose(self._instruments(), self.settings) if self.measures else [],
             next(iter(visible_gpus()), None) if self.measures else None,
             workers=getattr(config.option, "numprocesses", None) or 0,
             counts=True,
@@ -87,13 +88,13 @@ class WholeSession:
                 # A batch system's signal must end the measured processes too, as Ctrl-C does.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
         if self.measures:
-            self.terminal = open_terminal()
+            self.terminal = _open_terminal()
 
     def _instruments(self) -> list[str]:
-        """The names of what the ``ncu`` fixture measures with; none without ``--ncu``."""
-        if not self.settings.ncu:
-            return []
-        names = ["ncu"] if self.settings.no_timing else ["timing", "ncu"]
+        """The names of what the ``ncu`` fixture measures with."""
+        names = list(self.settings.instrument or ())
+        if self.settings.ncu:
+            names += ["ncu"] if self.settings.no_timing else ["timing", "ncu"]
         return [*names, "torch_profiler"] if self.settings.profile else names
 
     # --- tests -------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class WholeSession:
         """
         if not self.runs_tests:
             return
-        fixtures = ("ncu", "logical_io") if self.settings.ncu else ("logical_io",)
+        fixtures = ("ncu", "logical_io") if self.settings.measures else ("logical_io",)
         self.asked = AskedCases.of(session.items, fixtures)
         if self.asked.problem:
             session.items.clear()
@@ -127,7 +128,7 @@ class WholeSession:
 
     def count(self, case: Case | str, **fields: Any) -> CaseReport:
         """What the ``logical_io`` fixture returns is this; see there."""
-        counting = chosen_instruments(Settings(of_pytest=True), ["logical"])
+        counting = choose(["logical"], Settings(of_pytest=True))
         return self.each_test.report(_case(case, fields), counting)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -194,12 +195,12 @@ class WholeSession:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _check_measured(self, outcomes: Sequence[Outcome]) -> None:
-        """A ``--ncu`` session has measured something; others need not."""
-        if self.session.instruments and not any(
-            outcome.rows and "ncu" in outcome.instruments for outcome in outcomes
-        ):
+        """A session that was to measure has measured something; others need not."""
+        instruments = tuple(instrument.name for instrument in self.session.instruments)
+        if self.measures and not any(o.rows and o.instruments == instruments for o in outcomes):
+            option = self.settings.option("ncu" if self.settings.ncu else "instrument")
             self.session.problem(
-                "--ncu was given and nothing was measured; "
+                f"{option} was given and nothing was measured; "
                 "select tests that use the ncu fixture, e.g. -m gpu"
             )
 
@@ -226,8 +227,6 @@ class WholeSession:
             self._show_tables(terminalreporter, outcomes)
         for note in [*session.comparison.notes, *session.notes]:
             say(f"dpbench: {printable(note)}")
-        for warning in session.warnings:
-            say(f"WARNING: dpbench: {printable(warning)}", yellow=True)
         for problem in session.problems:
             say(f"ERROR: dpbench: {problem}", red=True)
 
@@ -266,3 +265,11 @@ class WholeSession:
 def _case(case: Case | str, fields: dict[str, Any]) -> Case:
     """A case, given as one or as its fields."""
     return resolve(case if isinstance(case, Case) else Case(case, **fields))
+
+
+def _open_terminal() -> TextIO | None:
+    """A second way to standard error; to be opened while pytest catches nothing, as at first."""
+    try:
+        return os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
+    except (AttributeError, OSError, ValueError):  # closed, or something that has no descriptor
+        return None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
 
 from dpbench import gpu
 from dpbench.case import PRECISIONS
-from dpbench.process.step import alone, pick_device
-from dpbench.results.ceilings import Ceilings
+from dpbench.process.build import pick_device
+from dpbench.process.step import alone
 
 COPY_BYTES = 4 * 2**30
 """Size of the copied buffer: 32 times the largest L2 cache that is known of (126 MB)."""
@@ -29,7 +29,7 @@ def measure_ceilings(
     copy_bytes: int = COPY_BYTES,
     matrix: int = MATRIX,
     seconds: float = SECONDS,
-) -> Ceilings:
+) -> dict[str, Any]:
     """Measure a device, alone among dpbench's processes.
 
     Args:
@@ -37,22 +37,23 @@ def measure_ceilings(
         copy_bytes: size of the buffer to copy; less if half the free memory is less.
         matrix: side of the square matrices.
         seconds: how long each measurement lasts at least.
+
+    Returns:
+        The fields of `dpbench.results.cards.Ceilings`.
     """
     target = pick_device(device)
     card = gpu.visible_gpus()[0] if target.type == "cuda" else None
     with alone(target, "dpbench ceilings"):
         if card:
             copy_bytes = min(copy_bytes, torch.cuda.mem_get_info()[0] // 4)
-        bandwidth = _copy(copy_bytes, target, seconds)
-        flops = {name: _product(name, target, matrix, seconds) for name in PRECISIONS}
-    return Ceilings(
-        device=card.name if card else target.type,
-        bandwidth=bandwidth,
-        copy_bytes=copy_bytes,
-        flops=flops,
-        matrix=matrix,
-        torch=torch.__version__,
-    )
+        return {
+            "device": card.name if card else target.type,
+            "bandwidth": _copy(copy_bytes, target, seconds),
+            "copy_bytes": copy_bytes,
+            "flops": {name: _product(name, target, matrix, seconds) for name in PRECISIONS},
+            "matrix": matrix,
+            "torch": torch.__version__,
+        }
 
 
 def _copy(size: int, device: torch.device, seconds: float) -> float:
@@ -65,23 +66,17 @@ def _copy(size: int, device: torch.device, seconds: float) -> float:
 def _product(precision: str, device: torch.device, side: int, seconds: float) -> float:
     """FLOP/s of a square matrix product, a multiply-add counting as two."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    with _tf32(precision == "tf32"):
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
         left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
         out = torch.empty_like(left)
         return 2 * side**3 / _median(lambda: torch.mm(left, right, out=out), seconds)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _median(function: Callable[[], object], seconds: float) -> float:
     """Median seconds of a call; the timer warms up, and synchronizes around what it times."""
     timer = Timer("function()", globals={"function": function})
     return float(timer.blocked_autorange(min_run_time=seconds).median)
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

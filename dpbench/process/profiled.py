@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import (
-    ProfilerAction,
-    ProfilerActivity,
-    profile,
-    record_function,
-)
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 from torch.profiler import schedule as torch_schedule
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.process.build import build
+from dpbench.process.build import build, pick_device
 from dpbench.process.schedule import Schedule
-from dpbench.process.step import alone_on, describe, import_everything, pick_device
+from dpbench.process.step import alone_on, describe, import_everything
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
 
@@ -51,11 +47,8 @@ class PhaseAnnotations:
         self._start(OUTSIDE)
 
     def switch(self, phase: str) -> None:
-        self._end()
+        self.end_step()
         self._start(phase)
-
-    def end_step(self) -> None:
-        self._end()
 
     def _start(self, phase: str) -> None:
         self.phase = phase
@@ -64,7 +57,7 @@ class PhaseAnnotations:
         self.annotation = record_function(f"dpbench.{phase}")
         self.annotation.__enter__()
 
-    def _end(self) -> None:
+    def end_step(self) -> None:
         self.annotation.__exit__(None, None, None)
         if self.on_cuda:
             peaks = self.peaks[-1]
@@ -99,14 +92,13 @@ def _profile(
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    cycles: list[str] = []
+    cycles = count()
 
     def save(profiler: profile) -> None:
-        cycle = str(len(cycles))
+        cycle = next(cycles)
         profiler.export_chrome_trace(str(directory / f"trace_{cycle}.json.gz"))
         operators = json.dumps(_operators(profiler))
         (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
-        cycles.append(cycle)
 
     with profile(
         activities=activities,
@@ -133,26 +125,29 @@ def _profile(
 
 def _operators(profiler: profile) -> list[dict[str, Any]]:
     """Sums over the recorded steps of a cycle: once by name, once by name and input shapes."""
-    found = []
-    for by_shape in (False, True):
-        for event in profiler.key_averages(group_by_input_shape=by_shape):
-            kind = "operator" if event.device_type.name == "CPU" else "kernel"
-            found.append(
-                {
-                    "name": event.key,
-                    "kind": "annotation" if event.is_user_annotation else kind,
-                    "input_shapes": str(event.input_shapes) if by_shape else None,
-                    "calls": event.count,
-                    "self_cpu_seconds": event.self_cpu_time_total / 1e6,
-                    "cpu_seconds": event.cpu_time_total / 1e6,
-                    "self_device_seconds": event.self_device_time_total / 1e6,
-                    "device_seconds": event.device_time_total / 1e6,
-                    "self_cpu_memory_bytes": event.self_cpu_memory_usage,
-                    "self_device_memory_bytes": event.self_device_memory_usage,
-                    "flops": event.flops,
-                }
-            )
-    return found
+    return [
+        {
+            "name": event.key,
+            "kind": _kind(event),
+            "input_shapes": str(event.input_shapes) if by_shape else None,
+            "calls": event.count,
+            "self_cpu_seconds": event.self_cpu_time_total / 1e6,
+            "cpu_seconds": event.cpu_time_total / 1e6,
+            "self_device_seconds": event.self_device_time_total / 1e6,
+            "device_seconds": event.device_time_total / 1e6,
+            "self_cpu_memory_bytes": event.self_cpu_memory_usage,
+            "self_device_memory_bytes": event.self_device_memory_usage,
+            "flops": event.flops,
+        }
+        for by_shape in (False, True)
+        for event in profiler.key_averages(group_by_input_shape=by_shape)
+    ]
+
+
+def _kind(event: Any) -> str:
+    if event.is_user_annotation:
+        return "annotation"
+    return "operator" if event.device_type.name == "CPU" else "kernel"
 
 
 def _snapshot(trainer: TrainerBase, batch: Batch, path: Path) -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
-from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.process.build import build
+from dpbench.errors import DpbenchError
+from dpbench.process.build import build, pick_device
 from dpbench.process.messages import MEASURING, NVTX_DOMAIN, NVTX_END, WAITING
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.training.base import Batch, TrainerBase
@@ -53,29 +53,23 @@ class NvtxRanges:
     def start_step(self) -> None:
         self.step += 1
         torch.cuda.synchronize()
-        self._start(OUTSIDE)
+        self._start(f"{self.step}.{OUTSIDE}")
 
     def switch(self, phase: str) -> None:
-        self._end()
-        self._start(phase)
+        self.end_step()
+        self._start(f"{self.step}.{phase}")
 
     def end_step(self) -> None:
-        self._end()
+        torch.cuda.synchronize()
+        self.domain.end_range(self.range)
 
     def finish(self) -> None:
         """Mark the end of the last step, by which a reader knows that nothing is missing."""
-        self._start_range(NVTX_END)
-        self._end()
+        self._start(NVTX_END)
+        self.end_step()
 
-    def _start(self, phase: str) -> None:
-        self._start_range(f"{self.step}.{phase}")
-
-    def _start_range(self, name: str) -> None:
+    def _start(self, name: str) -> None:
         self.range = self.domain.start_range(self.domain.get_event_attributes(message=name))
-
-    def _end(self) -> None:
-        torch.cuda.synchronize()
-        self.domain.end_range(self.range)
 
 
 class PhaseTimes:
@@ -113,18 +107,6 @@ class PhaseTimes:
         return [dict(step) for step in steps]
 
 
-def pick_device(name: str) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda`` as a device."""
-    if name == "auto":
-        name = "cuda" if gpu.visible_gpus() else "cpu"
-    if name == "cuda" and not (torch.backends.cuda.is_built() and gpu.visible_gpus()):
-        raise ConfigurationError(
-            f"no CUDA GPU: torch {torch.__version__}, {len(gpu.visible_gpus())} visible to the "
-            f"driver; install a CUDA build of torch on a machine with one, or use --device cpu"
-        )
-    return torch.device(name)
-
-
 def run_case(
     case: Case,
     *,
@@ -141,8 +123,7 @@ def run_case(
         device: ``auto``, ``cpu`` or ``cuda``.
         warmup: steps before anything is observed.
         active: steps that are observed.
-        nvtx: mark phases for a profiler, and take no times: under a profiler they are not
-            the step's.
+        nvtx: mark phases for a profiler, and take no times, which would be the profiler's.
         after: what else happens before the GPU is given back, with the trainer, its batches and
             the record so far; returns more for the record.
 

@@ -79,7 +79,7 @@ def _by_phase(summary: pd.DataFrame, instrument: str, metrics: Iterable[str]) ->
         )
     known = {m for whose, names in ACCOUNT_COLUMNS.values() if whose == instrument for m in names}
     phases = set(of_instrument[of_instrument.metric.isin(known)].phase)
-    for metric in sorted(set(metrics) - {OTHER_COPIES}):
+    for metric in sorted({*metrics} - {OTHER_COPIES}):
         if lacking := phases - set(rows[rows.metric == metric].phase):
             raise ConfigurationError(
                 f"an account needs {metric} of each phase; {', '.join(sorted(lacking))} has none"

@@ -1,24 +1,18 @@
-"""Cards by name: the two roofs of each, from NVIDIA's documents (``cards.toml``)."""
+"""The two roofs of a card: from NVIDIA's documents (``cards.toml``), or measured."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
-from typing import Any
+from pathlib import Path
 
 from dpbench.case import PRECISIONS
 from dpbench.errors import ConfigurationError, unknown
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where figures come from."""
-
-    title: str
-    url: str
+from dpbench.results.rows import SCHEMA
 
 
 @dataclass(frozen=True)
@@ -29,7 +23,7 @@ class Roofs:
         name: the card, for people.
         devices: the names of the card in measured rows, as NVML and CUDA give them.
         bandwidth: bytes per second between the chip and its memory, read and written together.
-        flops: floating-point operations per second by precision of a case (`PRECISIONS`), a
+        flops: dense floating-point operations per second by precision of a case (`PRECISIONS`), a
             multiply-add counting as two.
         premise: what the figures are, e.g. ``NVIDIA H200 Tensor Core GPU data sheet``.
     """
@@ -54,56 +48,31 @@ class Roofs:
             )
 
 
-@dataclass(frozen=True)
-class Card:
-    """One card: names of the driver's, bytes, B/s, dense FLOP/s, and where they are from."""
-
-    key: str
-    devices: tuple[str, ...]
-    memory_bytes: float
-    bandwidth: float
-    flops: Mapping[str, float]
-    source: Source
-    l2_cache_bytes: int | None
-    l2_source: Source | None
-
-    def roofs(self) -> Roofs:
-        """The card's peaks, which no program exceeds and few reach."""
-        return Roofs(
-            self.devices[0], self.devices, self.bandwidth, self.flops, premise=self.source.title
-        )
-
-
-def _card(key: str, sheet: Mapping[str, Any], sources: Mapping[str, Source]) -> Card:
-    tflops = dict(sheet["tflops"])
-    tflops |= {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
-    return Card(
-        key=key,
-        devices=tuple(sheet["devices"]),
-        memory_bytes=sheet["memory"] * 1e9,
-        bandwidth=sheet["bandwidth"] * 1e9,
-        flops={precision: tflops[precision] * 1e12 for precision in PRECISIONS},
-        source=sources[sheet["source"]],
-        l2_cache_bytes=sheet["l2"] * 2**20 if "l2" in sheet else None,
-        l2_source=sources[sheet["l2_source"]] if "l2_source" in sheet else None,
-    )
-
-
-def _read_cards() -> dict[str, Card]:
+def _read_cards() -> dict[str, Roofs]:
     text = (resources.files("dpbench.results") / "cards.toml").read_text(encoding="utf-8")
     document = tomllib.loads(text)
-    sources = {name: Source(**source) for name, source in document["sources"].items()}
-    return {key: _card(key, sheet, sources) for key, sheet in document["cards"].items()}
+    cards = {}
+    for key, sheet in document["cards"].items():
+        sparse = {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
+        tflops = {**sheet["tflops"], **sparse}
+        cards[key] = Roofs(
+            name=sheet["devices"][0],
+            devices=tuple(sheet["devices"]),
+            bandwidth=sheet["bandwidth"] * 1e9,
+            flops={precision: tflops[precision] * 1e12 for precision in PRECISIONS},
+            premise=document["sources"][sheet["source"]]["title"],
+        )
+    return cards
 
 
 CARDS = _read_cards()
-"""Cards by short name."""
+"""By short name, a card's peaks, which no program exceeds and few reach."""
 
 
-def find_card(name: str) -> Card:
+def find_card(name: str) -> Roofs:
     """The card with a short name (``h200``) or a name of the driver's (``NVIDIA H200``)."""
-    for card in CARDS.values():
-        if _plain(name) in map(_plain, (card.key, *card.devices)):
+    for key, card in CARDS.items():
+        if _plain(name) in map(_plain, (key, *card.devices)):
             return card
     raise unknown("card", name, CARDS, "or measure this one's roofs: dpbench ceilings --json FILE")
 
@@ -111,7 +80,7 @@ def find_card(name: str) -> Card:
 def known_roofs(device: str) -> Roofs | None:
     """The roofs of a card by its name in measured rows, or None if dpbench has no data sheet."""
     try:
-        return find_card(device).roofs()
+        return find_card(device)
     except ConfigurationError:
         return None
 
@@ -119,3 +88,49 @@ def known_roofs(device: str) -> Roofs | None:
 def _plain(name: str) -> str:
     """Letters and digits in lower case, without the maker's name."""
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one device reached.
+
+    Args:
+        device: its name.
+        bandwidth: bytes per second, read and written together, of a copy on the device.
+        copy_bytes: size of what was copied, B.
+        flops: FLOP/s of a square matrix product by precision.
+        matrix: its side.
+        torch: the version that ran it.
+    """
+
+    device: str
+    bandwidth: float
+    copy_bytes: int
+    flops: Mapping[str, float]
+    matrix: int
+    torch: str
+
+    def roofs(self) -> Roofs:
+        """The ceilings as roofs of this device."""
+        premise = f"measured, torch {self.torch}"
+        return Roofs(self.device, (self.device,), self.bandwidth, self.flops, premise)
+
+    def as_json(self) -> str:
+        """The document; it has no rows, because no case was measured."""
+        return json.dumps({"schema": SCHEMA, "rows": [], "ceilings": asdict(self)}, indent=1) + "\n"
+
+
+def read_ceilings(path: Path) -> Ceilings:
+    """The ceilings in a document of `Ceilings.as_json`."""
+    try:
+        found = Ceilings(**json.loads(path.read_bytes())["ceilings"])
+        figures = [found.bandwidth, *(found.flops[precision] for precision in PRECISIONS)]
+        if not all(figure > 0 for figure in figures):
+            raise ValueError("a ceiling is not positive")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path}: not a document of dpbench ceilings --json ({error})"
+        ) from error
+    return found

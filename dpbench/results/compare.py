@@ -1,20 +1,35 @@
-"""Two runs side by side: what changed. `dpbench.results.gate` judges it."""
+"""The numbers of two runs side by side. `dpbench.results.gate` judges them."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import RATIO, ratio_name
 from dpbench.results.frame import summarise, with_ratios
+from dpbench.results.rows import STEP
+from dpbench.results.run import Run
 
 KEYS = [*AXES, "instrument", "metric", "phase"]
 CHANGES = [*KEYS, "device", "unit", "before", "after", "change", "relative"]
 """The columns of a comparison; ``change`` is after - before, ``relative`` that over before."""
+
+MOST = 5
+"""How many operators or kernels that grew are named."""
+
+SHARE = 0.02
+"""Of what changed most, the part below which nothing is named."""
+
+_MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
+"""Metrics that operators and kernels add up to."""
 
 
 @dataclass(frozen=True)
@@ -33,46 +48,54 @@ class Pairs:
     changes: pd.DataFrame
 
 
-def compare(before: pd.DataFrame, after: pd.DataFrame, *, across: bool = False) -> pd.DataFrame:
-    """What became of each number of ``before`` whose case and instrument ``after`` has too.
+def pairs(before: pd.DataFrame, after: pd.DataFrame, *, across: bool = False) -> Pairs:
+    """The numbers of two long tables, side by side where case and instrument agree.
 
     Args:
         before: a long table.
         after: a long table.
-        across: compare also what different devices or instruments measured. The columns
-            ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand against
-            DRAM bytes.
-
-    Returns:
-        One row per case, instrument, metric (ratios to standard among them, as ``dram_ratio``)
-        and phase, with the columns `CHANGES`. ``after`` is NaN where it is not there any more;
-        ratios stand only where both tables have the baseline.
-
-    Raises:
-        ConfigurationError: devices or instruments differ, and ``across`` was not asked for.
+        across: put beside each other also what different devices or instruments measured. The
+            columns ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand
+            beside DRAM bytes.
     """
-    if not across:
-        check_comparable(before, after)
-    changes = pairs(before, after, across=across).changes
-    return changes[~without_baseline(changes)][CHANGES].reset_index(drop=True)
-
-
-def pairs(before: pd.DataFrame, after: pd.DataFrame, *, across: bool = False) -> Pairs:
-    """The numbers of two long tables, side by side where case and instrument agree."""
-    old, new = numbers(before), numbers(after)
-    if across:
-        shared = set(old.instrument) & set(new.instrument)
-        parts = [
-            _join(old[old.instrument.isin(shared)], new[new.instrument.isin(shared)], KEYS),
-            _join_instruments(old[~old.instrument.isin(shared)], new[~new.instrument.isin(shared)]),
-        ]
-        joined = pd.concat([part for part in parts if not part.empty] or parts[:1])
-    else:
-        joined = _join(old, new, [*KEYS, "device"])
+    old, new = _numbers(before), _numbers(after)
+    shared = set(old.instrument) & set(new.instrument) if across else None
+    left = _side(old.rename_axis("old"), shared)
+    right = _side(new.rename_axis("new"), shared)
+    measured = [*AXES, "source"]
+    keys = [*measured, "phase", "quantity"]
+    for side in (left, right):
+        if side[side.source != ""].duplicated(keys).any():
+            raise ConfigurationError("a run has one case on several devices: no one value of it")
+    left = left.merge(right[measured].drop_duplicates(), on=measured)
+    right = right[[*keys, "instrument", "device", "value", "new"]]
+    joined = left.merge(right, on=keys, how="left", suffixes=("", "_new"))
+    joined = joined[(joined.source != "") | joined.new.notna()]
+    for column in ("instrument", "device"):
+        there, here = joined[column], joined[f"{column}_new"]
+        joined[column] = there.where((there == here) | here.isna(), there + " -> " + here)
+    joined = joined.rename(columns={"value": "before", "value_new": "after"})
     joined["change"] = joined.after - joined.before
     joined["relative"] = joined.change / joined.before.abs().where(joined.before != 0)
     joined.loc[(joined.before == 0) & (joined.change == 0), "relative"] = 0.0
     return Pairs(old, new, joined[[*CHANGES, "old", "new"]].reset_index(drop=True))
+
+
+def _side(numbers: pd.DataFrame, shared: Collection[str] | None) -> pd.DataFrame:
+    """Numbers with what two must have in common to be a pair, besides case and phase.
+
+    Args:
+        numbers: of one table.
+        shared: the instruments that both tables have, if others may be compared, too.
+    """
+    side = numbers.reset_index()
+    if shared is None:
+        return side.assign(source=side.instrument + " on " + side.device, quantity=side.metric)
+    apart = ~side.instrument.isin(shared)
+    as_dram = side.metric.str.replace("^logical_", "dram_", regex=True)
+    return side.assign(
+        source=side.instrument.mask(apart, ""), quantity=side.metric.mask(apart, as_dram)
+    )
 
 
 def without_baseline(changes: pd.DataFrame) -> pd.Series[bool]:
@@ -80,92 +103,83 @@ def without_baseline(changes: pd.DataFrame) -> pd.Series[bool]:
     return changes.metric.str.endswith(RATIO) & changes.after.isna()
 
 
-def check_comparable(before: pd.DataFrame, after: pd.DataFrame) -> None:
-    """Refuse to compare numbers with different premises.
-
-    Raises:
-        ConfigurationError: no instrument is in both, or one was used on different devices; or
-            one of the two holds nothing.
-    """
-    if before.empty or after.empty:
+def check_comparable(before: Run, after: Run) -> None:
+    """Refuse to compare numbers with different premises."""
+    if not (before.sources and after.sources):
         raise ConfigurationError("a run without a single row has nothing to compare")
-    pairs = [frame_sources(frame) for frame in (before, after)]
-    instruments = [{instrument for _, instrument in found} for found in pairs]
-    agreed = {instrument for _, instrument in pairs[0] & pairs[1]}
+    instruments = [{name for _, name in run.sources} for run in (before, after)]
+    agreed = {name for _, name in set(before.sources) & set(after.sources)}
     if not agreed or instruments[0] & instruments[1] != agreed:
-        old, new = (describe(frame) for frame in (before, after))
+        old, new = map(_describe, (before, after))
         raise ConfigurationError(
             f"{old} and {new} are different premises; to compare across them all the same, "
             f"ask for it (--across, --dpbench-compare-across)"
         )
 
 
-def frame_sources(frame: pd.DataFrame) -> set[tuple[str, str]]:
-    """Each (device, instrument) that has rows in a long table."""
-    pairs = frame[["device", "instrument"]].drop_duplicates()
-    return set(pairs.itertuples(index=False, name=None))
+def _describe(run: Run) -> str:
+    """Instruments and devices of a run, e.g. ``ncu on NVIDIA H200``."""
+    names = {device: [n for d, n in run.sources if d == device] for device in run.devices}
+    return "; ".join(f"{', '.join(n)} on {device}" for device, n in names.items())
 
 
-def describe(frame: pd.DataFrame) -> str:
-    """Instruments and devices of a long table, e.g. ``ncu on NVIDIA H200``."""
-    devices: dict[str, list[str]] = {}
-    for device, instrument in sorted(frame_sources(frame)):
-        devices.setdefault(device, []).append(instrument)
-    return "; ".join(f"{', '.join(n)} on {d}" for d, n in devices.items()) or "nothing"
+def _numbers(frame: pd.DataFrame) -> pd.DataFrame:
+    """A number per case, instrument, device, metric and phase; ratios as metrics of their own.
 
-
-def numbers(frame: pd.DataFrame) -> pd.DataFrame:
-    """A number per case, instrument, device, metric and phase; ratios as metrics of their own."""
-    summary = with_ratios(summarise(_finite(frame)))
+    A number of which a repeat is none is left out: its sum or mean would be wrong.
+    """
+    keys = [*KEYS, "device"]
+    wrong = ~np.isfinite(frame.value.astype(float))
+    if wrong.any():
+        named = pd.MultiIndex.from_frame(frame[wrong][keys])
+        frame = frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
+    summary = with_ratios(summarise(frame))
     ratios = summary[(summary.trainer != BASELINE_TRAINER) & summary.ratio.notna()]
     names = {metric: ratio_name(metric) for metric in ratios.metric.unique()}
     ratios = ratios.assign(metric=ratios.metric.map(names), value=ratios.ratio, unit="1")
-    found = pd.concat([summary, ratios], ignore_index=True)
-    return found[[*KEYS, "device", "unit", "value"]]
+    return pd.concat([summary, ratios], ignore_index=True)[[*keys, "unit", "value"]]
 
 
-def _finite(frame: pd.DataFrame) -> pd.DataFrame:
-    """A long table without numbers of which a repeat is none: their sum or mean would be wrong."""
-    wrong = ~np.isfinite(frame.value.astype(float))
-    if not wrong.any():
-        return frame
-    keys = [*KEYS, "device"]
-    named = pd.MultiIndex.from_frame(frame[wrong][keys])
-    return frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
+def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:
+    """The operators, or else the kernels, of a case that changed most between two runs.
+
+    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (negative for what shrank), the largest
+    first. Nothing if one of the runs did not look so closely.
+    """
+    if not _MOVED.match(metric):
+        return []
+    for parts in ["operators"] if metric.startswith("logical") else ["kernels", "operators"]:
+        old, new = (_moved(run, case, metric, parts) for run in (before, after))
+        if old and new:
+            break
+    else:
+        return []
+    change = {
+        key: new.get(key, 0.0) - old.get(key, 0.0)
+        for key in {**old, **new}
+        if phase in (key[0], STEP)
+    }
+    largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
+    return [
+        {"trainer": case.trainer, "phase": key[0], "name": key[1], "bytes": change[key]}
+        for key in largest
+        if abs(change[key]) > SHARE * abs(change[largest[0]])
+    ]
 
 
-def _join(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Old rows whose case and instrument are in the new ones, beside the new value."""
-    for frame in (old, new):
-        if frame.duplicated(keys).any():
-            raise ConfigurationError("a run has one case on several devices: no one value of it")
-    measured = [key for key in keys if key not in ("metric", "phase")]
-    after = new.rename_axis("new").reset_index()
-    after = after[list(dict.fromkeys([*keys, "device", "value", "new"]))]
-    before = old.rename_axis("old").reset_index()
-    before = before.merge(new[measured].drop_duplicates(), on=measured)
-    joined = before.merge(after, on=keys, how="left", suffixes=("", "_new"))
-    if "device" not in keys:
-        joined["device"] = _changed(joined.device, joined.device_new)
-    return joined.rename(columns={"value": "before", "value_new": "after"})
-
-
-def _join_instruments(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Numbers of the same quantity by different instruments."""
-    keys = [*AXES, "phase", "quantity"]
-    before, after = (
-        frame.assign(quantity=frame.metric.str.replace("^logical_", "dram_", regex=True))
-        .rename_axis(name)
-        .reset_index()
-        for name, frame in (("old", old), ("new", new))
-    )
-    after = after[[*keys, "instrument", "device", "value", "new"]]
-    joined = before.merge(after, on=keys, suffixes=("", "_new"))
-    for column in ("instrument", "device"):
-        joined[column] = _changed(joined[column], joined[f"{column}_new"])
-    return joined.rename(columns={"value": "before", "value_new": "after"})
-
-
-def _changed(old: pd.Series[str], new: pd.Series[str]) -> pd.Series[str]:
-    """``X`` where both are X (or the new one is missing), else ``X -> Y``."""
-    return old.where((old == new) | new.isna(), old + " -> " + new.fillna(""))
+def _moved(run: Run, case: Case, metric: str, parts: str) -> dict[tuple[str, str], float]:
+    """Bytes of a step by phase and name of a kernel or operator."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for outcome in run.outcomes:
+        if outcome.case != case:
+            continue
+        if parts == "operators":
+            for operator in outcome.operators:
+                found[operator.phase, operator.operator] += operator.total_bytes
+            continue
+        steps = len({kernel.repeat for kernel in outcome.kernels})
+        for kernel in outcome.kernels:
+            by = f" ({kernel.operator})" if kernel.operator else ""
+            moved = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
+            found[kernel.phase, f"{kernel.kernel}{by}"] += moved / steps
+    return found

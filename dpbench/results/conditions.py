@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import platform
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from dpbench.case import Grid
+from dpbench.gpu import Gpu
 from dpbench.results.run import Run
 
 _NOT_SETTINGS = {"directory", "path", "timeout"}
@@ -21,7 +29,7 @@ class Conditions:
     """What a session measures, with what and where; all of it plain JSON types.
 
     Args:
-        environment: of `dpbench.results.outcome.environment`.
+        environment: of `environment`.
         started: when it began, ISO 8601 in UTC.
         grid: the values along each axis.
         settings: what each instrument was told.
@@ -49,19 +57,14 @@ class Conditions:
         grid: Grid,
         instruments: Sequence[object] = (),
         workers: int = 0,
-        cases_asked: int = 0,
     ) -> Conditions:
         """Those of a session that begins now, with these instruments."""
         started = datetime.now(UTC).isoformat(timespec="seconds")
         settings = {getattr(i, "name", str(i)): _settings(i) for i in instruments}
-        return cls(
-            environment=plain(environment),
-            started=started,
-            grid=plain(asdict(grid)),
-            settings=plain(settings),
-            workers=workers,
-            cases_asked=cases_asked,
-        )
+        said = [environment, asdict(grid), settings]
+        # As they come back from a file; what JSON does not know becomes text.
+        environment, axes, settings = json.loads(json.dumps(said, default=str))
+        return cls(environment, started, axes, settings, workers)
 
     def session(
         self,
@@ -85,16 +88,16 @@ class Conditions:
             "settings": dict(self.settings),
         }
 
-    def differences(
-        self, environment: Mapping[str, Any], session: Mapping[str, Any]
-    ) -> Iterator[str]:
-        """What is not as it was in a document, one phrase each: versions, GPU, code, grid."""
+    def differences(self, run: Run) -> list[str]:
+        """What is not as it was in a run, one phrase each: versions, GPU, code, grid."""
         here = {"grid": self.grid, "settings": self.settings}
-        return _differences(_named(environment, session), _named(self.environment, here))
+        return list(
+            _differences(_named(run.environment, run.session), _named(self.environment, here))
+        )
 
 
 def premise_differences(before: Run, after: Run) -> list[str]:
-    """What is not the same for two runs, one phrase each: versions, GPU, code, grid, settings.
+    """What is not the same for two runs, one phrase each: versions, GPU, code, settings.
 
     What one of the two does not say is no difference, nor is an instrument that one lacks.
     """
@@ -119,24 +122,19 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
     """What must be the same for numbers of two sessions to stand in one run, by name."""
     gpu = environment.get("gpu") or {}
     code = environment.get("code") or {}
+    changes = code.get("changes") or ("none" if code.get("dirty") is False else None)
     found = {
         "Python": environment.get("python"),
         **environment.get("versions", {}),
         "GPU": gpu.get("name"),
         "driver": gpu.get("driver"),
         "commit": code.get("commit"),
-        "uncommitted changes": _changes(code),
+        "uncommitted changes": changes and changes[:12],
     }
     found |= {f"grid's {axis}": values for axis, values in session.get("grid", {}).items()}
     for instrument, settings in session.get("settings", {}).items():
         found |= {f"{instrument}'s {key}": value for key, value in settings.items()}
     return found
-
-
-def _changes(code: Mapping[str, Any]) -> str | None:
-    """Which changes to its commit the code had, ``"none"`` if it had none; None if unknown."""
-    changes: str | None = code.get("changes")
-    return changes[:12] if changes else "none" if code.get("dirty") is False else None
 
 
 def _settings(instrument: object) -> dict[str, Any]:
@@ -151,6 +149,85 @@ def _settings(instrument: object) -> dict[str, Any]:
     }
 
 
-def plain(value: Any) -> Any:
-    """The value as it comes back from a JSON file; what JSON does not know becomes text."""
-    return json.loads(json.dumps(value, default=str))
+# --- software and machine --------------------------------------------------------------------
+
+
+def environment(
+    gpu: Gpu | None = None, *, ncu: str | None = None, project: Path | None = None
+) -> dict[str, Any]:
+    """Which software and machine made a run; versions are read without importing anything.
+
+    Args:
+        gpu: what measured, if a GPU did; it knows its driver.
+        ncu: the version of Nsight Compute, if it was used.
+        project: a directory of the measured project, whose commit is to be recorded.
+    """
+    versions: dict[str, str | None] = dict.fromkeys(
+        ("dpbench", "torch", "opacus", "pandas", "ncu-report")
+    )
+    for package in versions:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": {
+            "architecture": platform.machine(),
+            "cpu": _cpu_model(),
+            "cpus": os.cpu_count(),
+        },
+        "versions": {**versions, "ncu": ncu},
+        "gpu": vars(gpu) if gpu else None,
+        "code": code_state(project) if project else None,
+    }
+
+
+def _cpu_model() -> str | None:
+    """What Linux calls the processor; launch-bound steps take as long as it needs for them."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return None
+
+
+def code_state(project: Path) -> dict[str, Any] | None:
+    """The commit of the project in a directory, and whether the code differs from it.
+
+    ``changes`` is a digest of what differs: two dirty states with the same digest are the same
+    code. Changed tracked files count, and untracked Python and TOML files (an own trainer, a
+    grid); results and reports that lie around do not. None where git or a commit is absent.
+    """
+    commit = _git(project, "rev-parse", "HEAD")
+    top = _git(project, "rev-parse", "--show-toplevel")
+    if commit is None or top is None:
+        return None
+    root = Path(os.fsdecode(top).rstrip("\n"))
+    # Git's own difference: a tool that a user has set up may leave out what it takes for equal.
+    own = ("--no-ext-diff", "--no-textconv", "--no-color")
+    digest = hashlib.sha256(difference := _git(root, "diff", *own, "--binary", "HEAD") or b"")
+    untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
+    names = []
+    for name in sorted(filter(None, (untracked or b"").split(b"\0"))):
+        with suppress(OSError):  # the link by which an editor locks a file leads nowhere
+            content = (root / os.fsdecode(name)).read_bytes()
+            digest.update(name + content)
+            names.append(name)
+    dirty = bool(difference or names)
+    return {
+        "commit": commit.decode().strip(),
+        "dirty": dirty,
+        "changes": digest.hexdigest() if dirty else None,
+    }
+
+
+def _git(directory: Path, *arguments: str) -> bytes | None:
+    """What git prints, or None if it cannot."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout

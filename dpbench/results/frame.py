@@ -124,8 +124,8 @@ def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:
     merged = summary.merge(
         baseline.rename(columns={"value": "baseline"}), on=keys, how="left", validate="m:1"
     )
-    nonzero = merged.baseline.where(merged.baseline != 0)
-    return merged.assign(ratio=merged.value / nonzero).drop(columns="baseline")
+    merged["ratio"] = merged.value / merged.baseline.where(merged.baseline != 0)
+    return merged.drop(columns="baseline")
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
@@ -146,8 +146,8 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
         how="left",
         validate="m:1",
     )
-    nonzero = merged.logical.where(merged.logical != 0)
-    return merged.assign(over_logical=merged.value / nonzero).drop(columns="counterpart")
+    merged["over_logical"] = merged.value / merged.logical.where(merged.logical != 0)
+    return merged.drop(columns="counterpart")
 
 
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:

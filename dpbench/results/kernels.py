@@ -1,23 +1,27 @@
-"""Bytes by kernel: one `KernelLaunch` per launch, folded to one `KernelCount` per kernel.
+"""What each kernel moved, and how near it comes to the hardware's limits.
 
-Counted in kernel replay, which sees kernels alone: copies and memsets are not in these numbers.
-The rows made of them have metrics of their own, so that they never mix with those of ranges.
+Bytes are counted in kernel replay, which sees kernels alone: copies and memsets are not in these
+numbers. The rows made of them have metrics of their own, so that they never mix with those of
+ranges.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Case
 from dpbench.metrics import METRICS, unit
 from dpbench.results.kernel_names import category, short_name
 from dpbench.results.rows import STEP, Measurement
 
-OperatorOf = Mapping[tuple[int, str, int], str]
-"""The operator that launched a kernel, by the launch's repeat, phase and ordinal."""
+if TYPE_CHECKING:
+    import pandas as pd
+
+ADDED_UP = ("read_bytes", "write_bytes", "l2_bytes", "seconds")
+"""What adds up over launches."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +52,12 @@ class KernelLaunch:
     seconds: float
 
 
-ADDED_UP = ("read_bytes", "write_bytes", "l2_bytes", "seconds")
-"""What adds up over launches."""
-
-
 @dataclass(frozen=True)
 class KernelCount:
     """All launches of one kernel in one phase of one step, added up.
 
-    Args:
-        repeat: which of the active steps, from 0.
-        phase: the phase in which they were launched.
-        name: the whole demangled name.
-        operator: which operator launched them, e.g. ``aten::clone``; None if it is not known.
-        launches: how many there were.
-        read_bytes, write_bytes, l2_bytes, seconds: sums of those of `KernelLaunch`.
+    The fields are sums of those of `KernelLaunch`; ``operator`` is which operator launched them,
+    e.g. ``aten::clone``, or None if it is not known.
     """
 
     repeat: int
@@ -77,13 +72,8 @@ class KernelCount:
 
     @property
     def kernel(self) -> str:
-        """The kernel's short name; see `short_name`."""
+        """The kernel's short name."""
         return short_name(self.name)
-
-    @property
-    def category(self) -> str:
-        """What kind of kernel it is; see `category`."""
-        return category(self.name)
 
     @property
     def dram_bytes(self) -> float:
@@ -92,7 +82,7 @@ class KernelCount:
 
     def as_row(self) -> dict[str, Any]:
         """Plain JSON types, short name and category included."""
-        return {**asdict(self), "kernel": self.kernel, "category": self.category}
+        return {**asdict(self), "kernel": self.kernel, "category": category(self.name)}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> KernelCount:
@@ -100,14 +90,57 @@ class KernelCount:
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
+@dataclass(frozen=True)
+class KernelSpeed:
+    """One launch of a kernel against the card's limits: Nsight Compute's Speed of Light.
+
+    Args:
+        phase: the phase in which it was launched.
+        name: the whole demangled name.
+        grid: thread blocks in x, y and z.
+        seconds: from its start on the GPU to its end.
+        sm: of the peak throughput of the streaming multiprocessors, the busiest unit's, %.
+        memory: of the peak throughput of the memory system, the busiest part's, %.
+        dram: of the peak throughput of DRAM, %.
+        l2_hit: of the sectors asked of the L2 cache, those that were there, %.
+        occupancy: warps that were active, of those that a multiprocessor can hold, %.
+        occupancy_limit: warps that the launch allows to be active, of the same, %.
+        stall: what warps waited for most often, in Nsight Compute's words; None if they were
+            not sampled.
+    """
+
+    phase: str
+    name: str
+    grid: tuple[int, int, int]
+    seconds: float
+    sm: float
+    memory: float
+    dram: float
+    l2_hit: float
+    occupancy: float
+    occupancy_limit: float
+    stall: str | None
+
+    def as_row(self) -> dict[str, Any]:
+        """Plain JSON types, the short name included."""
+        return {**asdict(self), "grid": list(self.grid), "kernel": short_name(self.name)}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> KernelSpeed:
+        """The inverse of `as_row`; what else is in the row is left alone."""
+        values = {name: row[name] for name in cls.__dataclass_fields__}
+        return cls(**{**values, "grid": tuple(values["grid"])})
+
+
 def fold(
-    launches: Iterable[KernelLaunch], operators: OperatorOf | None = None
+    launches: Iterable[KernelLaunch], operators: Mapping[tuple[int, str, int], str] | None = None
 ) -> tuple[KernelCount, ...]:
     """Launches added up by step, phase, kernel and operator, most DRAM bytes first.
 
     Args:
         launches: of one or more steps.
-        operators: which operator launched what, as far as it is known.
+        operators: which operator launched what, by the launch's repeat, phase and ordinal, as far
+            as it is known.
     """
     known = operators or {}
     groups: dict[tuple[int, str, str, str | None], list[KernelLaunch]] = defaultdict(list)
@@ -141,16 +174,53 @@ def kernel_rows(
             for metric in METRICS.had_by("ncu_kernels"):
                 sums[count.repeat, phase, metric.name] += getattr(count, metric.source)
     return [
-        Measurement(
-            case=case,
-            instrument=instrument,
-            phase=phase,
-            metric=metric,
-            value=value,
-            unit=unit(metric),
-            repeat=repeat,
-            device=device,
-            tool=tool,
-        )
+        Measurement(case, instrument, phase, metric, value, unit(metric), repeat, device, tool)
         for (repeat, phase, metric), value in sums.items()
     ]
+
+
+def kernel_frame(counts: Iterable[KernelCount]) -> pd.DataFrame:
+    """One row per `KernelCount`, with its short name (``kernel``), category and DRAM bytes."""
+    import pandas as pd  # not in processes that only count
+
+    rows = [{**count.as_row(), "dram_bytes": count.dram_bytes} for count in counts]
+    columns = [*KernelCount.__dataclass_fields__, "kernel", "category", "dram_bytes"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def kernel_table(
+    frame: pd.DataFrame,
+    by: Sequence[str] = ("phase", "kernel"),
+    *,
+    step_bytes: float | None = None,
+    bandwidth: float | None = None,
+) -> pd.DataFrame:
+    """What groups of kernels move in one step, most DRAM bytes first.
+
+    Args:
+        frame: of `kernel_frame`.
+        by: columns that make a group, e.g. ``["category"]``.
+        step_bytes: the bytes that count as the whole; those of all kernels if None.
+        bandwidth: of the card's memory, B/s.
+
+    Returns:
+        Indexed by group: sums per step of `KernelCount`'s numbers, ``dram_bytes``, ``share`` of
+        the whole, and ``ceiling``, the fraction of ``bandwidth`` that the bytes ÷ the kernels'
+        own time reach (NaN without a bandwidth).
+    """
+    steps = max(frame.repeat.nunique(), 1)
+    sums = ["launches", *ADDED_UP, "dram_bytes"]
+    table = frame.groupby(list(by), dropna=False)[sums].sum() / steps
+    whole = step_bytes if step_bytes is not None else table.dram_bytes.sum()
+    table["share"] = table.dram_bytes / whole if whole else float("nan")
+    table["ceiling"] = table.dram_bytes / table.seconds / (bandwidth or float("nan"))
+    return table.sort_values("dram_bytes", ascending=False, kind="stable")
+
+
+def dram_bytes_of_step(rows: Iterable[Measurement]) -> float | None:
+    """DRAM bytes of a step, from rows of ranges; None if reads or writes were not counted."""
+    metrics = {"dram_read_bytes", "dram_write_bytes"}
+    steps = [row for row in rows if row.phase == STEP and row.metric in metrics]
+    if {row.metric for row in steps} != metrics:
+        return None
+    return sum(row.value for row in steps) / len({row.repeat for row in steps})

@@ -1,7 +1,8 @@
-"""What each operator of a step did: the table by phase and operator, and what grew in it."""
+"""What each operator of a step did."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,34 +54,7 @@ def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
     """The heavy operators that were counted by the general rule, with their part of the step."""
     counts = list(counts)
     total = sum(count.total_bytes for count in counts)
-    parts: dict[str, float] = {}
+    guessed = Counter[str]()
     for count in counts:
-        if count.general_rule and total:
-            before = parts.get(count.operator, 0.0)
-            parts[count.operator] = before + count.total_bytes / total
-    return {name: part for name, part in parts.items() if part > HEAVY}
-
-
-def growth(before: Iterable[OperatorCount], after: Iterable[OperatorCount]) -> list[OperatorCount]:
-    """By phase and operator, what ``after`` has beyond ``before``; what grew most comes first.
-
-    Only what changed is listed; what shrank is negative.
-    """
-    earlier = {(count.phase, count.operator): count for count in before}
-    later = {(count.phase, count.operator): count for count in after}
-    changes = []
-    for phase, operator in earlier.keys() | later.keys():
-        nothing = OperatorCount(phase, operator, 0, 0, 0, 0)
-        old = earlier.get((phase, operator), nothing)
-        new = later.get((phase, operator), nothing)
-        change = OperatorCount(
-            phase,
-            operator,
-            new.calls - old.calls,
-            new.read_bytes - old.read_bytes,
-            new.write_bytes - old.write_bytes,
-            new.flops - old.flops,
-        )
-        if change != nothing:
-            changes.append(change)
-    return sorted(changes, key=lambda change: (-change.total_bytes, change.phase, change.operator))
+        guessed[count.operator] += count.total_bytes * count.general_rule
+    return {name: size / total for name, size in guessed.items() if size > HEAVY * total}

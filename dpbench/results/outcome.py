@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
-from dpbench.files import write_text
-from dpbench.gpu import Gpu
+from dpbench.files import locked, write_text
 from dpbench.registry import TRAINERS
-from dpbench.results.code_state import code_state
-from dpbench.results.kernels import KernelCount
+from dpbench.results.kernels import KernelCount, KernelSpeed
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows
-from dpbench.results.speed_of_light import KernelSpeed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,75 +75,25 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types; the inverse of `from_json`."""
-        rest = {k: v for k, v in vars(self).items() if k not in ("case", "rows")}
-        rest["instruments"] = list(self.instruments)
-        rest |= {part: [entry.as_row() for entry in getattr(self, part)] for part in PARTS}
-        rest["notes"] = list(self.notes)
-        return {"case": asdict(self.case), **rest, "rows": as_rows(self.rows)}
+        lists = {part: [entry.as_row() for entry in getattr(self, part)] for part in PARTS}
+        lists |= {"instruments": list(self.instruments), "notes": list(self.notes)}
+        return {**vars(self), **lists, "case": asdict(self.case), "rows": as_rows(self.rows)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """The outcome that `as_json` described."""
-        rest = {k: v for k, v in data.items() if k not in ("case", "rows")}
-        rest["instruments"] = tuple(rest["instruments"])
-        for part, kind in PARTS.items():
-            rest[part] = tuple(kind.from_row(row) for row in rest[part])
-        rest["notes"] = tuple(rest["notes"])
-        rows = tuple(Measurement.from_row(row) for row in data["rows"])
-        return cls(case=Case.from_row(data["case"]), rows=rows, **rest)
-
-
-def environment(
-    gpu: Gpu | None = None, *, ncu: str | None = None, project: Path | None = None
-) -> dict[str, Any]:
-    """Which software and machine made a run; versions are read without importing anything.
-
-    Args:
-        gpu: what measured, if a GPU did; it knows its driver.
-        ncu: the version of Nsight Compute, if it was used.
-        project: a directory of the measured project, whose commit is to be recorded.
-    """
-    versions: dict[str, str | None] = {}
-    for package in ("dpbench", "torch", "opacus", "pandas", "ncu-report"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "machine": {
-            "architecture": platform.machine(),
-            "cpu": _cpu_model(),
-            "cpus": os.cpu_count(),
-        },
-        "versions": {**versions, "ncu": ncu},
-        "gpu": vars(gpu) if gpu else None,
-        "code": code_state(project) if project else None,
-    }
-
-
-def _cpu_model() -> str | None:
-    """What Linux calls the processor; launch-bound steps take as long as it needs for them."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return None
+        made = {**PARTS, "rows": Measurement}
+        tuples = {name: tuple(map(kind.from_row, data[name])) for name, kind in made.items()}
+        tuples |= {name: tuple(data[name]) for name in ("instruments", "notes")}
+        return cls(**{**data, **tuples, "case": Case.from_row(data["case"])})
 
 
 def document(
     outcomes: Sequence[Outcome],
     environment: Mapping[str, Any],
     session: Mapping[str, Any] | None = None,
-    updates: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """A run as plain JSON types, every measurement under ``rows``.
-
-    ``session`` says how it came about, ``updates`` what was written into it later; see
-    `dpbench.results.run.Run`.
-    """
+    """A run as plain JSON types, every measurement under ``rows``; ``session`` says how it came."""
     rows = [row for outcome in outcomes for row in outcome.rows]
     cases = []
     for outcome in outcomes:
@@ -163,9 +107,9 @@ def document(
         "schema": SCHEMA,
         "environment": dict(environment),
         "session": dict(session or {}),
-        **({"updates": list(updates)} if updates else {}),
         "summary": trainer_summary(outcomes),
         "cases": cases,
+        "devices": sorted({row.device for row in rows}),
         "rows": as_rows(rows),
         **{
             part: [
@@ -248,17 +192,61 @@ def _peak(outcomes: Sequence[Outcome], *instruments: str) -> float | None:
     return max((row.value for row in rows if row.metric == "peak_memory_bytes"), default=None)
 
 
-def write_json(
-    path: Path,
-    outcomes: Sequence[Outcome],
-    environment: Mapping[str, Any],
-    session: Mapping[str, Any] | None = None,
-    updates: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Write a run's document."""
-    write_document(path, document(outcomes, environment, session, updates))
-
-
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write what `document` made; `dpbench.results.run.Heading` relies on its line breaks."""
+    """Write what `document` made; `dpbench.results.run.Run.load_head` relies on its line breaks."""
     write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+class OutcomeStore:
+    """A directory with one file per case and way to measure it.
+
+    A process that dies takes nothing with it: what it had measured is there. What cannot be
+    written (a full disk) stays with the process that measured it, in `unwritten`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.unwritten: dict[Path, Outcome] = {}
+        self._read: dict[Path, Outcome] = {}
+
+    def once(
+        self, case: Case, measure: Callable[[Case], Outcome], *, by: Sequence[str] = ("measured",)
+    ) -> Outcome:
+        """The outcome of a case: measured by whoever asks first, while others wait.
+
+        Args:
+            case: the case.
+            measure: how to measure it, if nobody has.
+            by: what it is measured with; outcomes by different instruments are kept apart.
+        """
+        name = f"{case.id}.{'+'.join(by)}".replace("/", "_")
+        path = self.directory / f"{name}.json"
+        with locked(self.directory / f"{name}.lock"):
+            if path in self.unwritten:
+                return self.unwritten[path]
+            if path.exists():
+                return self._load(path)
+            outcome = measure(case)
+            try:
+                write_text(path, json.dumps(outcome.as_json()))
+            except OSError:
+                self.unwritten[path] = outcome
+            return outcome
+
+    def keep(self, outcome: Outcome) -> None:
+        """Take over an outcome that was measured elsewhere."""
+        self.once(outcome.case, lambda case: outcome, by=outcome.instruments)
+
+    def lock(self) -> AbstractContextManager[bool]:
+        """A lock for what the session's processes write together."""
+        return locked(self.directory / "session.lock")
+
+    def outcomes(self) -> list[Outcome]:
+        """Everything measured so far, in the order in which it was finished."""
+        files = sorted(self.directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        return [*map(self._load, files), *self.unwritten.values()]
+
+    def _load(self, path: Path) -> Outcome:
+        if path not in self._read:  # it is written once
+            self._read[path] = Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return self._read[path]

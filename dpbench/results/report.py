@@ -12,13 +12,10 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import summarise, to_frame
-from dpbench.results.kernel_table import kernel_frame, kernel_table
-from dpbench.results.kernels import KernelCount
+from dpbench.results.kernels import KernelCount, kernel_frame, kernel_table
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.layout import as_text
-from dpbench.show.tables import tables
 
 BY_PHASE = ("ncu", "cupti", "logical")
 """Instruments whose metrics have values by phase that add up to the step."""
@@ -52,13 +49,8 @@ class CaseReport:
     @classmethod
     def of_outcome(cls, outcome: Outcome) -> CaseReport:
         """The report of a case from what became of it."""
-        return cls(
-            outcome.case,
-            to_frame(outcome.rows),
-            outcome.operators,
-            outcome.notes,
-            outcome.kernels,
-        )
+        frame = to_frame(outcome.rows)
+        return cls(outcome.case, frame, outcome.operators, outcome.notes, outcome.kernels)
 
     @cached_property
     def summary(self) -> pd.DataFrame:
@@ -69,10 +61,6 @@ class CaseReport:
         """A metric of the step or of one phase: mean over the active steps, median for times.
 
         Peak memory of a case that was both measured and counted is the measured one.
-
-        Raises:
-            ConfigurationError: it was not measured, and the message lists what was; or several
-                devices or instruments measured it.
         """
         return self._value(metric, phase)[0]
 
@@ -88,9 +76,7 @@ class CaseReport:
         if len(found) > 1:
             found = found[found.instrument != "logical"]
         if len(found) > 1:
-            by = " and ".join(
-                f"{i} on {d}" for i, d in zip(found.instrument, found.device, strict=True)
-            )
+            by = " and ".join(found.instrument + " on " + found.device)
             raise ConfigurationError(
                 f"{self.case.id}: {metric!r} was measured by {by}; make a report of one of them"
             )
@@ -121,18 +107,15 @@ class CaseReport:
 
         Columns are ``calls``, ``logical_read_bytes``, ``logical_write_bytes``, ``logical_bytes``
         and ``flops``, so ``report.operators.logical_bytes["clip", "aten.clone"]`` is a number.
-
-        Raises:
-            ConfigurationError: operators were not counted.
         """
         if not self.operator_counts:
             raise ConfigurationError(
                 f"{self.case.id}: operators were not counted; logical counting sees them"
             )
         table = pd.DataFrame([asdict(count) for count in self.operator_counts])
-        table = table.drop(columns="general_rule")
-        table = table.set_index(["phase", "operator"]).add_prefix("logical_")
-        table = table.rename(columns={f"logical_{name}": name for name in ("calls", "flops")})
+        names = {name: f"logical_{name}" for name in ("read_bytes", "write_bytes")}
+        table = table.drop(columns="general_rule").rename(columns=names)
+        table = table.set_index(["phase", "operator"])
         table["logical_bytes"] = table.logical_read_bytes + table.logical_write_bytes
         return table.sort_values("logical_bytes", ascending=False, kind="stable")
 
@@ -142,9 +125,6 @@ class CaseReport:
 
         The columns are those of `kernel_table`, so
         ``report.kernels.dram_bytes["clip", "gemvx::kernel"]`` is a number.
-
-        Raises:
-            ConfigurationError: the case was not profiled kernel by kernel.
         """
         if not self.kernel_counts:
             raise ConfigurationError(
@@ -160,10 +140,6 @@ class CaseReport:
             metric: of which metric; by default ``dram_bytes``, or ``logical_bytes`` if this case
                 was counted and not measured.
             phase: of which phase, instead of the step.
-
-        Raises:
-            ConfigurationError: the two differ in more than the trainer, or the metric was not
-                measured for both.
         """
         if metric is None:
             counted = set(self.frame.instrument) == {"logical"}
@@ -191,4 +167,8 @@ class CaseReport:
         return value / reference
 
     def __str__(self) -> str:
-        return as_text(tables(self.frame))
+        columns = ["instrument", "device", "metric", "unit"]
+        wide = self.summary.pivot(index=columns, columns="phase", values="value")
+        wide = wide[[name for name in (STEP, *ALL_PHASES) if name in wide]]
+        numbers = wide.to_string(float_format="{:.6g}".format, na_rep="-")
+        return f"{self.case.id}, per step and phase:\n{numbers}"

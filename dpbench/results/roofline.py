@@ -32,10 +32,8 @@ ARITHMETIC = "arithmetic"
 def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     """Operations, bytes and, if it was measured, time of each phase and of the step.
 
-    Args:
-        frame: the long table of any number of cases; each needs rows of the ``logical``
-            instrument, for the operations. DRAM bytes of ``ncu`` and times of ``timing`` are
-            used where they are.
+    Each case of the long table needs rows of the ``logical`` instrument, for the operations. DRAM
+    bytes of ``ncu`` and times of ``timing`` are used where they are.
 
     Returns:
         One row per case, device and phase: the case's fields, ``device``, ``phase``,
@@ -44,24 +42,26 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     """
     summary = summarise(frame)
     flops = _values(summary, "flops", "flops").drop(columns="device")
-    logical = _values(summary, "logical_bytes", "logical")
-    dram = _values(summary, "dram_bytes", "dram")
+    logical = _values(summary, "logical_bytes", "bytes").assign(bytes_are=COUNTED_BYTES)
+    dram = _values(summary, "dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
     seconds = _values(summary, "step_time_seconds", "seconds")
     on_hardware = pd.concat([dram, seconds])[[*AXES, "device"]].drop_duplicates()
-    counted_only = _without(logical, on_hardware)
-    parts = [
-        dram.assign(bytes_are=MEASURED_BYTES).rename(columns={"dram": "bytes"}),
-        # Timed, but not under the profiler: the logical bytes of the case, on its device.
-        _without(on_hardware, dram, [*AXES, "device"])
-        .merge(logical.drop(columns="device"), on=AXES)
-        .assign(bytes_are=COUNTED_BYTES)
-        .rename(columns={"logical": "bytes"}),
-        counted_only.assign(bytes_are=COUNTED_BYTES).rename(columns={"logical": "bytes"}),
-    ]
+    # Timed, but not under the profiler: the logical bytes of the case, on its device.
+    timed = _without(on_hardware, dram, [*AXES, "device"])
+    timed = timed.merge(logical.drop(columns="device"), on=AXES)
+    parts = [dram, timed, _without(logical, on_hardware)]
     table = pd.concat([part for part in parts if not part.empty] or parts, ignore_index=True)
     table = table.merge(flops, on=[*AXES, "phase"], how="left")
     table = table.merge(seconds, on=[*AXES, "device", "phase"], how="left")
-    _check_counted(table, _without(on_hardware, flops))
+    missing = [*_without(on_hardware, flops).to_dict("records")]
+    missing += table[table.flops.isna()].to_dict("records")
+    if missing:  # an error, never zero
+        case = missing[0]
+        raise ConfigurationError(
+            f"no operations were counted for {case['trainer']} batch {case['batch_size']} sequence "
+            f"{case['seq_len']}, phase {case.get('phase', STEP)}: count the same case with the "
+            f"logical instrument"
+        )
     return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
 
 
@@ -79,18 +79,6 @@ def _without(
     if other.empty:
         return table
     return table[~pd.MultiIndex.from_frame(table[keys]).isin(pd.MultiIndex.from_frame(other[keys]))]
-
-
-def _check_counted(table: pd.DataFrame, uncounted: pd.DataFrame) -> None:
-    """Every case and phase must have operations: a missing count is an error, never zero."""
-    missing = [*uncounted.to_dict("records"), *table[table.flops.isna()].to_dict("records")]
-    if missing:
-        case = missing[0]
-        raise ConfigurationError(
-            f"no operations were counted for {case['trainer']} batch {case['batch_size']} sequence "
-            f"{case['seq_len']}, phase {case.get('phase', STEP)}: count the same case with the "
-            f"logical instrument"
-        )
 
 
 def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:

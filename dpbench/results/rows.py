@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dpbench.case import AXES, Case
 
 SCHEMA = 1
 """Version of the JSON documents; raised when a field changes its meaning."""
-
-STORAGE = Path(".dpbench")
-"""Where runs are saved unless told otherwise."""
 
 STEP = "step"
 """The phase of a row that speaks of the whole step."""
@@ -50,14 +46,14 @@ class Measurement:
 
     def as_row(self) -> dict[str, Any]:
         """The row as plain JSON types, the case's fields first."""
-        row = asdict(self)
-        return {**row.pop("case"), **row}
+        row = {**vars(self.case), **vars(self)}
+        del row["case"]
+        return row
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
         """The inverse of `as_row`."""
-        measured = {name: value for name, value in row.items() if name not in AXES}
-        return cls(case=Case.from_row(row), **measured)
+        return cls(Case.from_row(row), **{name: row[name] for name in OWN_COLUMNS})
 
 
 OWN_COLUMNS = [field.name for field in fields(Measurement) if field.name != "case"]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES, Case
+from dpbench.case import ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
-from dpbench.results.outcome import COMPLETE, PARTS, Outcome, belongs
-from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, Measurement, as_rows
-from dpbench.results.schema import HEAD, check, check_document
+from dpbench.metrics import METRICS
+from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, belongs
+from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, STEP, Measurement, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,10 +26,14 @@ if TYPE_CHECKING:
 ROWS = b'\n "rows":'
 """Where a document goes on with what was measured; `dpbench.results.outcome` writes it so."""
 
+_DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
+_CONTROL = re.compile(r"(\\\\)|\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|[\x7f-\x9f]", re.I)
+"""A character that a terminal obeys, as JSON spells it; an escaped backslash is none."""
+
 
 @dataclass(frozen=True)
 class Run:
-    """One saved session; everything in it was checked when it was loaded.
+    """One saved session; what it holds was checked when it was loaded.
 
     Args:
         path: the file.
@@ -38,28 +45,36 @@ class Run:
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a saved run, or a document of ``--dpbench-json``.
+        """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
+        run = cls(path, _parsed(path, _read(path)))
+        with _naming_damage(path):
+            _check_head(run.document)
+            for case in run.document.get("cases", ()):
+                Case.from_row(case)
+            for part, kind in PARTS.items():
+                for entry in run.document.get(part, ()):
+                    kind.from_row(entry)
+            vars(run)["frame"] = checked_frame(run.document["rows"])
+        return run
 
-        Raises:
-            ConfigurationError: the file cannot be read, is no run, or has a newer schema; the
-                message names it. Nothing is read by half.
+    @classmethod
+    def load_head(cls, path: Path) -> Run:
+        """Read what a list says of a run: all but what was measured, and on which devices.
+
+        A document names its devices before its rows; of an older one the rows are searched.
         """
-        path = Path(path)
-        document = _parsed(path, _read(path))
-        _check(path, document, check_document)
-        return cls(path, document)
-
-    @property
-    def name(self) -> str:
-        """The file's name without its ending, e.g. ``0001_before``."""
-        return self.path.stem
-
-    @cached_property
-    def frame(self) -> pd.DataFrame:
-        """The long table, with the columns of `Measurement.as_row`."""
-        import pandas as pd
-
-        return pd.DataFrame(self.document["rows"], columns=COLUMNS).astype({"value": float})
+        head, ending = _read_head(path)
+        if head is None or not ending.endswith(b"}"):  # another's, or cut off
+            return cls.load(path)
+        document = _parsed(path, head)
+        devices = document.get("devices")
+        if devices is None:
+            devices = [json.loads(text) for text in set(_DEVICE.findall(_read(path)))]
+        with _naming_damage(path):
+            _check_head(document | {"rows": []})
+            run = cls(path, document)
+            vars(run)["devices"] = tuple(sorted(map(printable, devices)))
+        return run
 
     @classmethod
     def of(
@@ -78,26 +93,28 @@ class Run:
         return run
 
     @property
-    def environment(self) -> Mapping[str, Any]:
+    def name(self) -> str:
+        """The file's name without its ending, e.g. ``0001_before``."""
+        return self.path.stem
+
+    @property
+    def environment(self) -> dict[str, Any]:
         """Machine, GPU with its driver, versions, and the measured project's code."""
-        found: Mapping[str, Any] = self.document.get("environment", {})
-        return found
+        return dict(self.document.get("environment", {}))
 
     @property
-    def session(self) -> Mapping[str, Any]:
+    def session(self) -> dict[str, Any]:
         """Grid, settings, workers, when and how long; empty in documents of older versions."""
-        found: Mapping[str, Any] = self.document.get("session", {})
-        return found
+        return dict(self.document.get("session", {}))
 
     @property
-    def updates(self) -> Sequence[Mapping[str, Any]]:
-        """What was written into it after its session, oldest first.
+    def updates(self) -> list[dict[str, Any]]:
+        """What an older version wrote into it after its session, under other conditions.
 
-        Each entry has its own ``environment``, ``settings`` and ``started``; ``cases`` are ids
-        with the instruments whose rows it wrote. The run's environment is not that of these.
+        Each has its own ``environment``; ``cases`` are ids with the instruments whose rows it
+        wrote.
         """
-        found: Sequence[Mapping[str, Any]] = self.document.get("updates", ())
-        return found
+        return list(self.document.get("updates", ()))
 
     @property
     def status(self) -> str:
@@ -115,10 +132,9 @@ class Run:
         return str(self.session.get("started", ""))
 
     @property
-    def seconds(self) -> float | None:
-        """How long the session took, s; None if the document does not say."""
-        seconds = self.session.get("seconds")
-        return None if seconds is None else max(0.0, seconds)  # a clock can be put back
+    def seconds(self) -> float:
+        """How long the session took, s; 0 if the document does not say."""
+        return max(0.0, self.session.get("seconds") or 0.0)  # a clock can be put back
 
     @property
     def cases_asked(self) -> int:
@@ -136,6 +152,13 @@ class Run:
         return tuple(sorted({device for device, _ in self.sources}))
 
     @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The long table, with the columns of `Measurement.as_row`."""
+        import pandas as pd
+
+        return pd.DataFrame(self.document["rows"], columns=COLUMNS).astype({"value": float})
+
+    @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What became of each case, in the order of the document."""
         rows: dict[tuple[Case, str], list[Measurement]] = {}
@@ -147,7 +170,7 @@ class Run:
             measurement = Measurement(cases[axes], **{name: row[name] for name in OWN_COLUMNS})
             rows.setdefault((measurement.case, measurement.instrument), []).append(measurement)
         found = []
-        for data in _cases(self.document):
+        for data in self.document.get("cases", ()):
             case = Case.from_row(data)
             # Documents of older versions do not say by which instruments: then by all.
             names = data.get("instruments") or [name for of, name in rows if of == case]
@@ -159,40 +182,30 @@ class Run:
 
 def _outcome(case: Case, rows: list[Measurement], data: Mapping[str, Any]) -> Outcome:
     """An outcome from a case's entry in a document."""
-    known = [f.name for f in fields(Outcome) if f.name in data]
     rest: dict[str, Any] = {
-        name: tuple(v) if isinstance(v := data[name], list) else v for name in known
+        f.name: tuple(value) if isinstance(value := data[f.name], list) else value
+        for f in fields(Outcome)
+        if f.name in data
     }
     return Outcome(case, tuple(rows), rest.pop("seconds", 0.0), **rest)
 
 
-@dataclass(frozen=True)
-class Heading:
-    """What a list says of a run, read without what was measured."""
+def _parts_of(
+    case: Case, instruments: Sequence[str], document: Mapping[str, Any]
+) -> dict[str, tuple[Any, ...]]:
+    """What a document says of a case's operators and kernels; nothing if it is older.
 
-    run: Run
-    devices: tuple[str, ...]
-
-    @classmethod
-    def load(cls, path: Path) -> Heading:
-        """Read the beginning of a saved run, and which devices its rows name.
-
-        Raises:
-            ConfigurationError: as `Run.load` does, as far as this reads.
-        """
-        data = _read(path)
-        end = data.find(ROWS)
-        whole = end < 0 or not data.rstrip().endswith(b"}")  # another's, or cut off
-        document = _parsed(path, data if whole else data[:end].rstrip().rstrip(b",") + b"}")
-        _check(path, document, lambda document: check(document, HEAD, "the document"))
-        if whole and not isinstance(document.get("rows"), list):
-            raise ConfigurationError(f"run file {path} is damaged: lacks 'rows'")
-        named = {json.loads(text) for text in set(_DEVICE.findall(data, max(0, end)))}
-        return cls(Run(path, document), tuple(sorted(map(printable, named))))
+    Of several outcomes of the case each is in one alone, or it would be saved twice.
+    """
+    axes = asdict(case).items()
+    return {
+        part: tuple(kind.from_row(row) for row in document.get(part, ()) if axes <= row.items())
+        for part, kind in PARTS.items()
+        if belongs(part, instruments)
+    }
 
 
-_DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
-_ESCAPED_CONTROL = re.compile(rb"\\u00(?:[01][0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.I)
+# --- reading a file --------------------------------------------------------------------------
 
 
 def _read(path: Path) -> bytes:
@@ -202,12 +215,26 @@ def _read(path: Path) -> bytes:
         raise ConfigurationError(f"run file {path}: {error.strerror}") from error
 
 
+def _read_head(path: Path) -> tuple[bytes | None, bytes]:
+    """A document without its rows and what follows, if it has rows; and how its file ends."""
+    data = b""
+    try:
+        with path.open("rb") as stream:
+            while ROWS not in data and (block := stream.read(1 << 15)):
+                data += block
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 2))
+            ending = stream.read().rstrip()
+    except OSError as error:
+        raise ConfigurationError(f"run file {path}: {error.strerror}") from error
+    head, found, _ = data.partition(ROWS)
+    return (head.rstrip().rstrip(b",") + b"}" if found else None), ending
+
+
 def _parsed(path: Path, data: bytes) -> dict[str, Any]:
     """The document in a file, if its schema is one that this version knows."""
     try:
-        document = json.loads(data.decode("utf-8"))
-        if _ESCAPED_CONTROL.search(data):  # seldom, so only then is everything looked at
-            document = _printable(document)
+        text = _CONTROL.sub(lambda found: found[1] or "\N{REPLACEMENT CHARACTER}", data.decode())
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"run file {path} is damaged: {error}") from error
     schema = document.get("schema") if isinstance(document, dict) else None
@@ -218,50 +245,87 @@ def _parsed(path: Path, data: bytes) -> dict[str, Any]:
             f"run file {path} has schema {schema}, and this dpbench reads up to {SCHEMA}; "
             f"upgrade dpbench"
         )
-    found: dict[str, Any] = document
-    return found
+    return dict(document)
 
 
-def _printable(value: Any) -> Any:
-    """A parsed document whose texts, names included, can be shown."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, list):
-        return [_printable(entry) for entry in value]
-    if isinstance(value, dict):
-        return {printable(name): _printable(entry) for name, entry in value.items()}
-    return value
-
-
-def _check(
-    path: Path, document: Mapping[str, Any], how: Callable[[Mapping[str, Any]], None]
-) -> None:
+@contextmanager
+def _naming_damage(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with a document into one line that names its file."""
     try:
-        how(document)
-    except (ConfigurationError, KeyError, TypeError, OverflowError) as error:
-        what = f"lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigurationError(f"run file {path} is damaged: {what}") from error
+        yield
+    except KeyError as error:
+        raise ConfigurationError(f"run file {path} is damaged: lacks {error}") from error
+    except (ConfigurationError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigurationError(f"run file {path} is damaged: {error}") from error
 
 
-def _parts_of(
-    case: Case, instruments: Sequence[str], document: Mapping[str, Any]
-) -> dict[str, tuple[Any, ...]]:
-    """What a document says of a case's operators and kernels; nothing if it is older.
+_KINDS: dict[str, type | UnionType] = {
+    "environment": dict,
+    "environment.versions": dict,
+    "environment.gpu": dict | None,
+    "environment.code": dict | None,
+    "session": dict,
+    "session.grid": dict,
+    "session.settings": dict,
+    "session.started": str,
+    "session.seconds": int | float | None,
+    "session.regressed": bool,
+    "session.cases_asked": int,
+    "cases": list,
+    "updates": list,
+}
+"""What a document's parts must be, if they are there."""
 
-    Of several outcomes of the case each is in one alone, or it would be saved twice.
-    """
-    axes = asdict(case)
-    return {
-        part: tuple(
-            kind.from_row(row)
-            for row in document.get(part, ())
-            if all(row.get(axis) == value for axis, value in axes.items())
-        )
-        for part, kind in PARTS.items()
-        if belongs(part, instruments)
+_COUNTS = ["batch_size", "seq_len", "repeat"]
+_NUMBERS = ("integer", "floating", "mixed-integer-float")
+
+
+def _check_head(document: Mapping[str, Any]) -> None:
+    for place, kind in _KINDS.items():
+        *parents, name = place.split(".")
+        holder = document
+        for parent in parents:
+            holder = holder.get(parent, {})
+        if name in holder and not isinstance(holder[name], kind):
+            raise TypeError(f"{place} cannot be {holder[name]!r:.40}")
+    if not isinstance(document["rows"], list):
+        raise TypeError("rows is no list")
+    status = document.get("session", {}).get("status", COMPLETE)
+    if status not in STATUSES:
+        raise ValueError(f"session.status cannot be {status!r}")
+
+
+def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The long table of rows that lack nothing, are possible, and say one thing of each number."""
+    import numpy as np
+    import pandas as pd
+
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    for column in COLUMNS if rows else ():
+        whole = ("integer",) if column in _COUNTS else ("string",)
+        allowed = _NUMBERS if column == "value" else whole
+        kind = pd.api.types.infer_dtype(frame[column])
+        if frame[column].hasnans or kind not in allowed:
+            raise TypeError(f"a row lacks {column!r}, or it is of the wrong kind")
+    for axes in frame[list(AXES)].drop_duplicates().itertuples(index=False, name=None):
+        Case(*axes)
+    frame["value"] = frame.value.astype(float)
+    keys = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
+    said = frame.drop_duplicates([*keys, "value", "unit"])
+    metrics = METRICS.values()
+    units = frame.metric.map({metric.name: metric.unit for metric in metrics})
+    never_negative = {metric.name for metric in metrics if not metric.may_fall}
+    wrong = {
+        "the phase {phase!r}": ~frame.phase.isin((STEP, *ALL_PHASES)),
+        "the repeat {repeat}": frame.repeat < 0,
+        "the unit {unit!r}": units.notna() & (units != frame.unit),
+        "the value {value}": ~np.isfinite(frame.value)
+        | ((frame.value < 0) & frame.metric.isin(never_negative)),
+        "a second value, {value},": frame.index.isin(said.index[said.duplicated(keys)]),
     }
-
-
-def _cases(document: Mapping[str, Any]) -> list[dict[Any, Any]]:
-    found: list[dict[Any, Any]] = document.get("cases", [])
-    return found
+    for what, where in wrong.items():
+        if where.any():
+            row = frame[where].iloc[0].to_dict()
+            where_from = "of {metric}@{phase} of {id} by {instrument} cannot be"
+            raise ValueError(f"{what} {where_from}".format(**row, id=Case.from_row(row).id))
+    return frame

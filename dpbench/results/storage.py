@@ -1,25 +1,32 @@
-"""The folder of saved runs: numbered, found again, one of them the reference."""
+"""The folder of saved runs, the file of a run that is being written, and which is a reference."""
 
 from __future__ import annotations
 
+import json
 import re
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_writable, locked, mode_of, write_text
-from dpbench.results.outcome import INTERRUPTED
-from dpbench.results.run import Heading
+from dpbench.files import Locked, check_writable, in_words, locked, mode_of, write_text
+from dpbench.results.conditions import Conditions
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_document
+from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
 
 LONGEST = 100
 """Letters of a folder's name; a file system allows 255."""
+
+LOOKED_AT = 20
+"""How many runs are read, from the newest on, to find a reference that has everything."""
 
 _FILE = re.compile(r"(\d{4,})_([^\x00-\x1f\x7f-\x9f]+)\.json")
 
@@ -32,33 +39,12 @@ def folder_name(device: str | None) -> str:
     return name[:LONGEST].rstrip("-.") or "gpu"
 
 
-def check_name(name: str) -> str:
-    """A name that can be part of a file's.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ConfigurationError(
-            f"run name {name!r} must be made of letters, digits, '.', '_' and '-'"
-        )
-    return name
-
-
-def automatic_name(code: dict[str, object] | None, now: datetime) -> str:
+def automatic_name(code: Mapping[str, Any] | None, now: datetime) -> str:
     """A name for a run that got none: commit, whether it was changed, and the time in UTC."""
     time = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}"
     if code is None:
         return time
-    return f"{str(code['commit'])[:7]}{'-dirty' if code['dirty'] else ''}_{time}"
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Runs, newest last; ``skipped`` says for each file that was not read, why not."""
-
-    runs: list[Heading]
-    skipped: list[str] = field(default_factory=list)
+    return f"{code['commit'][:7]}{'-dirty' if code['dirty'] else ''}_{time}"
 
 
 class Storage:
@@ -73,9 +59,7 @@ class Storage:
     def paths(self) -> list[Path]:
         """The files of runs by number, readable or not.
 
-        Raises:
-            ConfigurationError: what should be a directory is something else, or it or a folder in
-                it cannot be read: then nobody knows whether there are runs.
+        What is no directory, or cannot be read, is refused: nobody knows whether it has runs.
         """
         found = []
         try:
@@ -88,32 +72,24 @@ class Storage:
             raise ConfigurationError(
                 f"storage {error.filename} cannot be read: {error.strerror}"
             ) from error
-        return sorted(found, key=lambda path: (number_of(path), path.name))
+        return sorted(found, key=lambda path: (_number(path), path.name))
 
-    def listing(self) -> Listing:
-        """Every run that can be read, by number, and what was skipped."""
-        listing = Listing([])
-        for path in self.paths():
-            try:
-                listing.runs.append(Heading.load(path))
-            except ConfigurationError as error:
-                listing.skipped.append(f"skipped: {error}")
-        return listing
+    def listing(self) -> tuple[list[Run], list[str]]:
+        """The head of every run that can be read, by number; why others were skipped."""
+        skipped: list[str] = []
+        return list(_readable(self.paths(), Run.load_head, skipped)), skipped
 
     def find(self, text: str) -> Path:
-        """The file of a run named by its number or by a path.
-
-        Raises:
-            ConfigurationError: there is none, or a number occurs twice.
-        """
+        """The file of a run named by its number or by a path."""
         if not text.isdecimal():
             path = Path(text)
             if not stat.S_ISREG(mode_of(path)):
                 raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
             return path
-        found = [path for path in self.paths() if number_of(path) == int(text)]
+        paths = self.paths()
+        found = [path for path in paths if _number(path) == int(text)]
         if not found:
-            numbers = ", ".join(f"{number_of(path):04}" for path in self.paths()[-10:])
+            numbers = ", ".join(f"{_number(path):04}" for path in paths[-10:])
             raise ConfigurationError(
                 f"no run number {int(text):04} in {self.directory}; there is {numbers or 'none'}"
             )
@@ -134,42 +110,34 @@ class Storage:
         Also returns why files were skipped on the way.
         """
         skipped: list[str] = []
-        for path in reversed(self.paths()):
-            if path.parent.name != folder_name(device):
-                continue
-            try:
-                run = Heading.load(path).run
-            except ConfigurationError as error:
-                skipped.append(f"skipped: {error}")
-                continue
+        paths = [p for p in reversed(self.paths()) if p.parent.name == folder_name(device)]
+        for run in _readable(paths, Run.load_head, skipped):
             if run.status == INTERRUPTED and run.document.get("cases"):
-                return path, skipped
+                return run.path, skipped
         return None, skipped
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
         """Take the next number: a new file with a text in it, that no other session gets."""
-        check_name(name)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise ConfigurationError(
+                f"run name {name!r} must be made of letters, digits, '.', '_' and '-'"
+            )
         folder = self.directory / folder_name(device)
         check_writable(folder)
         with locked(self.directory / ".lock"):
-            path = self._next(folder, name)
+            while True:
+                number = max(map(_number, self.paths()), default=0) + 1
+                path = folder / f"{number:04}_{name}.json"
+                # Where locks do not work, another session may be faster.
+                with suppress(FileExistsError):
+                    path.touch(exist_ok=False)
+                    break
             try:
                 write_text(path, text)
             except OSError:
                 path.unlink()  # an empty file would be named as damaged ever after
                 raise
         return path
-
-    def _next(self, folder: Path, name: str) -> Path:
-        """An empty file with the next number."""
-        while True:
-            number = max(map(number_of, self.paths()), default=0) + 1
-            path = folder / f"{number:04}_{name}.json"
-            try:
-                path.touch(exist_ok=False)
-            except FileExistsError:  # where locks do not work, another session was faster
-                continue
-            return path
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
@@ -211,6 +179,153 @@ def _entries(directory: Path) -> list[Path]:
         return []
 
 
-def number_of(path: Path) -> int:
-    """The number of a run's file."""
+def _number(path: Path) -> int:
     return int(path.name.partition("_")[0])
+
+
+def _readable(
+    paths: Iterable[Path], load: Callable[[Path], Run], skipped: list[str]
+) -> Iterator[Run]:
+    """The runs that can be read; ``skipped`` gets why others cannot."""
+    for path in paths:
+        try:
+            yield load(path)
+        except ConfigurationError as error:
+            skipped.append(f"skipped: {error}")
+
+
+# --- the reference ---------------------------------------------------------------------------
+
+
+def choose(
+    newest_first: Iterable[Path],
+    sources: Collection[tuple[str, str]],
+    asked: Collection[tuple[Case, str]] = (),
+) -> tuple[Run | None, list[str]]:
+    """The newest complete run that has all that was asked; else the one that has most of it.
+
+    Runs that did not pass a comparison of their own are passed over, so that a regression is no
+    reference for the next session.
+
+    Args:
+        newest_first: run files.
+        sources: each (device, instrument) of the session; a reference has at least one of them.
+        asked: the cases that the session measures, each by an instrument, as far as they are
+            known; if none is, the newest run counts. A run that has nothing of it is no reference.
+
+    Returns:
+        The run, if there is one, and which files could not be read.
+    """
+    devices = {instrument: device for device, instrument in sources}
+    wanted = {
+        (*(getattr(case, axis) for axis in AXES), name, devices[name])
+        for case, name in asked
+        if name in devices
+    }
+    best, most = None, 0 if wanted else -1
+    skipped: list[str] = []
+    looked_at = 0
+    for run in _readable(newest_first, Run.load, skipped):
+        if run.status != COMPLETE or run.regressed or not set(sources) & set(run.sources):
+            continue
+        keys = run.frame[[*AXES, "instrument", "device"]].drop_duplicates()
+        shared = wanted & set(keys.itertuples(index=False, name=None))
+        if len(shared) > most:
+            best, most = run, len(shared)
+        looked_at += 1
+        if shared == wanted or looked_at == LOOKED_AT:
+            break
+    return best, skipped
+
+
+# --- the file of a session -------------------------------------------------------------------
+
+
+class RunFile:
+    """The file of a session that is running: whole at any moment, ``interrupted`` until its end.
+
+    Args:
+        path: the file.
+        held: what holds the file against other sessions; none in a process that only writes.
+    """
+
+    def __init__(self, path: Path, held: ExitStack | None = None) -> None:
+        self.path = path
+        self._held = held or ExitStack()
+
+    @classmethod
+    def create(
+        cls, storage: Storage, name: str | None, device: str | None, conditions: Conditions
+    ) -> RunFile:
+        """A new file in a storage; without a name, commit and time are its name."""
+        if name is None:
+            started = datetime.fromisoformat(conditions.started)
+            name = automatic_name(conditions.environment.get("code"), started)
+        text = json.dumps(document([], conditions.environment, conditions.session(INTERRUPTED)))
+        try:
+            path = storage.allocate(name, device, text)
+        except OSError as error:
+            raise ConfigurationError(in_words(error)) from error
+        held = ExitStack()
+        held.enter_context(storage.writing(path))
+        return cls(path, held)
+
+    @classmethod
+    def resume(
+        cls, storage: Storage, path: Path, conditions: Conditions
+    ) -> tuple[RunFile, Conditions, list[Outcome]]:
+        """The file of an interrupted run, to go on with it; it is held before it is read.
+
+        Refused where versions, code, grid or settings are not what they were.
+
+        Returns:
+            The file, the conditions as they go on, and the outcomes that need not be measured
+            again: those that did not fail.
+        """
+        with ExitStack() as held:
+            held.enter_context(storage.writing(path))
+            run = Run.load(path)
+            if run.status != INTERRUPTED:
+                raise ConfigurationError(f"{path} has been completed by another session")
+            differences = conditions.differences(run)
+            if run.updates:
+                differences.append("cases were written into it later")
+            if differences:
+                raise ConfigurationError(
+                    f"{path} cannot be resumed, for this session differs: {'; '.join(differences)}"
+                )
+            asked = max(run.cases_asked, conditions.cases_asked)
+            conditions = replace(conditions, earlier_seconds=run.seconds, cases_asked=asked)
+            kept = [outcome for outcome in run.outcomes if outcome.error is None]
+            return cls(path, held.pop_all()), conditions, kept
+
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Bring the file up to date; if it cannot be written, what it held is still there."""
+        write_document(self.path, document)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._held.close()
+
+    def give_up(self, error: OSError) -> str:
+        """Let go of a file that could not be written; one in which no case stands is removed.
+
+        Returns:
+            What went wrong, and what is saved all the same.
+        """
+        what = in_words(error)
+        try:
+            held = len(Run.load(self.path).outcomes)
+        except ConfigurationError:  # gone, or out of reach
+            self.close()
+            return what
+        if held:
+            self.close()
+            return f"{what}; the file holds {held} case{'s' if held > 1 else ''}"
+        self.discard()
+        return f"{what}; nothing is saved"
+
+    def discard(self) -> None:
+        """Remove the file, and let go of it."""
+        self.path.unlink(missing_ok=True)
+        self.close()

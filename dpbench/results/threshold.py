@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -18,7 +17,6 @@ from dpbench.case import ALL_PHASES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, RATIO, ratio_name
 from dpbench.results.rows import STEP
-from dpbench.show.view import columns
 
 _PHASES = (STEP, *ALL_PHASES)
 _SCALES = {
@@ -28,7 +26,6 @@ _SCALES = {
 _UNITS = {unit: base for base, scales in _SCALES.items() for unit in scales}
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
-_PART = re.compile(rf"({_NUMBER})\s*(.*)")
 
 SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC:±5% (either way)"
 
@@ -56,27 +53,19 @@ class Threshold:
     written: str = field(default="", compare=False)
 
     @classmethod
-    def parse(cls, text: str, others: Iterable[str] = ()) -> Threshold:
-        """Read what a user wrote.
-
-        Args:
-            text: such as ``dram_bytes@clip:5%+0.1GB``.
-            others: further metrics that exist, besides `METRICS`.
-
-        Raises:
-            ConfigurationError: the syntax is another, or the metric does not exist.
-        """
+    def parse(cls, text: str) -> Threshold:
+        """Read what a user wrote, such as ``dram_bytes@clip:5%+0.1GB``."""
         text = re.sub(r"\s*([:@])\s*", r"\1", text.strip())
         match = _SPEC.fullmatch(text)
         if match is None:
             raise ConfigurationError(f"threshold {text!r}: write {SYNTAX}")
         name, phase, sign, *parts = match.groups()
-        metric, ratio = _resolve(name, list(dict.fromkeys((*METRICS, *others))))
+        metric, ratio = _resolve(name)
         if phase is not None and phase not in _PHASES:
             raise unknown("phase", phase, _PHASES)
         limits: dict[str, float] = {}
         for part in filter(None, parts):
-            kind, value = _limit(part.strip(), metric, ratio, text)
+            kind, value = _limit(part, metric, ratio, text)
             if kind in limits:
                 raise ConfigurationError(f"threshold {text!r} has two limits of one kind; {SYNTAX}")
             limits[kind] = value
@@ -106,35 +95,34 @@ class Threshold:
         return allowed.to_frame("limit").assign(regressed=change > allowed)
 
 
-def _resolve(name: str, known: Sequence[str]) -> tuple[str, bool]:
+def _resolve(name: str) -> tuple[str, bool]:
     """The metric that a name means, and whether its ratio is meant."""
-    if name in known or ("__" in name and not name.endswith(RATIO)):
+    if name in METRICS or ("__" in name and not name.endswith(RATIO)):
         return name, False
     if name.endswith(RATIO):
-        stem = name.removesuffix(RATIO)
-        if metric := METRICS.of_ratio(name) or (stem if stem in known or "__" in stem else None):
+        own = name.removesuffix(RATIO)
+        if metric := METRICS.of_ratio(name) or (own if own in METRICS or "__" in own else None):
             return metric, True
-    column = columns().get(name)
-    if column is None:
-        raise unknown("metric", name, known, "or the ratio of one to standard, such as dram_ratio")
-    made_of = list(column.metrics)
-    if column.kind == "value" and made_of[0] in known:  # l2_bytes, say
-        return made_of[0], False
-    if name.endswith("_throughput"):
-        made_of = [name.replace("_throughput", "_bytes"), "step_time_seconds"]
+    if (total := re.sub("_bytes$", "_total_bytes", name)) in METRICS:  # of l2_bytes
+        return total, False
+    made_of = {metric.stem: metric.name for metric in METRICS.values()}
+    whole, _, worked_out = name.rpartition("_")
+    metric = made_of.get(whole.removesuffix("_over"))
+    if metric is None or worked_out not in ("throughput", "spread", "logical"):
+        hint = "or the ratio of one to standard, such as dram_ratio"
+        raise unknown("metric", name, METRICS, hint)
     raise ConfigurationError(
-        f"{name} is worked out from what was measured, and has no limit: set one for "
-        f"{' or '.join(made_of)}"
+        f"{name} is worked out from what was measured, and has no limit: set one for {metric}"
+        f"{' or step_time_seconds' * (worked_out == 'throughput')}"
     )
 
 
 def _limit(text: str, metric: str, ratio: bool, whole: str) -> tuple[str, float]:
     """One part of a limit as the name of its field and its value."""
-    match = _PART.fullmatch(text)
-    assert match, text
-    number, unit = float(match[1]), match[2]
+    [(written, unit)] = re.findall(rf"({_NUMBER})\s*(.*)", text.strip())
+    number = float(written)
     if not math.isfinite(number * max(_SCALES["B"].values())):
-        raise ConfigurationError(f"threshold {whole!r}: no number is as large as {match[1]}")
+        raise ConfigurationError(f"threshold {whole!r}: no number is as large as {written}")
     if unit == "%":
         return "percent", number
     base = "B" if metric.endswith("_bytes") else "s" if metric.endswith("_seconds") else None

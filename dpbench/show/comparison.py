@@ -25,17 +25,13 @@ SHOWN = (
 def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> list[Table]:
     """The step's main metrics, and whatever a limit judged, cell by cell.
 
-    Args:
-        verdict: what became of a run.
-        title: what each table's title begins with.
-        against: the reference's name, if the titles are to say it.
+    A table's title begins with ``title``, and ends with the reference it is ``against``.
     """
     changes, judged = verdict.changes, verdict.judged
     shown = changes[changes.metric.isin(SHOWN) & (changes.phase == STEP)]
     keys = [*KEYS, "device"]
-    others = shown[
-        ~pd.MultiIndex.from_frame(shown[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
-    ]
+    judged_keys = pd.MultiIndex.from_frame(judged[keys])
+    others = shown[~pd.MultiIndex.from_frame(shown[keys]).isin(judged_keys)]
     rows = pd.concat([others, judged]) if not judged.empty else others
     found = []
     together = [*CONFIGURATION, "instrument", "device"]
@@ -81,17 +77,16 @@ def change_cells(row: Mapping[Any, Any]) -> list[str]:
 
 def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     """What a test's report says about the changes that made it fail, case by case."""
-    cells: dict[str, list[list[str]]] = {}
-    growth: dict[str, list[str]] = {}
+    by_case: dict[str, list[Mapping[str, Any]]] = {}
     for row in regressions:
         title = f"{Case.from_row(row).id}, against {row['reference']}"
-        cells.setdefault(title, []).append(change_cells({**row, "regressed": False}))
-        growth.setdefault(title, []).extend(grown_lines([row]))
+        by_case.setdefault(title, []).append(row)
     parts = []
-    for title, rows in cells.items():
-        parts.append(Table(title, HEADERS, rows).as_text())
-        if growth[title]:
-            parts.append("\n".join(["What changed most:", *dict.fromkeys(growth[title])]))
+    for title, rows in by_case.items():
+        cells = [change_cells({**row, "regressed": False}) for row in rows]
+        parts.append(Table(title, HEADERS, cells).as_text())
+        if grown := grown_lines(rows):
+            parts.append("\n".join(["What changed most:", *grown]))
     return "\n\n".join(parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from dpbench.files import write_text
 from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
-from dpbench.show.groups import in_order
 from dpbench.show.layout import Table, as_markdown
-from dpbench.show.summary import write_markdown
-from dpbench.show.tables import complete
+from dpbench.show.summary import summary_tables
+from dpbench.show.tables import complete, in_order
 from dpbench.show.view import Column, View, shown_by_default
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -34,31 +33,20 @@ def write_renderings(
     csv: Path | None = None,
     github_benchmark: Path | None = None,
 ) -> None:
-    """Write a run in each of the forms for which there is a file."""
+    """Write a run in each of the forms for which there is a file.
+
+    The CSV is the long table, exact, in bytes and seconds. Ratios are not in it: they are between
+    means over the steps, and a line is one step.
+    """
     rows = [row for outcome in outcomes for row in outcome.rows]
     if markdown:
-        write_markdown(markdown, outcomes, view)
+        write_text(markdown, as_markdown(summary_tables(outcomes, view)))
     if csv:
-        write_csv(csv, rows)
+        frame = pd.DataFrame(as_rows(rows), columns=COLUMNS, dtype=object)
+        write_text(csv, frame.to_csv(index=False, lineterminator="\n"))
     if github_benchmark:
-        write_github_benchmark(github_benchmark, rows, view)
-
-
-def write_csv(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Write the long table: one line per measurement, exact numbers, bytes and seconds.
-
-    Ratios are not in it: they are between means over the steps, and a line is one step.
-    """
-    frame = pd.DataFrame(as_rows(measurements), columns=COLUMNS, dtype=object)
-    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
-
-
-def write_github_benchmark(
-    path: Path, measurements: Sequence[Measurement], view: View | None = None
-) -> None:
-    """Write `github_benchmark_entries`."""
-    entries = list(github_benchmark_entries(measurements, view or View()))
-    write_text(path, json.dumps(entries, indent=1) + "\n")
+        entries = list(github_benchmark_entries(rows, view))
+        write_text(github_benchmark, json.dumps(entries, indent=1) + "\n")
 
 
 def github_benchmark_entries(
@@ -81,7 +69,9 @@ def github_benchmark_entries(
     shown = dict.fromkeys(view.columns or usual)
     columns = [c for c in shown if c.kind != "spread" and c.smaller_is_better]
     summary = in_order(complete(frame))
-    step = summary[summary.phase == STEP].merge(_tools(frame), how="left")
+    by_instrument = frame.groupby([*AXES, "device", "instrument"], as_index=False)
+    tools = by_instrument.agg(tool=("tool", lambda names: ", ".join(dict.fromkeys(names))))
+    step = summary[summary.phase == STEP].merge(tools, how="left")
     for _, case in step.groupby([*AXES, "device"], sort=False):
         for column in columns:
             rows = case[case.metric.isin(column.metrics)].dropna(subset=column.kind)
@@ -89,12 +79,6 @@ def github_benchmark_entries(
                 rows = rows[rows.trainer != BASELINE_TRAINER]
             for row in rows.head(1).to_dict("records"):
                 yield _entry(row, column)
-
-
-def _tools(frame: pd.DataFrame) -> pd.DataFrame:
-    """What made the numbers of each case and instrument."""
-    by = frame.groupby([*AXES, "device", "instrument"], as_index=False)
-    return by.agg(tool=("tool", lambda tools: ", ".join(dict.fromkeys(tools))))
 
 
 def _entry(row: Mapping[Any, Any], column: Column) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which kernels move the bytes, and how near they come to the hardware's limits: tables."""
+"""Which kernels move the bytes, how near they come to the hardware's limits, what else does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
+from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
 from dpbench.results.cards import Roofs, known_roofs
 from dpbench.results.kernel_names import matched_category, short_name
-from dpbench.results.kernel_table import kernel_frame, kernel_table, step_bytes
-from dpbench.results.kernels import KernelCount
+from dpbench.results.kernels import (
+    KernelCount,
+    KernelSpeed,
+    dram_bytes_of_step,
+    kernel_frame,
+    kernel_table,
+)
 from dpbench.results.outcome import Outcome
-from dpbench.results.speed_of_light import KernelSpeed
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
 from dpbench.show.view import TOP
 
@@ -24,13 +29,7 @@ NAME_WIDTH = 24
 
 @dataclass(frozen=True)
 class KernelContext:
-    """What kernels are compared with.
-
-    Args:
-        title: which case, and where it was measured.
-        step_bytes: DRAM bytes of a whole step, by its ranges; None if they were not measured.
-        roofs: of the card; None if they are not known.
-    """
+    """Which case it is, and what its kernels are compared with: its step's DRAM bytes, roofs."""
 
     title: str
     step_bytes: float | None = None
@@ -40,9 +39,9 @@ class KernelContext:
 def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
     """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
     device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
-    title = f"{outcome.case.id}, {device}" if device else outcome.case.id
+    title = ", ".join(filter(None, (outcome.case.id, device)))
     measured = [row for row in outcome.rows if row.instrument == "ncu"]
-    context = KernelContext(title, step_bytes(measured), known_roofs(device))
+    context = KernelContext(title, dram_bytes_of_step(measured), known_roofs(device))
     return [
         *kernel_tables(outcome.kernels, context, top=top),
         *speed_table(outcome.speed_of_light, title),
@@ -99,17 +98,11 @@ def wrapped(name: str) -> str:
 def _notes(frame: pd.DataFrame, context: KernelContext) -> Iterator[str]:
     """What a reader must know to read the numbers right."""
     total = frame.dram_bytes.sum() / max(frame.repeat.nunique(), 1)
-    if context.step_bytes:
-        yield (
-            f"Share of the step's {gigabytes(context.step_bytes)} GB by its ranges; all kernels "
-            f"profiled move {total / context.step_bytes:.1%} of it. Copies and memsets are no "
-            f"kernels."
-        )
-    else:
-        yield (
-            f"Share of the {gigabytes(total)} GB of all kernels profiled; the step itself was not "
-            f"measured. Copies and memsets are no kernels."
-        )
+    of = f"{gigabytes(total)} GB of all kernels profiled; the step itself was not measured"
+    if step := context.step_bytes:
+        of = f"step's {gigabytes(step)} GB by its ranges; all kernels profiled move "
+        of += f"{total / step:.1%} of it"
+    yield f"Share of the {of}. Copies and memsets are no kernels."
     yield "ms: the kernels' own time under the profiler, without the gaps between them."
     if context.roofs:
         yield (
@@ -141,3 +134,27 @@ def speed_table(speeds: Iterable[KernelSpeed], title: str) -> list[Table]:
     )
     headers = ["kernel", "µs", "SM", "mem", "DRAM", "L2\nhit", "occ.", "top stall"]
     return [Table(f"{title}: Speed of Light", headers, cells, (note,))]
+
+
+def account_table(title: str, account: pd.DataFrame) -> Table:
+    """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
+    small = in_cache(account)
+    cells = [
+        [
+            str(phase),
+            *(
+                gigabytes(line[part]) if small else f"{line[part] / 1e9:.2f}"
+                for part in (*ACCOUNT_COLUMNS, "remainder")
+            ),
+            f"{line.share:.2%}",
+        ]
+        for phase, line in account.iterrows()
+    ]
+    parts = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
+    notes = ["Left over: range less kernels less copies; % of the step's range."]
+    if small:
+        notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
+    elif unaccounted(account):
+        notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
+    headers = ["phase", *parts, "left\nover", "%"]
+    return Table(f"{title}: DRAM GB per step", headers, cells, tuple(notes))

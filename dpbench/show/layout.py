@@ -20,7 +20,6 @@ WIDTH = 80
 ABSENT = "-"
 """What stands for a number that was not measured."""
 
-
 Shown = tuple[str, Callable[[Any], str]]
 """A column of a frame by name, and how its values are written."""
 

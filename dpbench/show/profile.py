@@ -13,6 +13,7 @@ from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
+from dpbench.show.tables import title_of
 
 TOP = 20
 """Operators in a table."""
@@ -28,18 +29,11 @@ def profile_tables(frame: pd.DataFrame) -> list[Table]:
     profiled = frame[frame.instrument == "torch_profiler"]
     if profiled.empty:
         return []
-    summary = summarise(profiled)
+    keys = [*AXES, "device"]
     return [
-        _phases(f"{_title(rows.iloc[0])}: PyTorch profiler, per step", rows)
-        for _, rows in summary.groupby([*AXES, "device"], sort=False)
+        _phases(f"{title_of(dict(zip(keys, case, strict=True)))}: PyTorch profiler, per step", rows)
+        for case, rows in summarise(profiled).groupby(keys, sort=False)
     ]
-
-
-def _title(row: pd.Series[Any]) -> str:
-    usual = {"attention": "sdpa", "model": "simple"}
-    extra = [f" {row[axis]}" for axis, name in usual.items() if row[axis] != name]
-    what = f"{row['trainer']}, {row['model_size']} {row['precision']}{''.join(extra)}"
-    return f"{what}, batch {row['batch_size']}, sequence {row['seq_len']}, {row['device']}"
 
 
 def _phases(title: str, summary: pd.DataFrame) -> Table:
@@ -86,13 +80,10 @@ def profile_report(
 ) -> str:
     """The text report of one profiled case.
 
-    Args:
-        record: what ran and where.
-        rows: its rows.
-        launches: what the device did, folded; sums over the recorded steps.
-        operators: sums by operator, and by operator and input shapes, of each cycle; their
-            ``kind`` is ``operator``, ``call`` (of CUDA), ``kernel`` or ``annotation``.
-        threshold: milliseconds of a step from which an operator is a bottleneck.
+    ``launches`` are what the device did, folded: sums over the recorded steps. ``operators`` are
+    sums by operator, and by operator and input shapes, of each cycle; their ``kind`` is
+    ``operator``, ``call`` (of CUDA), ``kernel`` or ``annotation``. An operator that takes
+    ``threshold`` milliseconds of a step is a bottleneck.
     """
     frame = to_frame(rows)
     steps = int(frame.repeat.nunique())

@@ -2,65 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.results.cards import Roofs, known_roofs
-from dpbench.results.ceilings import Ceilings
+from dpbench.results.cards import Ceilings, Roofs, known_roofs
 from dpbench.results.rows import STEP
-from dpbench.show.groups import by_cell, in_order
-from dpbench.show.layout import Table, gigabytes, written
-from dpbench.show.tables import SHOWN_SHARE
+from dpbench.show.layout import Shown, Table, gigabytes
+from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order
 
 
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
     """What `dpbench.results.roofline.under` returned: a table per cell and kind of bytes."""
     return [
-        Table(
-            f"{title}: roofline of {premise}",
-            _headers(rows),
-            list(_lines(rows)),
-            (_note(roofs, str(rows.precision.iloc[0])),),
-        )
+        _table(f"{title}: roofline of {premise}", rows, roofs)
         for premise, group in table.groupby("bytes_are", sort=False)
         for title, rows in by_cell(in_order(group))
     ]
 
 
-def _headers(rows: pd.DataFrame) -> list[str]:
-    headers = ["trainer\n· phase", "TFLOP", "GB", "FLOP\n/ B", "bound by", "least\nms"]
-    return [*headers, "time\nms", "% of\nroof"] if rows.seconds.notna().any() else headers
-
-
-def _lines(rows: pd.DataFrame) -> Iterator[list[str]]:
+def _table(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
     """For each trainer a line for the step, then one per phase that matters to any of them."""
-    timed = rows.seconds.notna().any()
-    matters = set(rows[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()].phase)
-    for trainer, group in rows.groupby("trainer", sort=False):
-        by_phase = {str(row["phase"]): row for row in group.to_dict("records")}
-        for phase in (STEP, *ALL_PHASES):
-            row = by_phase.get(phase)
-            if row is None or phase not in matters:
-                continue
-            line = [
-                str(trainer) if phase == STEP else f"· {phase}",
-                gigabytes(row["flops"] / 1e3),
-                gigabytes(row["bytes"]),
-                written(row["intensity"], "{:.1f}".format),
-                row["bound_by"],
-                _milliseconds(row["least_seconds"]),
-            ]
-            if timed:
-                line += [_milliseconds(row["seconds"]), written(row["share"], "{:.0%}".format)]
-            yield line
+    matters = rows.phase[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()]
+    order = [STEP, *ALL_PHASES]
+    lines = pd.concat(
+        by_trainer.sort_values("phase", key=lambda phases: phases.map(order.index))
+        for _, by_trainer in rows[rows.phase.isin(matters)].groupby("trainer", sort=False)
+    )
+    lines["name"] = lines.trainer.where(lines.phase == STEP, "· " + lines.phase)
+    columns: dict[str, Shown] = {
+        "trainer\n· phase": ("name", str),
+        "TFLOP": ("flops", lambda operations: gigabytes(operations / 1e3)),
+        "GB": ("bytes", gigabytes),
+        "FLOP\n/ B": ("intensity", "{:.1f}".format),
+        "bound by": ("bound_by", str),
+        "least\nms": ("least_seconds", _milliseconds),
+    }
+    if rows.seconds.notna().any():
+        columns["time\nms"] = ("seconds", _milliseconds)
+        columns["% of\nroof"] = ("share", "{:.0%}".format)
+    return Table.of(title, lines, columns, [_note(roofs, str(rows.precision.iloc[0]))])
 
 
 def _milliseconds(seconds: float) -> str:
     """Seconds in milliseconds, with one digit after the point or three in all."""
-    style = "{:.1f}" if seconds >= 1e-4 else "{:.3g}"
-    return written(seconds * 1e3, style.format)
+    return f"{seconds * 1e3:.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:.3g}"
 
 
 def _note(roofs: Roofs, precision: str) -> str:

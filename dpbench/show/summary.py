@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from dpbench.files import write_text
 from dpbench.results.frame import to_frame
 from dpbench.results.operators import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.show.kernels import case_kernel_tables
-from dpbench.show.layout import Table, as_markdown, gigabytes, written
+from dpbench.show.layout import Table, gigabytes, written
 from dpbench.show.profile import profile_tables
 from dpbench.show.tables import tables
 from dpbench.show.view import View
@@ -47,11 +45,6 @@ def _guessed(outcomes: Sequence[Outcome]) -> Iterator[str]:
                 f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, "
                 f"which has no rule of its own and was counted by the general one."
             )
-
-
-def write_markdown(path: Path, outcomes: Sequence[Outcome], view: View | None = None) -> None:
-    """Write a run's tables."""
-    write_text(path, as_markdown(summary_tables(outcomes, view)))
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from dpbench.case import AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Kind, Metric, expectations
+from dpbench.settings import Settings
 
 THROUGHPUT = "_throughput"
 """The end of the name of bytes per second."""
@@ -19,14 +20,10 @@ OF_CASES = ("ncu", "timing", "cupti", "logical")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column of a table: of which metrics (of several, the largest number counts), and what.
 
-    Args:
-        name: as it is written on a command line.
-        header: what stands above it, on one or two lines.
-        metrics: the metric of the rows it shows; of several, the largest number counts.
-        kind: which number of these rows: the value itself, its ratio to standard training, its
-            spread over the active steps, or measured ÷ logical.
+    ``kind`` is the value itself, its ratio to standard training, its spread over the active
+    steps, or measured ÷ logical.
     """
 
     name: str
@@ -46,7 +43,7 @@ def columns() -> dict[str, Column]:
     return _columns_of(tuple(METRICS.values()))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # metrics can be registered
 def _columns_of(metrics: Sequence[Metric]) -> dict[str, Column]:
     headed = [m for m in metrics if m.header and not set(m.by).isdisjoint(OF_CASES)]
     listed = [Column(m.name, m.header, (m.name,)) for m in headed]
@@ -83,23 +80,11 @@ def shown_by_default(*, logical: bool) -> list[Column]:
     return [column(kinds[kind].format(m)) for m in metrics for kind in m.shown]
 
 
-TOP = 10
+TOP = Settings.top
 """How many kernels a table shows unless told otherwise."""
 
 GROUPS = ("cell", "device", "phase", *AXES)
 """What can share a table: the cases with one baseline (``cell``), or with one value of an axis."""
-
-COLUMNS_HELP = (
-    "columns to show, separated by commas: metrics (dram_bytes, step_time_seconds, …), their "
-    "ratio to standard, spread over the steps, or measured over logical (dram_ratio, "
-    "dram_spread, dram_over_logical, …), ncu counters"
-)
-EXPECT_HELP = (
-    "say beside the tables which cases lie outside the ratio to standard that you expect, e.g. "
-    "dram_ratio:2-5 (the default, with l2_ratio:1.5-3); none: expect nothing; repeatable"
-)
-SORT_HELP = "sort each table by a column, or by an axis of the case; ascending"
-GROUP_BY_HELP = f"what shares a table, separated by commas: {', '.join(GROUPS)} (default cell)"
 
 
 def column(name: str) -> Column:
@@ -115,14 +100,11 @@ def column(name: str) -> Column:
 
 @dataclass(frozen=True)
 class View:
-    """Columns, order and grouping of the tables by case.
+    """Columns, order and grouping of the tables by case, and how many kernels are shown.
 
-    Args:
-        columns: what to show; empty for `shown_by_default`, and every table that goes with it.
-        sort: a column's name or an axis; None for the order of the trainers.
-        group_by: some of `GROUPS`. Rows of different devices never share a table.
-        top: how many kernels a table of kernels shows.
-        expected: by metric, between which ratios to standard the user expects it.
+    Without ``columns`` they are those of `shown_by_default`, with every table that goes with
+    them; ``sort`` is a column's name or an axis. Rows of different devices never share a table.
+    ``expected`` says by metric between which ratios to standard the user expects it.
     """
 
     columns: tuple[Column, ...] = ()

@@ -29,7 +29,7 @@ def saved(tmp_path: Path) -> list[str]:
     runs = tmp_path / "runs"
     shutil.copytree(PROFILE, runs / CASE.id)
     record = json.loads((PROFILE / "record.json").read_text())
-    write_summary(CASE, record, runs / CASE.id, threshold=10)
+    write_summary(CASE, record, runs / CASE.id)
     return ["--saved", "--ncu-dir", str(tmp_path), "--profile-dir", str(runs)]
 
 

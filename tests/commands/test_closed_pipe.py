@@ -51,9 +51,7 @@ def test_run_that_nobody_reads_is_saved_all_the_same(tmp_path: Path) -> None:
     with nobody_reading(said):
         assert main([*run, "--save", "unread"]) == PIPE_CLOSED
     assert "saved .dpbench/cpu-logical/0001_unread.json" in said.read_text()
-    assert [heading.run.status for heading in Storage(Path(".dpbench")).listing().runs] == [
-        "complete"
-    ]
+    assert [run.status for run in Storage(Path(".dpbench")).listing()[0]] == ["complete"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")

@@ -9,7 +9,7 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.commands.doctor import as_line
-from dpbench.doctor import FAILED, OK, Finding
+from dpbench.doctor.findings import FAILED, OK, Finding
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_an_interruption_is_told_in_one_line(
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dpbench.doctor.machine.packages", interrupted)
+    monkeypatch.setattr("dpbench.doctor.examine", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "dpbench doctor: interrupted\n"
 

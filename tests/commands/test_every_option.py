@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from dpbench.cli import build_parser, main
-from dpbench.doctor import Setup
+from dpbench.doctor.findings import Setup
 from dpbench.gpu import Gpu
 from dpbench.process.ceilings import measure_ceilings
-from dpbench.results.ceilings import read_ceilings
+from dpbench.results.cards import Ceilings, read_ceilings
 from dpbench.results.storage import Storage
 from tests.plugin.saved_runs import recorded_document, save
 from tests.programs import program
@@ -149,7 +149,7 @@ def test_ceilings_are_written_for_roofline(monkeypatch: pytest.MonkeyPatch) -> N
     replayed_gpu(monkeypatch)
     monkeypatch.setattr("dpbench.process.ceilings.measure_ceilings", lambda: found)
     assert main(["ceilings", "--json=out/ceilings.json"]) == 0
-    assert read_ceilings(Path("out/ceilings.json")) == found
+    assert read_ceilings(Path("out/ceilings.json")) == Ceilings(**found)
 
 
 def test_doctor_looks_where_it_is_told(

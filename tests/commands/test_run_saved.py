@@ -10,6 +10,7 @@ import pytest
 
 import dpbench.runner
 from dpbench.cli import main
+from dpbench.files import write_text
 from dpbench.results.run import Run
 
 RUN = ["run", "--instrument=logical", "--batch-size=2", "--seq-len=8", "--model-size=tiny"]
@@ -95,9 +96,11 @@ def test_numbers_outlast_a_full_directory_of_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        if path.name != "run.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_text(path, text)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dpbench.results.store.write_text", full)
+    monkeypatch.setattr("dpbench.results.outcome.write_text", full)
     assert main([*RUN, *TWO, "--json=run.json"]) == 0
     assert len(json.loads(Path("run.json").read_text())["cases"]) == 2

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from dpbench import Case, gpu
-from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, counters, examine
+from dpbench.doctor import counters, examine
 from dpbench.doctor.copying import CopyTrainer
 from dpbench.doctor.counters import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
+from dpbench.doctor.findings import FAILED, OK, WARNING, Check, Finding, Setup
 from dpbench.gpu import Gpu, Use
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.metrics import METRICS, Metric
@@ -219,7 +220,7 @@ def test_the_calibrating_trainer_copies_what_it_says() -> None:
     trainer.train_step(batches[0])
     assert torch.equal(trainer.copy, trainer.source)
     assert trainer.source.numel() == FEW * EXAMPLE_BYTES
-    rows = {(row.phase, row.metric): row.value for row in Logical().measure(case)}
+    rows = {(row.phase, row.metric): row.value for row in Logical().count(case).rows}
     assert rows["forward", "logical_read_bytes"] == FEW * EXAMPLE_BYTES
     assert rows["forward", "logical_write_bytes"] == FEW * EXAMPLE_BYTES
 

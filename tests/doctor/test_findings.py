@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.doctor import FAILED, OK, Finding, Setup, all_checks, examine
+from dpbench.doctor import CHECKS, examine
+from dpbench.doctor.findings import FAILED, OK, Finding, Setup
 from dpbench.instruments.base import CaseFailed, CaseTimedOut
 
 
@@ -43,7 +44,7 @@ def test_an_interruption_ends_them_all() -> None:
 
 
 def test_every_check_has_a_name_and_says_what_it_is_about() -> None:
-    for check in all_checks():
+    for check in CHECKS:
         assert check.__doc__, check
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench.doctor import FAILED, OK, WARNING, Check, Finding, Setup, machine
+from dpbench.doctor import machine
+from dpbench.doctor.findings import FAILED, OK, WARNING, Check, Finding, Setup
 from dpbench.gpu import Gpu, Use, in_use
 from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.program import NcuNotFound
@@ -172,7 +173,7 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     path = tmp_path / "ncu"
     path.write_text(f"#!/bin/sh\nexec 9>'{tmp_path}/alive'\nsleep 100\n")
     path.chmod(0o755)
-    monkeypatch.setattr(ncu, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(ncu, "ANSWER_SECONDS", 0.3)
     assert only(machine.ncu, Setup(ncu_path=str(path))).status == FAILED
     readable, _, _ = select.select([alive], [], [], 30)
     assert readable, "a process still holds the pipe open"

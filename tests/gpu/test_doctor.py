@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.doctor import OK, Setup, counters
+from dpbench.doctor import counters
+from dpbench.doctor.findings import OK, Setup
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
 from dpbench.process.ceilings import measure_ceilings
-from dpbench.results.cards import Card, find_card
+from dpbench.results.cards import Ceilings, Roofs, find_card
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,7 @@ def test_every_byte_metric_can_be_read(setup: Setup) -> None:
     assert [finding.status for finding in found] == [OK] * 4, found
 
 
-def card() -> Card:
+def card() -> Roofs:
     try:
         return find_card(visible_gpus()[0].name)
     except ConfigurationError:
@@ -40,8 +41,8 @@ def card() -> Card:
 
 
 def test_measured_ceilings_lie_below_the_data_sheet_and_not_far() -> None:
-    sheet = card().roofs()
-    measured = measure_ceilings()
+    sheet = card()
+    measured = Ceilings(**measure_ceilings())
     assert 0.6 < measured.bandwidth / sheet.bandwidth < 1.02
     for precision, peak in sheet.flops.items():
         assert 0.4 < measured.flops[precision] / peak < 1.05, precision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ CASE = Case("dpsgd", 4, 32, "tiny")
 
 
 def start(program: str, log: Path, timeout: float = 20.0) -> Child:
-    command = [sys.executable, "-c", program]
+    command = ["/bin/sh", "-c", program]
     return Child(command, case=CASE, log=log, timeout=timeout, read=lambda _: [])
 
 
@@ -40,8 +41,9 @@ def fails(program: str, tmp_path: Path, timeout: float = 20.0) -> InstrumentErro
 
 
 def says(**record: object) -> str:
-    """A program's text that prints a record."""
-    return f"from dpbench.process.messages import print_record; print_record(**{record!r})"
+    """What makes a shell print a record, as `print_record` does."""
+    line = shlex.quote(json.dumps({"dpbench": "0", **record}))
+    return f"printf '\\n%s%s\\n' \"$DPBENCH_RECORD_MARK\" {line}"
 
 
 def test_the_command_is_an_argument_list_that_names_every_field() -> None:
@@ -68,7 +70,7 @@ def test_a_child_runs_at_least_one_active_step(warmup: int, active: int) -> None
 
 
 def test_the_record_is_the_last_one_printed(tmp_path: Path) -> None:
-    child = start(f"{says(loss=1)}; print('noise'); {says(loss=2)}", tmp_path / "log")
+    child = start(f"{says(loss=1)}; echo noise; {says(loss=2)}", tmp_path / "log")
     assert child.record()["loss"] == 2
 
 
@@ -76,7 +78,8 @@ def test_the_log_and_the_terminal_show_a_command_to_paste(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    start(says(), log).record()
+    program = "from dpbench.process.messages import print_record; print_record()"
+    start(shlex.join([sys.executable, "-c", program]), log).record()
     first = log.read_text().splitlines()[0]
     assert first in capfd.readouterr().err
     pasted = subprocess.run(first.removeprefix("$ "), shell=True, capture_output=True, check=True)
@@ -87,20 +90,21 @@ def test_pytest_and_xdist_variables_do_not_reach_the_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw7")
-    program = f"import os; {says(names='')}".replace("**{'names': ''}", "names=list(os.environ)")
-    names = start(program, tmp_path / "log").record()["names"]
-    assert not [name for name in names if name.startswith("PYTEST_")]
+    start(f"env; {says(loss=1)}", tmp_path / "log").record()
+    log = (tmp_path / "log").read_text()
+    assert "DPBENCH_RECORD_MARK=" in log
+    assert "\nPYTEST_" not in log
 
 
 def test_what_a_child_says_of_its_failure_is_the_message(tmp_path: Path) -> None:
-    program = f"{says(error={'kind': 'RuntimeError', 'message': 'no such layer'})}; exit(1)"
+    program = f"{says(error={'kind': 'RuntimeError', 'message': 'no such layer'})}; exit 1"
     error = fails(program, tmp_path)
     assert isinstance(error, CaseFailed)
     assert "no such layer" in str(error)
 
 
 def test_running_out_of_memory_is_told_with_its_remedy(tmp_path: Path) -> None:
-    program = f"{says(error={'kind': 'OutOfMemory', 'message': 'tried 61 GiB'})}; exit(1)"
+    program = f"{says(error={'kind': 'OutOfMemory', 'message': 'tried 61 GiB'})}; exit 1"
     error = fails(program, tmp_path)
     assert isinstance(error, CaseOutOfMemory)
     assert "tried 61 GiB; use a smaller batch size" in str(error)
@@ -109,21 +113,19 @@ def test_running_out_of_memory_is_told_with_its_remedy(tmp_path: Path) -> None:
 def test_running_out_of_memory_is_recognised_when_the_child_was_killed_meanwhile(
     tmp_path: Path,
 ) -> None:
-    program = (
-        "print('torch.OutOfMemoryError: CUDA out of memory'); import os; os.kill(0, 0); exit(9)"
-    )
+    program = "echo torch.OutOfMemoryError: CUDA out of memory; exit 9"
     assert isinstance(fails(program, tmp_path), CaseOutOfMemory)
 
 
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("exit(7)", "exit code 7"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
-        ("pass", "printed no record"),
-        ("import os; print(os.environ['DPBENCH_RECORD_MARK'] + '{\"trunc')", "printed no record"),
-        ('print(\'{"dpbench": "0", "loss": 1}\')', "printed no record"),
-        ("import os; os.kill(os.getpid(), 40)", "killed by signal 40"),
+        ("exit 7", "exit code 7"),
+        ("kill -s SEGV $$", "killed by SIGSEGV"),
+        ("true", "printed no record"),
+        ('echo "$DPBENCH_RECORD_MARK"\'{"trunc\'', "printed no record"),
+        ('echo \'{"dpbench": "0", "loss": 1}\'', "printed no record"),
+        ("kill -40 $$", "killed by signal 40"),
     ],
 )
 def test_a_crash_is_told_in_words(program: str, words: str, tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_crash_is_told_in_words(program: str, words: str, tmp_path: Path) -> N
 
 
 def test_the_tail_of_a_failed_case_is_the_end_of_its_log(tmp_path: Path) -> None:
-    error = fails("print(*range(100), sep='\\n'); exit(1)", tmp_path)
+    error = fails("seq 0 99; exit 1", tmp_path)
     assert log_tail(error, lines=3).splitlines() == ["97", "98", "99"]
 
 
@@ -151,16 +153,11 @@ def test_a_time_out_ends_the_whole_process_group(
     stubborn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dpbench.instruments.processes.GRACE_SECONDS", 0.2)
-    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stubborn else ""
-    program = (
-        f"print({WAITING!r}, flush=True);"  # stops the clock
-        f"import subprocess, sys, time; {ignore}"
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        f"print(p.pid); print({MEASURING!r}, flush=True); time.sleep(60)"
-    )
-    error = fails(program, tmp_path, timeout=0.8)
+    ignore = "trap '' TERM;" if stubborn else ""
+    program = f"echo {WAITING}; {ignore} sleep 60 & echo $!; echo {MEASURING}; wait; sleep 60"
+    error = fails(program, tmp_path, timeout=0.3)
     assert isinstance(error, CaseTimedOut)
-    assert "within 0.8 s" in str(error)
+    assert "within 0.3 s" in str(error)
     grandchild = int((tmp_path / "log").read_text().splitlines()[2])
     deadline = time.monotonic() + 5
     while lives(grandchild) and time.monotonic() < deadline:
@@ -171,21 +168,21 @@ def test_a_time_out_ends_the_whole_process_group(
 def waits(seconds: float, holder: int, *more: str) -> str:
     """A program's text that waits for a GPU of another process's."""
     words = f"{WAITING} GPU-0, held by process {holder} (dpsgd) since 12:03:04"
-    return "; ".join([f"import time; print({words!r}, flush=True); time.sleep({seconds})", *more])
+    return "; ".join([f"echo {shlex.quote(words)}; sleep {seconds}", *more])
 
 
-GETS_IT = f"print({MEASURING!r}, flush=True)"
+GETS_IT = f"echo {MEASURING}"
 
 
 def test_each_process_that_holds_the_gpu_may_take_as_long_as_the_case(tmp_path: Path) -> None:
-    program = "; ".join([waits(0.8, 1), waits(0.8, 2), GETS_IT, "time.sleep(0.8)", says(loss=3)])
-    assert start(program, tmp_path / "log", timeout=1.4).record()["loss"] == 3
+    program = "; ".join([waits(0.5, 1), waits(0.5, 2), GETS_IT, "sleep 0.5", says(loss=3)])
+    assert start(program, tmp_path / "log", timeout=0.9).record()["loss"] == 3
 
 
 def test_a_gpu_that_does_not_get_free_is_told_with_who_holds_it(tmp_path: Path) -> None:
-    error = fails(waits(60, os.getpid()), tmp_path, timeout=0.5)
+    error = fails(waits(60, os.getpid()), tmp_path, timeout=0.3)
     assert isinstance(error, GpuBusy)
-    assert f"waited 0.5 s for GPU-0, held by process {os.getpid()} (dpsgd) since" in str(error)
+    assert f"waited 0.3 s for GPU-0, held by process {os.getpid()} (dpsgd) since" in str(error)
     assert "end that process, or raise the time-out" in str(error)
 
 
@@ -197,7 +194,7 @@ def test_whoever_waits_for_another_session_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("dpbench.instruments.child.PATIENCE_SECONDS", 0.1)
-    holder = start("import time; time.sleep(60)", tmp_path / "holder")
+    holder = start("sleep 60", tmp_path / "holder")
     process = holder.group.process.pid if own else os.getpid()
     start(waits(0.6, process, GETS_IT, says()), tmp_path / "log").record()
     holder.cancel()
@@ -219,11 +216,11 @@ def test_what_is_told_reaches_the_terminal_of_a_test_runner(
 
 
 def test_a_trainer_that_leaves_a_line_open_keeps_its_record(tmp_path: Path) -> None:
-    assert start(f"print('loss 2.3', end=''); {says(loss=2)}", tmp_path / "log").record()
+    assert start(f"printf 'loss 2.3'; {says(loss=2)}", tmp_path / "log").record()
 
 
 def test_an_error_in_the_log_of_a_case_that_went_well_is_no_failure(tmp_path: Path) -> None:
-    program = f"print('torch.OutOfMemoryError: retrying with less'); {says(loss=2)}"
+    program = f"echo torch.OutOfMemoryError: retrying with less; {says(loss=2)}"
     assert start(program, tmp_path / "log").record()["loss"] == 2
 
 
@@ -236,7 +233,7 @@ def test_what_an_orphan_still_prints_is_not_in_the_next_log(tmp_path: Path) -> N
 
 
 def test_a_record_that_lacks_something_fails_its_case_only(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", says(loss=2)]
+    command = ["/bin/sh", "-c", says(loss=2)]
     child = Child(
         command, case=CASE, log=tmp_path / "log", timeout=20, read=lambda c: c.record()["rows"]
     )
@@ -245,7 +242,7 @@ def test_a_record_that_lacks_something_fails_its_case_only(tmp_path: Path) -> No
 
 
 def test_cancelling_ends_a_child_at_once(tmp_path: Path) -> None:
-    child = start("import time; time.sleep(60)", tmp_path / "log")
+    child = start("sleep 60", tmp_path / "log")
     child.cancel()
     assert child.group.process.returncode is not None
     child.cancel()  # and again does nothing

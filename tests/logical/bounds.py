@@ -1,9 +1,13 @@
 """What each trainer moves in the cells of the named grids: the suite behind `bounds.json`.
 
-Not collected by itself: `test_bounds.py` holds it to the committed run. Every layer of the
-transformer runs the same operators, so the ``1b`` model is counted with one layer and with two,
-which says what any number of them moves (`layers.py`). A change that is meant renews the run, and
-``git diff`` shows what it costs:
+Not collected by itself: `test_bounds.py` holds a part of it to the committed run, and this all:
+
+    python -m pytest -n 0 tests/logical/bounds.py --dpbench-compare=tests/logical/bounds.json \\
+        --dpbench-compare-fail=logical_bytes:±0.3% --dpbench-compare-fail=logical_ratio:±0.3%
+
+Every layer of the transformer runs the same operators, so the ``1b`` model is counted with one
+layer and with two, which says what any number of them moves (`layers.py`). A change that is meant
+renews the run, and ``git diff`` shows what it costs:
 
     python -m pytest -n 0 tests/logical/bounds.py --dpbench-json tests/logical/bounds.json
 """

@@ -54,9 +54,14 @@ def _extrapolated(
         start, end = (getattr(found.get(where), what, 0) for found in (first, second))
         return int(start + steps * (end - start))
 
-    metrics = ("calls", "read_bytes", "write_bytes", "flops")
     return tuple(
-        OperatorCount(*where, *(at_depth(where, metric) for metric in metrics))
+        OperatorCount(
+            *where,
+            calls=at_depth(where, "calls"),
+            read_bytes=at_depth(where, "read_bytes"),
+            write_bytes=at_depth(where, "write_bytes"),
+            flops=at_depth(where, "flops"),
+        )
         for where in dict.fromkeys([*first, *second])
     )
 

@@ -9,7 +9,7 @@ from dpbench.errors import ConfigurationError
 from tests.logical.layers import count, count_by_layers
 
 TRAINERS = GRIDS["grid1"].trainer
-DEEP = "200x32x4x2"
+DEEP = "200x32x3x2"
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -23,9 +23,8 @@ def test_two_depths_tell_every_other(trainer: str) -> None:
         assert dict(extrapolated.phases[metric]) == dict(by_phase[by_phase > 0])
 
 
-@pytest.mark.parametrize("changed", [{"precision": PRECISIONS[-1]}, {"attention": "dp_mha"}])
-def test_in_other_configurations_too(changed: dict[str, str]) -> None:
-    case = Case("dpsgd", 4, 16, DEEP, **changed)
+def test_in_another_configuration_too() -> None:
+    case = Case("dpsgd", 4, 16, DEEP, precision=PRECISIONS[-1], attention="dp_mha")
     assert set(count_by_layers(case).operator_counts) == set(count(case).operator_counts)
 
 

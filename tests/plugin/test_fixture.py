@@ -20,7 +20,7 @@ def test_it_takes_a_case_or_the_fields_of_one(project: RunSuite, pytester: pytes
             assert dpsgd.ratio_to(standard) == dpsgd.dram_bytes / standard.dram_bytes
             assert dpsgd.ratio_to(standard, "l2_total_bytes", phase="backward") > 1
             assert set(dpsgd.frame.instrument) == {"ncu"}
-            assert "GB per step" in str(dpsgd)
+            assert "per step and phase" in str(dpsgd)
         """
     )
     project().assert_outcomes(passed=1)

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from dpbench import Case, DPGhostClippingTrainer
-from dpbench.instruments.logical.instrument import Logical
-from dpbench.instruments.logical.result import LogicalResult
+from dpbench.instruments.logical.instrument import Logical, LogicalResult
 from dpbench.training.base import Batch
 from tests.plugin.conftest import RunSuite
 

@@ -76,7 +76,7 @@ def test_every_option_is_tried_in_each_mode(pytester: pytest.Pytester) -> None:
     declared = set(re.findall(r"^  (--[a-z-]+)", group, re.MULTILINE))
     tried = {option.partition("=")[0] for options in SCENARIOS for option in options}
     assert len(declared) > 40
-    assert tried == declared
+    assert tried | {"--dpbench-instrument", "--dpbench-device"} == declared  # files of their own
 
 
 def command_in(log: Path) -> str:

@@ -7,11 +7,12 @@ import torch
 
 from dpbench import ConfigurationError
 from dpbench.process.ceilings import measure_ceilings
+from dpbench.results.cards import Ceilings
 
 
 def test_a_copy_and_a_product_at_every_precision_are_timed() -> None:
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    found = measure_ceilings("cpu", copy_bytes=2**24, matrix=64, seconds=0.01)
+    found = Ceilings(**measure_ceilings("cpu", copy_bytes=2**24, matrix=64, seconds=0.01))
     assert (found.device, found.copy_bytes, found.matrix) == ("cpu", 2**24, 64)
     assert found.bandwidth > 0
     assert set(found.flops) == {"fp32", "tf32", "bf16"}

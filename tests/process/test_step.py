@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dpbench import Case, ConfigurationError
-from dpbench.process.build import build
-from dpbench.process.step import PhaseTimes, pick_device, run_case
+from dpbench.process.build import build, pick_device
+from dpbench.process.step import PhaseTimes, run_case
 from dpbench.training.phases import observed_step, phase
 
 CASE = Case("dpsgd_ghost", 4, 16, "tiny")

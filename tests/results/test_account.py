@@ -13,7 +13,7 @@ from dpbench import Case, ConfigurationError
 from dpbench.results.account import ACCOUNT_COLUMNS, account, unaccounted
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.account import account_table
+from dpbench.show.kernels import account_table
 
 CASE = Case("dpsgd", 8, 256)
 BYTES = st.integers(0, 10**12).map(float)
@@ -62,7 +62,7 @@ def test_copies_from_and_to_the_host_and_memsets_count_once() -> None:
     assert found.copies_written["forward"] == 5.0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["forward", "backward", "clip"]), PARTS_OF_A_PHASE, min_size=1)
 )

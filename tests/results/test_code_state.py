@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.results.code_state import code_state
+from dpbench.results.conditions import code_state
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 

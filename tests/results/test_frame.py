@@ -18,7 +18,7 @@ UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}
 
 BYTES = st.floats(1.0, 1e13)
 SECONDS = st.floats(1e-6, 1e3)
-quickly = settings(deadline=None, max_examples=25)
+quickly = settings(deadline=None, max_examples=8)
 
 
 def rows(

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 
 from dpbench.case import PHASES, Case
 from dpbench.metrics import METRICS
-from dpbench.results.kernel_table import kernel_frame, kernel_table, step_bytes
 from dpbench.results.kernels import (
     KernelCount,
     KernelLaunch,
+    KernelSpeed,
+    dram_bytes_of_step,
     fold,
+    kernel_frame,
     kernel_rows,
+    kernel_table,
 )
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.speed_of_light import KernelSpeed
 from dpbench.show.kernels import (
     KernelContext,
     kernel_tables,
@@ -88,8 +90,8 @@ def test_reads_alone_are_not_the_bytes_of_a_step() -> None:
         Measurement(Case("dpsgd", 8, 256), "ncu", STEP, f"dram_{way}_bytes", 2e9, "B", 0, "x", "y")
         for way in ("read", "write")
     )
-    assert step_bytes([read, write]) == 4e9
-    assert step_bytes([read]) is None
+    assert dram_bytes_of_step([read, write]) == 4e9
+    assert dram_bytes_of_step([read]) is None
 
 
 def test_the_operator_stays_with_the_launches_that_it_made() -> None:

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from dpbench.case import AXES, Case
 from dpbench.files import write_text
 from dpbench.gpu import Gpu
+from dpbench.results.conditions import environment
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
     document,
-    environment,
     trainer_summary,
-    write_json,
+    write_document,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
-from dpbench.show.summary import summary_tables, trainer_table, write_markdown
+from dpbench.show.export import write_renderings
+from dpbench.show.summary import summary_tables, trainer_table
+from dpbench.show.view import View
 
 UNITS = {"bytes": "B", "seconds": "s"}
 FIGURES = {
@@ -88,7 +90,7 @@ def test_outcome_survives_json(outcome: Outcome) -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=8)
 @given(message=st.text(), tail=st.text(), seconds=st.floats(0, 1e6), log=st.none() | st.text())
 def test_outcome_survives_json_whatever_was_said(
     message: str, tail: str, seconds: float, log: str | None
@@ -317,13 +319,13 @@ def test_file_that_cannot_be_put_in_place_leaves_no_part(tmp_path: Path) -> None
 
 def test_json_file_holds_the_document(tmp_path: Path) -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
-    write_json(tmp_path / "run.json", outcomes, {"python": "3"})
+    write_document(tmp_path / "run.json", document(outcomes, {"python": "3"}))
     assert json.loads((tmp_path / "run.json").read_text()) == saved(*outcomes)
 
 
 def test_markdown_file_holds_every_table(tmp_path: Path) -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
-    write_markdown(tmp_path / "run.md", outcomes)
+    write_renderings(outcomes, View(), markdown=tmp_path / "run.md")
     text = (tmp_path / "run.md").read_text(encoding="utf-8")
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("#")]
     assert titles == [table.title for table in summary_tables(outcomes)]

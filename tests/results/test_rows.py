@@ -40,7 +40,7 @@ MEASUREMENT = Measurement(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(MEASUREMENTS)
 def test_measurement_survives_json(measurement: Measurement) -> None:
     assert Measurement.from_row(json.loads(json.dumps(measurement.as_row()))) == measurement

@@ -13,11 +13,10 @@ from dpbench.case import GRIDS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.ncu.ranges import Ncu
 from dpbench.results.conditions import Conditions, premise_differences
-from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_json
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.results.run_file import RunFile
-from dpbench.results.storage import Storage
+from dpbench.results.storage import RunFile, Storage
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
 CODE = {"commit": "4663987", "dirty": False, "changes": None}
@@ -88,7 +87,7 @@ def test_a_run_that_another_session_has_completed_is_not_resumed(storage: Storag
     run = broken_off(storage)
     path, _ = storage.interrupted("NVIDIA H200")
     assert path == run.path
-    write_json(path, [DONE], ENVIRONMENT, under().session(COMPLETE))  # by another, meanwhile
+    write_document(path, written([DONE], COMPLETE))  # by another, meanwhile
     with pytest.raises(ConfigurationError, match="completed by another session"):
         RunFile.resume(storage, path, under())
     with storage.writing(path):  # which was let go of
@@ -171,11 +170,13 @@ def test_cases_that_were_written_into_a_run_later_are_told_of(tmp_path: Path) ->
     ]
     session = under().session("complete")
     for name, found in (("plain", ()), ("updated", updates)):
-        write_json(tmp_path / f"{name}.json", outcomes, ENVIRONMENT, session, found)
+        made = document(outcomes, ENVIRONMENT, session)
+        write_document(tmp_path / f"{name}.json", {**made, "updates": found})
     plain, updated = (Run.load(tmp_path / f"{name}.json") for name in ("plain", "updated"))
     assert updated.environment == ENVIRONMENT
     interrupted = under().session(INTERRUPTED)
-    write_json(tmp_path / "interrupted.json", outcomes, ENVIRONMENT, interrupted, updates)
+    made = document(outcomes, ENVIRONMENT, interrupted)
+    write_document(tmp_path / "interrupted.json", {**made, "updates": updates})
     with pytest.raises(ConfigurationError, match="cases were written into it later"):
         RunFile.resume(Storage(tmp_path), tmp_path / "interrupted.json", under())
     assert premise_differences(updated, plain) == [

@@ -45,13 +45,13 @@ def test_runs_are_numbered_under_a_folder_for_their_device(storage: Storage) -> 
         "cpu-logical/0002_after.json",
         "NVIDIA-H200/0003_before.json",
     ]
-    assert [heading.run.name for heading in storage.listing().runs] == [path.stem for path in paths]
+    assert [run.name for run in storage.listing()[0]] == [path.stem for path in paths]
 
 
 def test_many_sessions_at_once_get_numbers_of_their_own(storage: Storage) -> None:
     with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda i: storage.allocate(f"run{i}", H200, text()), range(24)))
-    assert sorted(path.name[:4] for path in paths) == [f"{i:04}" for i in range(1, 25)]
+        paths = list(pool.map(lambda i: storage.allocate(f"run{i}", H200, text()), range(8)))
+    assert sorted(path.name[:4] for path in paths) == [f"{i:04}" for i in range(1, 9)]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "a b", "x" * 101])
@@ -79,10 +79,10 @@ def test_damaged_and_newer_files_are_named_and_passed_over(storage: Storage) -> 
     storage.allocate("good", H200, text(2.0))
     cut = storage.allocate("cut", H200, text(3.0)[:-9])
     newer = storage.allocate("newer", H200, text(4.0).replace('"schema": 1', '"schema": 2'))
-    listing = storage.listing()
-    assert [heading.run.name for heading in listing.runs] == ["0001_good"]
-    assert [str(path) in line for path, line in zip([cut, newer], listing.skipped, strict=True)]
-    assert "upgrade dpbench" in listing.skipped[1]
+    runs, skipped = storage.listing()
+    assert [run.name for run in runs] == ["0001_good"]
+    assert [str(path) in line for path, line in zip([cut, newer], skipped, strict=True)]
+    assert "upgrade dpbench" in skipped[1]
 
 
 @pytest.mark.parametrize("place", ["", "NVIDIA-H200"])

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from dpbench.case import Case
-from dpbench.results.outcome import Outcome
+from dpbench.results.outcome import Outcome, OutcomeStore
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.store import OutcomeStore
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
 
@@ -96,7 +95,7 @@ def test_what_cannot_be_written_stays_with_who_measured_it(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     store = OutcomeStore(tmp_path)
-    monkeypatch.setattr("dpbench.results.store.write_text", full)
+    monkeypatch.setattr("dpbench.results.outcome.write_text", full)
     assert store.once(CASE, measured) == measured(CASE)
     assert store.once(CASE, never) == measured(CASE)
     assert store.outcomes() == [measured(CASE)]
@@ -136,7 +135,7 @@ PROCESS = """
 import os, pathlib, sys, time
 from dpbench.case import Case
 from dpbench.results.outcome import Outcome
-from dpbench.results.store import OutcomeStore
+from dpbench.results.outcome import OutcomeStore
 
 directory = pathlib.Path(sys.argv[1])
 

@@ -18,12 +18,15 @@ from dpbench.show.export import (
     STEP_SUMMARY,
     append_step_summary,
     github_benchmark_entries,
-    write_csv,
-    write_github_benchmark,
     write_renderings,
 )
 from dpbench.show.layout import Table
 from dpbench.show.view import View
+
+
+def outcomes(measured: list[Measurement]) -> list[Outcome]:
+    return [Outcome(measured[0].case, tuple(measured), 1.0)] if measured else []
+
 
 UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}
 
@@ -66,7 +69,7 @@ def test_csv_keeps_every_digit(
 ) -> None:
     path = tmp_path_factory.mktemp("csv") / "run.csv"
     measured = rows("dpsgd", dram_read_bytes=values)
-    write_csv(path, measured)
+    write_renderings(outcomes(measured), View(), csv=path)
     with path.open(newline="", encoding="utf-8") as stream:
         read = list(csv.DictReader(stream))
     assert list(read[0]) == COLUMNS
@@ -78,7 +81,8 @@ def test_csv_keeps_every_digit(
 
 def test_csv_quotes_what_would_break_a_line(tmp_path: Path) -> None:
     [row] = rows("dpsgd", dram_read_bytes=[1.0])
-    write_csv(tmp_path / "run.csv", [Measurement(**{**vars(row), "tool": 'a,"b"\nc'})])
+    changed = Measurement(**{**vars(row), "tool": 'a,"b"\nc'})
+    write_renderings(outcomes([changed]), View(), csv=tmp_path / "run.csv")
     with (tmp_path / "run.csv").open(newline="", encoding="utf-8") as stream:
         assert [line["tool"] for line in csv.DictReader(stream)] == ['a,"b"\nc']
 
@@ -128,15 +132,14 @@ def test_entries_follow_chosen_columns_but_for_rates_of_which_more_is_better() -
 
 
 def test_file_is_a_list_even_of_nothing(tmp_path: Path) -> None:
-    write_github_benchmark(tmp_path / "none.json", [])
-    write_github_benchmark(tmp_path / "some.json", MEASURED)
+    write_renderings([], View(), github_benchmark=tmp_path / "none.json")
+    write_renderings(outcomes(MEASURED), View(), github_benchmark=tmp_path / "some.json")
     assert json.loads((tmp_path / "none.json").read_text()) == []
     assert json.loads((tmp_path / "some.json").read_text()) == list(entries(MEASURED).values())
 
 
 def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
-    outcome = Outcome(MEASURED[0].case, tuple(MEASURED), 1.0)
-    write_renderings([outcome], View.of("dram_ratio"), markdown=tmp_path / "run.md")
+    write_renderings(outcomes(MEASURED), View.of("dram_ratio"), markdown=tmp_path / "run.md")
     assert [path.name for path in tmp_path.iterdir()] == ["run.md"]
     text = (tmp_path / "run.md").read_text(encoding="utf-8")
     assert "DRAM ÷ std" in text

@@ -9,8 +9,7 @@ import pytest
 from dpbench.case import Case
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.groups import groups
-from dpbench.show.tables import complete
+from dpbench.show.tables import complete, groups
 from dpbench.show.view import View
 
 GB = 1e9

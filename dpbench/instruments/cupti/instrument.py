@@ -11,11 +11,11 @@ from dpbench.case import Case
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.cupti.errors import KINDS
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.timing import timing_rows
 from dpbench.metrics import METRICS
 from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
+from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,15 @@ class Cupti(Instrument):
 
     directory: Path
     names: tuple[str, ...] = ()
-    steps: Steps = InstrumentSettings.timing_steps
-    timeout: float = InstrumentSettings.timeout
+    steps: Steps = Steps(Settings.warmup, Settings.active)
+    timeout: float = Settings.timeout
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Cupti:
+    def from_settings(cls, settings: Settings) -> Cupti:
         """As ``--ncu-metrics``, ``--warmup``, ``--active`` and the like say."""
         names = tuple(settings.metric_names or ())
-        return cls(settings.directory, names, settings.timing_steps, settings.timeout)
+        steps = Steps(settings.warmup, settings.active)
+        return cls(settings.ncu_dir, names, steps, settings.timeout)
 
     def check(self) -> None:
         """There are a GPU and a directory that can hold logs."""

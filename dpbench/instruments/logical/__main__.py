@@ -1,6 +1,6 @@
-"""Count one case, and print what was counted or why it could not be: the child of `apart`.
+"""Counts one case, and prints what was counted or why it could not be.
 
-``python -m dpbench.instruments.logical CASE STEPS``, the case as JSON.
+``python -m dpbench.instruments.logical CASE``, the case as JSON.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.messages import print_record
 from dpbench.registry import resolve
 
-
-def main(spelled: str, most_steps: str) -> None:
-    """Count one case, and print a record."""
+if __name__ == "__main__":
     faulthandler.enable()
-    case = resolve(Case(**json.loads(spelled)))
+    case = resolve(Case(**json.loads(sys.argv[1])))
     try:
-        counted = Logical(int(most_steps)).count(case)
+        result = Logical().count(case)
     except DpbenchError as error:
         message = str(error).removeprefix(f"{case.id}: ")  # the parent says whose it is
         print_record(error={"kind": type(error).__name__, "message": message})
     else:
-        print_record(counted=counted.as_json())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        print_record(
+            rows=[row.as_row() for row in result.rows],
+            operators=[count.as_row() for count in result.operators],
+            notes=result.notes,
+        )

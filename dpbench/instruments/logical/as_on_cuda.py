@@ -18,16 +18,18 @@ Transformers (Hugging Face)
     Its masks stay unmade where attention can be told ``is_causal``; for a fake tensor the library
     believes that it is being traced, and makes them.
 
-What would change the bytes, and cannot be followed here, is refused: autocast, torch.compile.
+What would change the bytes, and cannot be followed here, is refused: autocast and gradient
+scalers (whose step is skipped or not, as the data has it), torch.compile.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from torch import Tensor
 from torch._dynamo import eval_frame
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.autocast_mode import autocast
+from torch.amp import GradScaler, autocast
 
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
@@ -64,8 +66,12 @@ def as_on_cuda() -> Iterator[None]:
         # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
         # copies layers and gradients, and the process would end with a segmentation fault.
         replace(stack, FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
-        replace(stack, autocast, "__init__", _remember_what_was_asked(autocast.__init__))
-        replace(stack, autocast, "__enter__", _refuse_autocast(autocast.__enter__))
+        for switch, method, name in (
+            (autocast, "__enter__", "torch.autocast"),
+            (GradScaler, "scale", "torch.amp.GradScaler"),
+        ):
+            replace(stack, switch, "__init__", _remember_what_was_asked(switch.__init__))
+            replace(stack, switch, method, _refuse(name, getattr(switch, method)))
         replace(stack, eval_frame, "_callback_from_stance", _refuse_compiled)
         yield
 
@@ -74,11 +80,8 @@ def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer that was not told otherwise use ``foreach``, its default on CUDA."""
     for group in optimizer.param_groups:
         undecided = "foreach" in group and group["foreach"] is None
-        if undecided and not (
-            group.get("fused")
-            or group.get("differentiable")
-            or isinstance(group.get("lr"), torch.Tensor)
-        ):
+        unfit = group.get("fused") or group.get("differentiable")
+        if undecided and not (unfit or isinstance(group.get("lr"), Tensor)):
             group["foreach"] = True
 
 
@@ -93,13 +96,11 @@ def untraced() -> Iterator[None]:
 
 def replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
     """Set an attribute until the stack unwinds."""
-    missing = object()
-    before = vars(place).get(name, missing)
-    setattr(place, name, value)
-    if before is missing:
-        stack.callback(delattr, place, name)
+    if name in vars(place):
+        stack.callback(setattr, place, name, vars(place)[name])
     else:
-        stack.callback(setattr, place, name, before)
+        stack.callback(delattr, place, name)
+    setattr(place, name, value)
 
 
 # --- operators -------------------------------------------------------------------------------
@@ -110,12 +111,10 @@ def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(input: Tensor, p: float, train: bool) -> Any:
     if train and 0 < p < 1 and input.numel():
-        dropped: Tensor = _aten.native_dropout(input, p, train)[0]
-        return dropped
-    same: Tensor = _as_composed(_aten.dropout.default, input, p, train)
-    return same
+        return _aten.native_dropout(input, p, train)[0]
+    return _as_composed(_aten.dropout.default, input, p, train)
 
 
 def _rms_norm(
@@ -123,14 +122,11 @@ def _rms_norm(
     normalized_shape: list[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-) -> Tensor:
+) -> Any:
     fits = not input.is_complex() and (weight is None or weight.dtype == input.dtype)
-    normalized: Tensor = (
-        _fused_rms_norm(input, normalized_shape, weight, eps)[0]
-        if _fused_rms_norm and fits
-        else _as_composed(_aten.rms_norm.default, input, normalized_shape, weight, eps)
-    )
-    return normalized
+    if _fused_rms_norm and fits:
+        return _fused_rms_norm(input, normalized_shape, weight, eps)[0]
+    return _as_composed(_aten.rms_norm.default, input, normalized_shape, weight, eps)
 
 
 def _scaled_dot_product_attention(
@@ -143,7 +139,7 @@ def _scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     same_width = query.shape[-1] == value.shape[-1]
     same_heads = query.dim() == 4 and query.shape[1] == key.shape[1] == value.shape[1]
     flash = (
@@ -153,30 +149,21 @@ def _scaled_dot_product_attention(
         and query.shape[-1] <= WIDEST_FLASH_HEAD
     )
     efficient = same_heads and query.dtype is not torch.float64
-    options: dict[str, Any] = {"scale": scale}
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
-        options["enable_gqa"] = enable_gqa
-        operands = (query, key, value, attn_mask, dropout_p, is_causal)
-        mixed: Tensor = _as_composed(_attention_as_products, *operands, **options)[0]
-    elif same_width and (attn_mask is None or not attn_mask.requires_grad):
+        return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
+    if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
-        options["enable_gqa"] = enable_gqa
-        operands = (query, key, value, attn_mask, 0.0, is_causal)
-        mixed = _as_composed(_attention, *operands, **options)
-    else:
-        bias = _as_bias(attn_mask, query)
-        mixed = _efficient_attention(query, key, value, bias, True, 0.0, is_causal, **options)[0]
-    return mixed
+        return _as_composed(_attention, *operands, 0.0, is_causal, **options)
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # PyTorch on CUDA does the same
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+        bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
+    return _efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
 
 
-def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask as a bias of the query's dtype, which PyTorch makes of it on CUDA."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
-
-
-INSTEAD: dict[OpOverload, Callable[..., Tensor]] = {
+INSTEAD: dict[OpOverload, Callable[..., Any]] = {
     _aten.dropout.default: _dropout,
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
@@ -188,28 +175,36 @@ INSTEAD: dict[OpOverload, Callable[..., Tensor]] = {
 
 
 def _remember_what_was_asked(init: Callable[..., None]) -> Callable[..., None]:
-    """Without CUDA, autocast for it switches itself off."""
+    """Autocast and gradient scalers for CUDA switch themselves off where there is none."""
+    signature = inspect.signature(init)
 
-    def initialised(self: Any, device_type: str, *args: Any, **options: Any) -> None:
+    @wraps(init)
+    def initialised(self: Any, *args: Any, **options: Any) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "CUDA is not available")
-            init(self, device_type, *args, **options)
-        asked = args[1] if len(args) > 1 else options.get("enabled", True)
-        self._asked_dpbench = bool(asked)
+            warnings.filterwarnings("ignore", ".*CUDA is not available")
+            init(self, *args, **options)
+        asked = signature.bind(self, *args, **options).arguments
+        self._asked_dpbench = asked.get("enabled", True)
 
     return initialised
 
 
-def _refuse_autocast(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def entered(self: Any) -> Any:
+def _refuse(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def called(self: Any, *args: Any, **options: Any) -> Any:
         if getattr(self, "_asked_dpbench", self._enabled):
-            raise UnsupportedOperation(
-                f"torch.autocast({self.device!r}) changes the bytes of a step on a GPU, and cannot "
-                f"be counted without one; measure it, or count with --precision bf16"
-            )
-        return enter(self)
+            raise mixed_precision(what)
+        return method(self, *args, **options)
 
-    return entered
+    return called
+
+
+def mixed_precision(what: str) -> UnsupportedOperation:
+    """Why a step that mixes precisions by itself is not counted."""
+    return UnsupportedOperation(
+        f"{what} changes the bytes of a step on a GPU, and cannot be counted without one; "
+        f"measure it, or count with --precision bf16"
+    )
 
 
 def _refuse_compiled(callback: Any) -> Any:

@@ -12,6 +12,7 @@ Why fake tensors are on the CPU
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,28 +35,20 @@ from torch.utils.flop_counter import flop_registry
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.logical import rules
-from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
-from dpbench.instruments.logical.memory import LiveMemory
-from dpbench.instruments.logical.stand_ins import (
-    STAND_INS,
-    AssumedValues,
-    UnsupportedOperation,
-)
+from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda, mixed_precision
+from dpbench.instruments.logical.stand_ins import STAND_INS, AssumedValues, UnsupportedOperation
+
+ALLOCATION_BYTES = 512
+"""PyTorch's CUDA allocator hands out memory in multiples of this."""
 
 SMALL = 1024
 """A constant of at most so many elements is known while a model is built."""
 
-CONSTANTS = frozenset(
-    {
-        torch.ops.aten.linspace.default,
-        torch.ops.aten.arange.default,
-        torch.ops.aten.arange.start,
-        torch.ops.aten.arange.start_step,
-    }
-)
+_arange = torch.ops.aten.arange
+CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
 """Constants that models are built from: the rates of stochastic depth, by layer."""
 
-NOT_WORK = frozenset({"prim", "profiler"})
+NOT_WORK = ("prim", "profiler")
 """Namespaces of operators that ask or mark something (``prim::device``) and move no data."""
 
 
@@ -67,6 +60,35 @@ class Count:
     read_bytes: int = 0
     write_bytes: int = 0
     flops: int = 0
+
+
+class LiveMemory:
+    """Bytes of the tensors alive now, and the most there were at once.
+
+    A tensor's memory is its storage, from the operator that returns it until nothing refers to
+    it any more. (PyTorch's ``MemTracker`` keeps one peak for all phases, and rounds sizes as the
+    CUDA allocator does for tensors on CUDA only.)
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def see(self, tensor: Tensor) -> None:
+        """Take note of a tensor's storage and its present size."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        if key not in self._sizes:
+            self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
+        self.now += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+        del self._references[key]
 
 
 class ByteCounter(TorchDispatchMode):
@@ -109,7 +131,7 @@ class ByteCounter(TorchDispatchMode):
 
     def start_step(self) -> None:
         self._forget()
-        self._values.forget()
+        self._values.asked.clear()
         self._enter(OUTSIDE)
 
     def switch(self, phase: str) -> None:
@@ -122,7 +144,7 @@ class ByteCounter(TorchDispatchMode):
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
-        self.memory.restart_peak()
+        self.memory.peak = self.memory.now
 
     def _leave(self) -> None:
         if self._phase is not None:
@@ -153,13 +175,15 @@ class ByteCounter(TorchDispatchMode):
         for tensor in rules.tensors(out):
             self.memory.see(tensor)
         if self._phase is not None:
+            if torch._C._is_any_autocast_enabled():  # by torch.set_autocast_enabled
+                raise mixed_precision("torch.autocast")
             self._record(self._phase, func, args, kwargs, out)
         return out
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             out = func(*args, **kwargs)
-            if func in CONSTANTS and self._phase is None and out.numel() <= SMALL:
+            if self._phase is None and func in CONSTANTS and out.numel() <= SMALL:
                 return self._constant(func, args, kwargs)
             return out
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -186,15 +210,15 @@ class ByteCounter(TorchDispatchMode):
     def _record(
         self, phase: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        moved = rules.traffic(func, args, kwargs, out)
+        read, written = rules.traffic(func, args, kwargs, out)
         flops = flops_of(func, args, kwargs, out)
-        if not (moved.read or moved.write or flops):
+        if not (read or written or flops):
             return
         name = label(func)
         count = self.counts[phase, name]
         count.calls += 1
-        count.read_bytes += moved.read
-        count.write_bytes += moved.write
+        count.read_bytes += read
+        count.write_bytes += written
         count.flops += flops
         if not rules.is_reviewed(func):
             self.by_general_rule.add(name)
@@ -233,9 +257,7 @@ def is_composite(func: OpOverload) -> bool:
 def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
     """The type of device that a call asks for, ``cpu`` if it does not.
 
-    Raises:
-        UnsupportedOperation: it is neither ``cpu`` nor ``meta``. Without that device, going on
-            could end the process (see above).
+    On another than ``cpu`` and ``meta``, going on could end the process (see above).
     """
     device = kwargs.get("device")
     asked = "cpu" if device is None else torch.device(device).type

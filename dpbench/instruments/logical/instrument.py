@@ -12,36 +12,54 @@ again), tiny models less (everything stays in the cache).
 from __future__ import annotations
 
 import gc
+import json
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from dpbench.case import ALL_PHASES, Case
-from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.errors import DpbenchError
 from dpbench.instruments.base import CaseFailed, Instrument, Running
-from dpbench.instruments.logical.apart import CountingApart
+from dpbench.instruments.child import Child
 from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
 from dpbench.instruments.logical.counter import ByteCounter, without_data
-from dpbench.instruments.logical.result import LogicalResult
 from dpbench.instruments.logical.stand_ins import users_line
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.process.build import build
 from dpbench.registry import MODELS, TRAINERS
-from dpbench.results.operators import OperatorCount
+from dpbench.results.operators import OperatorCount, guesses
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.settings import Settings
 from dpbench.training.phases import observed_step
 
 STEADY = 1e-3
 """A step that changes the bytes alive by no more than this part of them is steady. Opacus keeps
 each example's norms after the first step: kilobytes, whose making costs nothing."""
 
-DEVICE = NO_HARDWARE
-"""What stands in the rows for the name of a processor."""
+MOST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class LogicalResult:
+    """All that counting a case yields.
+
+    Args:
+        rows: ``logical_read_bytes``, ``logical_write_bytes``, ``flops`` and
+            ``peak_memory_bytes``, by phase and for the step.
+        operators: the same bytes and flops by phase and operator, most bytes first.
+        notes: what was assumed about values that do not exist without data, and which operators
+            were counted by the general rule, beside the heavy ones: the tables name those.
+    """
+
+    rows: tuple[Measurement, ...]
+    operators: tuple[OperatorCount, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -50,11 +68,10 @@ class Logical(Instrument):
 
     What counts is the first steady step: one that leaves as many bytes alive as it found, within
     `STEADY`. A step that makes something lasting (momentum, Adam's moments) is the warm-up of
-    the next. Without data every further step repeats the steady one, so one is enough.
+    the next. Without data every further step repeats the steady one, so one is enough. If none of
+    `MOST_STEPS` is, the last counts, and a note says so.
 
     Args:
-        most_steps: how many steps may pass before one is steady; if none is, the last counts,
-            and a note says so.
         timeout: seconds that a process of its own may take, which trainers and models from
             outside are counted in: they may end it, or never end.
         directory: where the logs of such processes go; None to keep none.
@@ -63,47 +80,34 @@ class Logical(Instrument):
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
 
-    most_steps: int = 3
     timeout: float = 600.0
     directory: Path | None = None
 
-    def __post_init__(self) -> None:
-        if self.most_steps < 1:
-            raise ConfigurationError(f"logical: needs at least one step, not {self.most_steps}")
-
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Logical:
-        return cls(timeout=settings.timeout, directory=settings.directory)
+    def from_settings(cls, settings: Settings) -> Logical:
+        return cls(timeout=settings.timeout, directory=settings.ncu_dir)
 
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
         if TRAINERS.is_builtin(case.trainer) and MODELS.is_builtin(case.model):
             return Counting(self, case)
-        return CountingApart(case, self.most_steps, self.timeout, self.directory)
+        return CountingApart(self, case)
 
     def count(self, case: Case) -> LogicalResult:
-        """Count a case in this process.
-
-        Raises:
-            CaseFailed: its step raised, or does what cannot be counted without data.
-        """
+        """Count a case in this process; a step that cannot be counted is a `CaseFailed`."""
         try:
             with untouched_torch(), new_objects_collected(), without_data() as counter:
                 self._run(case, counter)
         except DpbenchError:
             raise
         except Exception as error:  # whatever an outside trainer can raise
-            line = users_line(error.__traceback__)
             raise CaseFailed(
-                f"{case.id}: counting logical bytes failed with {type(error).__name__}: {error}"
-                f"{line and f' ({line})'}"
+                f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
             ) from error
-        operators = _operators(counter)
-        notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
-        return LogicalResult(tuple(_rows(case, counter)), operators, tuple(notes))
+        return _result(case, counter)
 
     def _run(self, case: Case, counter: ByteCounter) -> None:
-        trainer, batches = build(case, torch.device("cpu"), self.most_steps)
+        trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
         choose_as_on_cuda(trainer.plain_optimizer)
         after = alive(counter)
         for batch in batches:
@@ -113,23 +117,60 @@ class Logical(Instrument):
             after = alive(counter)
             if abs(after - before) <= STEADY * before:
                 return
-        counter.notes[f"step {self.most_steps} still added {after - before:,} B to what lives"] = 1
+        counter.notes[f"step {MOST_STEPS} still added {after - before:,} B to what lives"] = 1
 
 
+@dataclass(eq=False)
 class Counting(Running):
-    """A case to be counted."""
+    """A case that is counted in this process once its rows are asked for."""
 
-    def __init__(self, instrument: Logical, case: Case) -> None:
-        self.instrument, self.case = instrument, case
+    instrument: Logical
+    case: Case
 
     def rows(self) -> list[Measurement]:
-        """The rows of `Logical.count`, which happens here, in this process."""
         result = self.instrument.count(self.case)
         self.operators, self.notes = result.operators, result.notes
         return list(result.rows)
 
+
+class CountingApart(Running):
+    """A case that is counted in a process of its own: what it does to that, nobody else feels."""
+
+    def __init__(self, instrument: Logical, case: Case) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
+        directory = instrument.directory or Path(self._scratch.name)
+        names = {"trainer": TRAINERS.argument(case.trainer), "model": MODELS.argument(case.model)}
+        self._child = Child(
+            [sys.executable, "-m", __package__, json.dumps(asdict(case) | names)],
+            case=case,
+            log=(directory / case.report_path).with_suffix(".logical.log"),
+            timeout=instrument.timeout,
+            read=self._read,
+        )
+
+    def rows(self) -> list[Measurement]:
+        return self._child.rows()
+
+    def _read(self, child: Child) -> list[Measurement]:
+        record = child.record()
+        self.operators = tuple(OperatorCount.from_row(row) for row in record["operators"])
+        self.notes = tuple(record["notes"])
+        return [Measurement.from_row(row) for row in record["rows"]]
+
     def cancel(self) -> None:
-        """Nothing runs beside this process."""
+        self._child.cancel()
+        self._scratch.cleanup()
+
+
+def _in_one_line(error: Exception) -> str:
+    """An error's name and words, and the user's line that it came from."""
+    words, line = " ".join(str(error).split()), users_line(error.__traceback__)
+    if "view and is being modified inplace" in words:
+        words = (
+            "Opacus hooks every layer, and what a hooked layer returns must not be changed in "
+            "place; write y = y + x instead of y += x, and inplace=False"
+        )
+    return f"{type(error).__name__}: {words}{line and f' ({line})'}"
 
 
 def alive(counter: ByteCounter) -> int:
@@ -171,6 +212,8 @@ def untouched_torch() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
         if torch.get_default_device().type != "cpu":  # costs a call for each operator
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(warnings.catch_warnings())
@@ -182,32 +225,27 @@ def untouched_torch() -> Iterator[None]:
         yield
 
 
-def _rows(case: Case, counter: ByteCounter) -> Iterator[Measurement]:
-    tool = f"torch {torch.__version__}"
-
-    def row(phase: str, metric: str, value: float, unit: str) -> Measurement:
-        return Measurement(case, Logical.name, phase, metric, value, unit, 0, DEVICE, tool)
-
-    phases = [phase for phase in ALL_PHASES if phase in counter.peaks]
-    for phase in (*phases, STEP):
-        counts = [c for (where, _), c in counter.counts.items() if phase in (where, STEP)]
-        peak = max(counter.peaks.values()) if phase == STEP else counter.peaks[phase]
-        yield row(phase, "logical_read_bytes", sum(c.read_bytes for c in counts), "B")
-        yield row(phase, "logical_write_bytes", sum(c.write_bytes for c in counts), "B")
-        yield row(phase, "flops", sum(c.flops for c in counts), "1")
-        yield row(phase, "peak_memory_bytes", peak, "B")
-
-
-def _operators(counter: ByteCounter) -> tuple[OperatorCount, ...]:
-    listed = [
-        OperatorCount(
-            *where,
-            count.calls,
-            count.read_bytes,
-            count.write_bytes,
-            count.flops,
-            general_rule=where[1] in counter.by_general_rule,
-        )
+def _result(case: Case, counter: ByteCounter) -> LogicalResult:
+    operators = [
+        OperatorCount(*where, **asdict(count), general_rule=where[1] in counter.by_general_rule)
         for where, count in counter.counts.items()
     ]
-    return tuple(sorted(listed, key=lambda count: -count.total_bytes))
+    operators.sort(key=lambda count: -count.total_bytes)
+    light = counter.by_general_rule - guesses(operators).keys()
+    notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
+    notes += [f"{name}: counted by the general rule" for name in sorted(light)]
+    return LogicalResult(tuple(_rows(case, counter)), tuple(operators), tuple(notes))
+
+
+def _rows(case: Case, counter: ByteCounter) -> Iterator[Measurement]:
+    tool = f"torch {torch.__version__}"
+    for phase in (*(phase for phase in ALL_PHASES if phase in counter.peaks), STEP):
+        counts = [c for (where, _), c in counter.counts.items() if phase in (where, STEP)]
+        peak = max(counter.peaks.values()) if phase == STEP else counter.peaks[phase]
+        for metric, value, unit in (
+            ("logical_read_bytes", sum(c.read_bytes for c in counts), "B"),
+            ("logical_write_bytes", sum(c.write_bytes for c in counts), "B"),
+            ("flops", sum(c.flops for c in counts), "1"),
+            ("peak_memory_bytes", peak, "B"),
+        ):
+            yield Measurement(case, Logical.name, phase, metric, value, unit, 0, NO_HARDWARE, tool)

@@ -58,13 +58,6 @@ Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
 """Storage, offset in elements, and ``(size, stride)`` of each dimension that cannot be merged."""
 
 
-class Traffic(NamedTuple):
-    """Bytes that one call must read and write."""
-
-    read: int
-    write: int
-
-
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -163,15 +156,17 @@ class Argument(NamedTuple):
 class Limits(NamedTuple):
     """At most how many bytes of an argument are read and written, where that is not all."""
 
-    reads: Mapping[str, int]
-    writes: Mapping[str, int]
+    reads: Mapping[str, int] = {}
+    writes: Mapping[str, int] = {}
 
 
+@cache
 def is_free(func: OpOverload) -> bool:
     """Whether an operator moves no tensor data."""
     return bool(func.is_view) or operator_name(func) in FREE
 
 
+@cache
 def is_reviewed(func: OpOverload) -> bool:
     """Whether an operator's rule was thought about; if not, the general rule is a guess."""
     name = operator_name(func)
@@ -179,21 +174,16 @@ def is_reviewed(func: OpOverload) -> bool:
     return is_free(func) or name in OVERWRITERS or name in REVIEWED or base in REVIEWED
 
 
-def traffic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Traffic:
-    """The bytes that one finished call had to read and write.
-
-    Args:
-        func: the operator.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        out: what it returned.
-    """
+def traffic(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> tuple[int, int]:
+    """The bytes that a finished call had to read and to write; ``out`` is what it returned."""
     if is_free(func):
-        return Traffic(0, 0)
+        return 0, 0
     arguments = schema_arguments(func)
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
     given.update(kwargs)
-    limits = limits_of(operator_name(func), given, out)
+    limits = _limits(operator_name(func), given, out)
     storages: set[int] = set()
     reads: dict[Region, int] = {}
     writes: dict[Region, int] = {}
@@ -211,53 +201,42 @@ def traffic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], ou
         region, size = region_of(tensor)
         if region[0] not in storages:  # a new tensor, not an argument that is returned
             writes[region] = size
-    return Traffic(sum(reads.values()), sum(writes.values()))
+    return sum(reads.values()), sum(writes.values())
 
 
-def limits_of(name: str, given: Mapping[str, Any], out: Any) -> Limits:
-    """Where an operator departs from the general rule.
-
-    Args:
-        name: see `operator_name`.
-        given: its arguments by name.
-        out: what it returned.
-    """
+def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
+    """Where an operator departs from the general rule."""
     if name in OVERWRITERS or name.endswith("_like") or name.startswith("new_"):
-        return Limits({"self": 0}, {})
+        return Limits({"self": 0})
     if name in UNREAD:
-        return Limits({UNREAD[name]: 0}, {})
+        return Limits({UNREAD[name]: 0})
     if name in GATHERS:
-        return Limits({GATHERS[name]: region_of(out)[1]}, {})
+        return Limits({GATHERS[name]: region_of(out)[1]})
     if name in SCATTERS:
         touched = _touched_elements(name, given) * given["self"].itemsize
         accumulates = name in ACCUMULATING or given.get("accumulate") or "reduce" in given
         return Limits({"self": touched if accumulates else 0}, {"self": touched})
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
-        return Limits({"self": given["target"].numel() * given["self"].itemsize}, {})
+        return Limits({"self": given["target"].numel() * given["self"].itemsize})
     if name.startswith("_fused_") and given.get("grad_scale") is None:
-        return Limits({}, {"grads": 0})
-    return Limits({}, {})
+        return Limits(writes={"grads": 0})
+    return Limits()
 
 
 def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
     """How many elements of its target a scatter touches if its indices are distinct."""
     target: Tensor = given["self"]
     if name == "index_put_":
-        indices = [index for index in given["indices"] if index is not None]
-        is_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-        if is_mask:  # what a mask selects depends on the data
-            return target.numel()
-        indexed = [dim for dim, index in enumerate(given["indices"]) if index is not None]
-        rest = target.numel() // max(1, math.prod(target.shape[dim] for dim in indexed))
-        together = torch.broadcast_shapes(*(index.shape for index in indices))
-        count: int = together.numel() * rest
-        return count
+        indices = {dim: index for dim, index in enumerate(given["indices"]) if index is not None}
+        if any(index.dtype in (torch.bool, torch.uint8) for index in indices.values()):
+            return target.numel()  # what a mask selects depends on the data
+        rest = target.numel() // max(1, math.prod(target.shape[dim] for dim in indices))
+        together = torch.broadcast_shapes(*(index.shape for index in indices.values()))
+        return int(together.numel()) * rest
     if name in ("index_add_", "index_copy_"):
-        source: Tensor = given["source"]
-        return source.numel()
-    index: Tensor = given["index"]
+        return int(given["source"].numel())
     rest = target.numel() // max(1, target.shape[given["dim"]]) if name == "index_fill_" else 1
-    return index.numel() * rest
+    return int(given["index"].numel()) * rest
 
 
 @cache

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import linecache
 import sys
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias
@@ -46,22 +47,14 @@ class AssumedValues:
     """
 
     def __init__(self) -> None:
-        self._asked: Counter[Place] = Counter()
-
-    def forget(self) -> None:
-        """A step begins: count its lines from 0."""
-        self._asked.clear()
+        self.asked: Counter[Place] = Counter()
+        """How often, by line, since the step began."""
 
     def value(self, tensor: Tensor, *, counted: bool) -> bool | int | float:
-        """What a tensor of one element is taken to hold.
-
-        Args:
-            tensor: the tensor whose value is asked for.
-            counted: whether a step is being counted.
-        """
-        place = next(places(_frames(sys._getframe())), ("", 0))
-        self._asked[place] += 1
-        times = self._asked[place]
+        """What a tensor of one element is taken to hold; ``counted`` within a step."""
+        place = _users_place(traceback.walk_stack(sys._getframe()))
+        self.asked[place] += 1
+        times = self.asked[place]
         if times > MOST_ASKED:
             raise UnsupportedOperation(
                 f"asked {MOST_ASKED} times for the value of a tensor, which does not exist here "
@@ -74,27 +67,18 @@ class AssumedValues:
 
 def users_line(trace: TracebackType | None) -> str:
     """The innermost line of an error that is neither PyTorch's nor ours, with what it says."""
-    frames: list[tuple[FrameType, int]] = []
-    while trace is not None:
-        frames.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    for file, line in places(reversed(frames)):
-        return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
-    return ""
+    frames = list(traceback.walk_tb(trace))
+    file, line = _users_place(reversed(frames))
+    return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}" if file else ""
 
 
-def places(frames: Iterator[tuple[FrameType, int]]) -> Iterator[Place]:
-    """Of frames, those of the code whose step this is."""
+def _users_place(frames: Iterable[tuple[FrameType, int]]) -> Place:
+    """The first of these frames that is of the code whose step this is."""
     for frame, line in frames:
         file = frame.f_code.co_filename
         if not file.startswith((*NOT_THE_USERS, "<")):
-            yield file, line
-
-
-def _frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    while frame is not None:
-        yield frame, frame.f_lineno
-        frame = frame.f_back
+            return file, line
+    return "", 0
 
 
 def _unique_dim(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.ncu.program import diagnose, ncu_version
 from dpbench.instruments.ncu.range_report import NothingProfiled, report_path
@@ -47,16 +47,13 @@ class NcuInstrument(Instrument):
     timeout: float = 1800.0
 
     def check(self) -> None:
-        """There is a GPU to profile, and a directory that can hold reports."""
         check_place(self.directory, on_gpu=True)
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Nsight Compute's."""
         return {"ncu": ncu_version(self.path)}
 
     def report(self, case: Case) -> Path:
-        """Where a case's report is."""
         return self.directory / report_path(case, self.folder)
 
     def command_under_ncu(
@@ -89,14 +86,7 @@ class NcuInstrument(Instrument):
         report = self.report(case)
         report.unlink(missing_ok=True)  # or a failed run would leave the last one's numbers
         log = report.with_suffix(".log")
-        return Child(command, case=case, log=log, timeout=self.timeout, read=self._read)
-
-    def _read(self, process: Child) -> list[Measurement]:
-        try:
-            return self.read(process)
-        except InstrumentError as error:
-            error.log = process.log
-            raise
+        return Child(command, case=case, log=log, timeout=self.timeout, read=self.read)
 
     @abstractmethod
     def read(self, process: Child) -> list[Measurement]:

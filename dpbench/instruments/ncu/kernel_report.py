@@ -11,13 +11,15 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import ALL_PHASES, OUTSIDE
+from dpbench.errors import ConfigurationError
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.ncu.range_report import (
     DEVICE,
@@ -30,16 +32,18 @@ from dpbench.instruments.ncu.range_report import (
     label,
     load_actions,
 )
+from dpbench.metrics import METRICS, Metric
 from dpbench.results.kernels import KernelLaunch
 
-COUNTERS = {
-    "read_bytes": ("dram__bytes_read.sum", 1.0),
-    "write_bytes": ("dram__bytes_write.sum", 1.0),
-    "l2_bytes": ("lts__t_bytes.sum", 1.0),
-    "seconds": ("gpu__time_duration.sum", 1e-9),
+METRIC_OF = {
+    "read_bytes": "dram_read_bytes",
+    "write_bytes": "dram_write_bytes",
+    "l2_bytes": "l2_total_bytes",
 }
-"""The counter behind each number of a `KernelLaunch`, and its base unit in B or s. Together
-they take one pass of each kernel on GH100: nothing is run again, nothing saved and restored."""
+"""The metric of ranges whose counters are behind each number of a `KernelLaunch`."""
+
+TIME = "gpu__time_duration.sum"
+"""How long an action took, ns."""
 
 GRID = tuple(f"launch__grid_dim_{axis}" for axis in "xyz")
 
@@ -50,14 +54,23 @@ PART = 700
 """How many kernels are worth a process of their own, which takes 0.2 s to start."""
 
 
+def kernel_counters(chip: str = "") -> tuple[str, ...]:
+    """What is counted of each kernel on a chip.
+
+    Together they take one pass of each kernel on GH100: nothing is run again, nothing saved and
+    restored.
+    """
+    counted = {metric: METRICS[metric].on(chip) for metric in METRIC_OF.values()}
+    if lacking := [metric for metric, names in counted.items() if not names]:
+        raise ConfigurationError(
+            f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
+        )
+    return (*chain.from_iterable(counted.values()), TIME)
+
+
 @dataclass(frozen=True)
 class KernelReport:
-    """What a report of kernels holds.
-
-    Args:
-        device: the name of the GPU.
-        launches: every kernel launch, in the order of the run.
-    """
+    """The name of a GPU, and what it launched in the order of the run."""
 
     device: str
     launches: tuple[KernelLaunch, ...]
@@ -74,8 +87,8 @@ def read_kernels(path: Path) -> KernelReport:
     else:
         parts = min(-(-total // PART), os.cpu_count() or 1)
         with ThreadPoolExecutor(parts) as pool:
-            found = pool.map(lambda part: _read_part(path, part, parts), range(parts))
-            plain = [action for part in found for action in part]
+            read = pool.map(lambda part: _read_part(path, part, parts), range(parts))
+            plain = list(chain.from_iterable(read))
     return KernelReport(str(plain[0]["device"]), tuple(_launches(plain, path)))
 
 
@@ -100,22 +113,30 @@ def profiled_in(log: Path) -> int:
     return sum(line.count(PROFILING) for line in log_lines(log))
 
 
-def plain_actions(actions: Iterable[Any]) -> list[dict[str, Any]]:
-    """What is read of each action, as plain JSON types; None for a counter that is missing."""
-    names = [*(name for name, _ in COUNTERS.values()), *GRID, DEVICE]
+def plain_actions(actions: Sequence[Any]) -> list[dict[str, Any]]:
+    """What is read of each action, as plain JSON types, or which of its counters is missing."""
+    counters = {field: _spelled(METRICS[name], actions[0]) for field, name in METRIC_OF.items()}
     plain = []
     for action in actions:
+        names = [*chain.from_iterable(counters.values()), TIME, *GRID, DEVICE]
         metrics = {name: action.metric_by_name(name) for name in names}
-        values = {name: metric and metric.value() for name, metric in metrics.items()}
-        plain.append(
-            {
-                "kernel": full_name(action) if is_kernel(action) else None,
-                "label": label(action),
-                "device": values.pop(DEVICE),
-                "values": values,
-            }
-        )
+        values = {name: metric.value() for name, metric in metrics.items() if metric is not None}
+        found: dict[str, Any] = {"device": values.get(DEVICE), "label": label(action)}
+        found["kernel"] = full_name(action) if is_kernel(action) else None
+        found["missing"] = [name for name in names if name not in values]
+        if not found["missing"]:
+            found["grid"] = [int(values[name]) for name in GRID]
+            found["seconds"] = 1e-9 * values[TIME]
+            for field, summed in counters.items():
+                found[field] = float(sum(values[name] for name in summed))
+        plain.append(found)
     return plain
+
+
+def _spelled(metric: Metric, action: Any) -> tuple[str, ...]:
+    """The counters of a metric as the chip of a report has them."""
+    there = (names for names in metric.spellings if all(map(action.metric_by_name, names)))
+    return next(there, metric.counters)
 
 
 def _launches(plain: Iterable[dict[str, Any]], path: Path) -> Iterator[KernelLaunch]:
@@ -123,23 +144,16 @@ def _launches(plain: Iterable[dict[str, Any]], path: Path) -> Iterator[KernelLau
     for action in plain:
         if action["kernel"] is None:
             raise WrongReplay(f"{path}: it holds ranges, not kernels; dpbench show reads it")
-        values = action["values"]
-        if missing := [name for name, value in values.items() if value is None]:
+        if missing := action["missing"]:
             if places or action["device"] is None:  # the kernels before it have them
                 raise ReportUnreadable(
                     f"{path}: the report of kernels is incomplete, it ends in a kernel"
                 )
             raise MetricMissing(f"{path}: the report has no {missing[0]}")
         place = phase_of(action["label"])
-        x, y, z = (int(values[name]) for name in GRID)
-        yield KernelLaunch(
-            repeat=place[0],
-            phase=place[1],
-            ordinal=places[place],
-            name=action["kernel"],
-            grid=(x, y, z),
-            **{field: scale * values[name] for field, (name, scale) in COUNTERS.items()},
-        )
+        numbers = {field: action[field] for field in (*METRIC_OF, "seconds")}
+        x, y, z = action["grid"]
+        yield KernelLaunch(*place, places[place], action["kernel"], (x, y, z), **numbers)
         places[place] += 1
 
 

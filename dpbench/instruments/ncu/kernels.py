@@ -6,26 +6,28 @@ of ms a kernel, and misses copies and memsets, which only ranges see.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import os
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+from dpbench import gpu
 from dpbench.case import Case
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.child import Child
 from dpbench.instruments.ncu.instrument import EVERY_PHASE, NcuInstrument
-from dpbench.instruments.ncu.kernel_report import COUNTERS, read_kernels
+from dpbench.instruments.ncu.kernel_report import PROFILING, kernel_counters, read_kernels
 from dpbench.instruments.ncu.program import find_ncu
-from dpbench.instruments.ncu.progress import launch_progress
 from dpbench.instruments.ncu.range_report import (
     KERNELS,
     NothingProfiled,
     ReportUnreadable,
     launches_by_phase,
 )
-from dpbench.instruments.settings import InstrumentSettings, check_phases
+from dpbench.instruments.terminal import begin_line, place
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,6 @@ class OfKernels(NcuInstrument):
     replay: ClassVar[str] = "kernel"
 
     phases: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_phases(self.phases)
 
     @property
     def filters(self) -> list[str]:
@@ -58,6 +57,19 @@ class OfKernels(NcuInstrument):
             return None
         return sum(counts[phase] for phase in self.phases or counts) * self.steps.active
 
+    def watched(self, process: Child, description: str, total: int | None) -> dict[str, Any]:
+        """`record_of`, with a progress bar on a terminal; none in an xdist worker, one of many."""
+        from tqdm import tqdm
+
+        hidden = "PYTEST_XDIST_WORKER" in os.environ or not place().isatty()
+        if not hidden:
+            begin_line()
+        with tqdm(
+            total=total, desc=description, unit="kernel", leave=False, disable=hidden, file=place()
+        ) as bar:
+            process.watch = lambda line: bar.update(line.count(PROFILING))
+            return self.record_of(process)
+
     def nothing_to_profile(self, case: Case) -> bool:
         """Whether the phases launch no kernel.
 
@@ -68,38 +80,41 @@ class OfKernels(NcuInstrument):
 
 @dataclass(frozen=True)
 class NcuKernels(OfKernels):
-    """Counts bytes of kernels."""
+    """Counts bytes of kernels.
+
+    Args:
+        counters: see `kernel_counters`.
+    """
 
     name: ClassVar[str] = "ncu_kernels"
     folder: ClassVar[str] = KERNELS
 
+    counters: tuple[str, ...] = field(default_factory=kernel_counters)
+
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> NcuKernels:
-        """As ``--kernels-phase`` and the like say."""
-        path = find_ncu(settings.ncu_path)
-        phases = settings.kernels.phases
-        return cls(settings.directory, path, timeout=settings.timeout, phases=phases)
+    def from_settings(cls, settings: Settings) -> NcuKernels:
+        return cls(
+            settings.ncu_dir,
+            find_ncu(settings.ncu_path),
+            timeout=settings.timeout,
+            phases=settings.phases,
+            counters=kernel_counters(gpu.chip_here()),
+        )
 
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
-        counters = ",".join(name for name, _ in COUNTERS.values())
-        return self.command_under_ncu(case, ["--metrics", counters], self.filters)
+        return self.command_under_ncu(case, ["--metrics", ",".join(self.counters)], self.filters)
 
     def start(self, case: Case) -> Child:
         """Start a process whose rows are what its kernels add up to, by phase and step.
 
-        Its ``kernels`` are each kernel's share of that; none if the phases launch none. While it
-        is waited for, a progress bar counts kernels against those that the case's report of ranges
-        holds, if there is one.
+        Its ``kernels`` are each kernel's share of that; none if the phases launch none.
         """
         return self.launch(case, self.command(case))
 
     def read(self, process: Child) -> list[Measurement]:
-        """See `NcuInstrument.read`."""
         case = process.case
         try:
-            with launch_progress(f"{case.id}: kernels", self.expected(case)) as process.watch:
-                record = self.record_of(process)
+            record = self.watched(process, f"{case.id}: kernels", self.expected(case))
             report = read_kernels(self.report(case))
         except (NothingProfiled, ReportUnreadable):
             if not self.nothing_to_profile(case):

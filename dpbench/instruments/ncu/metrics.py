@@ -23,11 +23,9 @@ class NcuMetric:
 
     @classmethod
     def of(cls, metric: Metric, counters: tuple[str, ...]) -> NcuMetric:
-        """A metric by these of its counters."""
         return cls(metric.name, counters, metric.scale, metric.unit)
 
     def value(self, counted: Mapping[str, float]) -> float:
-        """The metric from the values of its counters."""
         return self.scale * sum(counted[counter] for counter in self.counters)
 
 

@@ -74,16 +74,13 @@ def diagnose(case: Case, log: Path) -> InstrumentError | None:
 
 def find_ncu(path: str | None = None) -> str:
     """The ``ncu`` to use: the one named, or on ``PATH``, or where NVIDIA installs it."""
-    if path is not None:
-        found = shutil.which(path)
-        if found is None:
-            raise NcuNotFound(f"no program {path!r}")
-        return found
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
-    for candidate in ("ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)):
+    usual = ["ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)]
+    for candidate in usual if path is None else [path]:
         if found := shutil.which(candidate):
             return found
-    raise NcuNotFound("Nsight Compute (ncu) was not found")
+    missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
+    raise NcuNotFound(missing)
 
 
 ANSWER_SECONDS = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,11 @@ from dpbench.results.rows import STEP, Measurement
 REPORT_MAGIC = b"NVR\0"
 """The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
 
-
-KERNELS = "kernels"
-"""The folder of kernel-replay reports, beside the reports of ranges."""
-
 DEVICE = "device__attribute_display_name"
 """What a report calls the name of the GPU."""
 
-SPEED_OF_LIGHT = "sol"
-"""The folder of reports with many metrics of a few kernels."""
-
-KERNEL_FOLDERS = (KERNELS, SPEED_OF_LIGHT)
+KERNELS, SPEED_OF_LIGHT = "kernels", "sol"
+"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few kernels."""
 
 
 def report_path(case: Case, folder: str = "") -> Path:
@@ -89,9 +83,8 @@ def read(
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
-    if metrics is None:
-        metrics = in_report(first)
-    metrics = list(metrics)
+    metrics = in_report(first) if metrics is None else list(metrics)
+    device = str(counter(first, DEVICE, path).value())
     # A phase may be entered more than once in a step: its ranges add up.
     sums: dict[tuple[int, str, NcuMetric], float] = defaultdict(float)
     for step, phase, action in ranges:
@@ -102,18 +95,9 @@ def read(
                 raise MetricMissing(f"{path}: {metric.name} of {step}.{phase} is {value}")
             sums[step, phase, metric] += value
             sums[step, STEP, metric] += value
+    units = {metric: metric.unit or counter(first, metric.name, path).unit() for metric in metrics}
     return [
-        Measurement(
-            case=case,
-            instrument="ncu",
-            phase=phase,
-            metric=metric.name,
-            value=value,
-            unit=metric.unit or counter(first, metric.name, path).unit(),
-            repeat=step,
-            device=str(counter(first, DEVICE, path).value()),
-            tool=tool,
-        )
+        Measurement(case, "ncu", phase, metric.name, value, units[metric], step, device, tool)
         for (step, phase, metric), value in sums.items()
     ]
 
@@ -125,7 +109,7 @@ def case_of(path: Path) -> Case:
     """
     name = re.fullmatch(r"report_(?P<trainer>\w+)_bs(?P<bs>\d+)_seq(?P<seq>\d+)", path.stem)
     place = path.resolve().parent
-    if place.name in KERNEL_FOLDERS:
+    if place.name in (KERNELS, SPEED_OF_LIGHT):
         place = place.parent
     folder = place.name.split("-")
     if name is None or len(folder) < 2:
@@ -142,7 +126,11 @@ def case_of(path: Path) -> Case:
 def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     """Step number, phase and ncu's action object of each range that dpbench marked."""
     actions = load_actions(path)
-    if actions and holds_kernels(actions, path):
+    # Of a truncated file the library makes a kernel, even among ranges, of which nothing is known;
+    # no error tells of what is missing behind it.
+    if len(actions) == 1 and is_kernel(actions[0]) and not actions[0].metric_by_name(DEVICE):
+        raise ReportUnreadable(f"{path}: the report is incomplete, too short to say of what")
+    if actions and is_kernel(actions[0]):
         raise WrongReplay(f"{path}: it holds kernels, not ranges; dpbench kernels reads it")
     labels = [label(action) for action in actions]
     if None in (labels[:-1] or labels):  # the last may be cut off
@@ -202,22 +190,6 @@ def _opened(path: Path) -> Iterator[list[Any]]:
 def is_kernel(action: Any) -> bool:
     """Whether an action is one launch of a kernel, and not a range of many."""
     return bool(action.workload_type() == action.WorkloadType_KERNEL)
-
-
-def cut_off(action: Any) -> bool:
-    """Whether an action is what the library makes of the end of a truncated file.
-
-    That is a kernel, even among ranges, of which nothing is known; no error tells of what is
-    missing behind it.
-    """
-    return is_kernel(action) and action.metric_by_name(DEVICE) is None
-
-
-def holds_kernels(actions: Sequence[Any], path: Path) -> bool:
-    """Whether these are the kernels of a report, and not its ranges."""
-    if len(actions) == 1 and cut_off(actions[0]):
-        raise ReportUnreadable(f"{path}: the report is incomplete, too short to say of what")
-    return is_kernel(actions[0])
 
 
 def label(action: Any) -> str | None:

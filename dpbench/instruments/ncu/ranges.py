@@ -17,8 +17,9 @@ from dpbench.instruments.ncu.instrument import NcuInstrument
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
 from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.ncu.range_report import read
-from dpbench.instruments.settings import InstrumentSettings
+from dpbench.process.schedule import Steps
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,16 @@ class Ncu(NcuInstrument):
     metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> Ncu:
-        """As ``--ncu-metrics``, ``--ncu-warmup`` and the like say."""
-        chip = next((card.chip for card in gpu.visible_gpus()), "")
+    def from_settings(cls, settings: Settings) -> Ncu:
         return cls(
-            settings.directory,
+            settings.ncu_dir,
             find_ncu(settings.ncu_path),
-            settings.ncu_steps,
+            Steps(settings.ncu_warmup, settings.ncu_active),
             settings.timeout,
-            tuple(resolve(settings.metric_names, chip)),
+            tuple(resolve(settings.metric_names, gpu.chip_here())),
         )
 
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
         return self.command_under_ncu(case, ["--metrics", ",".join(counters(self.metrics))])
 
     def start(self, case: Case) -> Child:
@@ -55,6 +53,5 @@ class Ncu(NcuInstrument):
         return self.launch(case, self.command(case))
 
     def read(self, process: Child) -> list[Measurement]:
-        """See `NcuInstrument.read`."""
         tool = self.tool(self.record_of(process))
         return read(self.report(process.case), process.case, self.metrics, tool=tool)

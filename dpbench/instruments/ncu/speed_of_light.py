@@ -18,6 +18,7 @@ from dpbench.instruments.base import Running
 from dpbench.instruments.child import Child
 from dpbench.instruments.ncu.kernel_report import (
     GRID,
+    TIME,
     check_complete,
     full_name,
     phase_of,
@@ -25,7 +26,6 @@ from dpbench.instruments.ncu.kernel_report import (
 )
 from dpbench.instruments.ncu.kernels import OfKernels
 from dpbench.instruments.ncu.program import find_ncu
-from dpbench.instruments.ncu.progress import launch_progress
 from dpbench.instruments.ncu.range_report import (
     KERNELS,
     SPEED_OF_LIGHT,
@@ -34,10 +34,9 @@ from dpbench.instruments.ncu.range_report import (
     load_actions,
     report_path,
 )
-from dpbench.instruments.settings import InstrumentSettings, KernelChoice
-from dpbench.results.kernels import fold
+from dpbench.results.kernels import KernelSpeed, fold
 from dpbench.results.rows import Measurement
-from dpbench.results.speed_of_light import KernelSpeed
+from dpbench.settings import Settings
 
 METRICS = {
     "sm": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -48,8 +47,6 @@ METRICS = {
     "occupancy_limit": "sm__maximum_warps_per_active_cycle_pct",
 }
 """The metric behind each percentage of a `KernelSpeed`; asked for beside any set or section."""
-
-TIME = "gpu__time_duration.sum"
 
 STALL = re.compile(
     r"smsp__pcsamp_warps_issue_stalled_(?P<sampled>\w+?)(?P<rest>_not_issued)?"
@@ -75,7 +72,7 @@ class SpeedOfLight(OfKernels):
     """Reads many metrics of the kernels that move most; the report of `NcuKernels` must be there.
 
     Args:
-        set: one of `SETS`, or None for ``sections`` alone.
+        set: one of `NCU_SETS`, or None for ``sections`` alone.
         sections: further sections of ``ncu --list-sections``.
         kernels: how many kernels, by DRAM bytes.
     """
@@ -85,20 +82,18 @@ class SpeedOfLight(OfKernels):
 
     set: str | None = "detailed"
     sections: tuple[str, ...] = ()
-    kernels: int = KernelChoice.set_kernels
+    kernels: int = Settings.ncu_set_kernels
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> SpeedOfLight:
-        """As ``--ncu-set``, ``--ncu-section`` and the like say."""
-        asked = settings.kernels
+    def from_settings(cls, settings: Settings) -> SpeedOfLight:
         return cls(
-            settings.directory,
+            settings.ncu_dir,
             find_ncu(settings.ncu_path),
             timeout=settings.timeout,
-            phases=asked.phases,
-            set=asked.set,
-            sections=asked.sections,
-            kernels=asked.set_kernels,
+            phases=settings.phases,
+            set=settings.ncu_set,
+            sections=settings.ncu_sections,
+            kernels=settings.ncu_set_kernels,
         )
 
     def command(self, case: Case, names: Iterable[str]) -> list[str]:
@@ -115,10 +110,7 @@ class SpeedOfLight(OfKernels):
         return self.command_under_ncu(case, collect, self.filters)
 
     def chosen(self, case: Case) -> list[str]:
-        """The demangled names of the kernels that move most bytes, from the case's report.
-
-        No name if the phases launch none.
-        """
+        """The kernels that move most bytes in the case's report; none if the phases launch none."""
         if self.nothing_to_profile(case):
             return []
         launches = read_kernels(self.directory / report_path(case, KERNELS)).launches
@@ -132,8 +124,7 @@ class SpeedOfLight(OfKernels):
 
     def read(self, process: Child) -> list[Measurement]:
         """See `NcuInstrument.read`: no row, for what it finds is in ``speed_of_light``."""
-        with launch_progress(f"{process.case.id}: Speed of Light", None) as process.watch:
-            self.record_of(process)
+        self.watched(process, f"{process.case.id}: Speed of Light", None)
         process.speed_of_light = read_speeds(self.report(process.case))
         return []
 
@@ -141,23 +132,21 @@ class SpeedOfLight(OfKernels):
 class Waiting(Running):
     """A measurement that starts its process when it is asked for its rows."""
 
+    _child: Child | None = None
+
     def __init__(self, instrument: SpeedOfLight, case: Case) -> None:
         self.instrument, self.case = instrument, case
-        self._child: Child | None = None
 
     def rows(self) -> list[Measurement]:
-        """See `SpeedOfLight.read`."""
-        names = self.instrument.chosen(self.case)
-        if not names:
-            return []
-        self._child = self.instrument.launch(self.case, self.instrument.command(self.case, names))
-        rows = self._child.rows()
-        self.speed_of_light = self._child.speed_of_light
-        return rows
+        if names := self.instrument.chosen(self.case):
+            command = self.instrument.command(self.case, names)
+            self._child = self.instrument.launch(self.case, command)
+            self._child.rows()
+            self.speed_of_light = self._child.speed_of_light
+        return []
 
     def cancel(self) -> None:
-        """See `Running.cancel`."""
-        if self._child is not None:
+        if self._child:
             self._child.cancel()
 
 
@@ -168,16 +157,17 @@ def read_speeds(path: Path) -> tuple[KernelSpeed, ...]:
 
 
 def _speed(action: Any, path: Path) -> KernelSpeed:
-    x, y, z = (int(counter(action, name, path).value()) for name in GRID)
+    def value(name: str) -> float:
+        return float(counter(action, name, path).value())
+
+    x, y, z = (int(value(name)) for name in GRID)
     return KernelSpeed(
         phase=phase_of(label(action))[1],
         name=full_name(action),
         grid=(x, y, z),
-        seconds=float(counter(action, TIME, path).value()) * 1e-9,
+        seconds=value(TIME) * 1e-9,
         stall=top_stall(action),
-        **{
-            field: float(counter(action, metric, path).value()) for field, metric in METRICS.items()
-        },
+        **{field: value(metric) for field, metric in METRICS.items()},
     )
 
 
@@ -189,9 +179,9 @@ def top_stall(action: Any) -> str | None:
         match = STALL.fullmatch(name)
         if match is None or match["rest"]:
             continue
-        reason = match["counted"] or match["sampled"]
-        if reason != "selected":  # that warp was not waiting
-            kind = counted if match["counted"] else sampled
-            kind[reason] = float(action.metric_by_name(name).value())
-    reasons = {reason: value for reason, value in (counted or sampled).items() if value}
-    return max(reasons, key=lambda reason: reasons[reason]) if reasons else None
+        reasons = counted if match["counted"] else sampled
+        reasons[match["counted"] or match["sampled"]] = float(action.metric_by_name(name).value())
+    reasons = counted or sampled
+    reasons.pop("selected", None)  # that warp was not waiting
+    most = max(reasons, key=lambda reason: reasons[reason], default=None)
+    return most if most and reasons[most] else None

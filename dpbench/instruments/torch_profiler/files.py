@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dpbench.case import Case
 from dpbench.files import check_writable
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.torch_profiler import trace
-from dpbench.metrics import METRICS
+from dpbench.metrics import METRICS, unit
 from dpbench.results.kernels import KernelLaunch
 from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
 
@@ -36,6 +37,27 @@ class DeviceActivityMissing(InstrumentError):
     remedy = "another profiler may hold the GPU's profiling interface (CUPTI); end it"
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What is known of a profiled case.
+
+    Args:
+        rows: of `profile_rows`.
+        launches: of `grouped`; sums over all steps.
+        operators: sums by operator, and by operator and input shapes, of each cycle; a summary
+            does not keep them.
+    """
+
+    rows: list[Measurement]
+    launches: list[dict[str, Any]]
+    operators: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How many were recorded."""
+        return len({row.repeat for row in self.rows})
+
+
 def prepare(directory: Path) -> None:
     """Make the folder of a profile, without what an earlier one left there."""
     check_writable(directory)
@@ -44,17 +66,14 @@ def prepare(directory: Path) -> None:
             path.unlink()
 
 
-def write_summary(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
-    """Make what a person reads of what the profiler recorded: report, summary, TensorBoard.
+def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profile:
+    """Write ``summary.json`` and TensorBoard's event file of what the profiler recorded.
 
     Args:
         case: what was profiled.
         record: what `dpbench.process.profiled.profile_case` returned.
-        directory: where it wrote; gets ``summary.json``, ``report.txt`` and an event file.
-        threshold: see `profile_report`.
+        directory: where it wrote.
     """
-    from dpbench.show.profile import profile_report
-
     traces = [trace.read(path) for path in _in_order(directory, "trace_*.json.gz")]
     calls = frozenset[str]().union(*(recorded.calls for recorded in traces))
     operators = [
@@ -62,31 +81,15 @@ def write_summary(case: Case, record: dict[str, Any], directory: Path, threshold
         for path in _in_order(directory, "operators_*.json")
         for line in json.loads(path.read_text(encoding="utf-8"))
     ]
-    rows = list(profile_rows(case, record, traces))
-    launches = grouped(traces)
-    report = profile_report(record, rows, launches, operators, threshold)
-    (directory / REPORT).write_text(report, encoding="utf-8")
+    profile = Profile(list(profile_rows(case, record, traces)), grouped(traces), operators)
     if find_spec("tensorboard") is not None:
         from dpbench.instruments.torch_profiler.tensorboard_log import write_log
 
-        write_log(case, record, rows, directory)
-    document = {"schema": SCHEMA, **record, "launches": launches, "rows": as_rows(rows)}
+        write_log(case, record, profile.rows, directory)
+    document = {"schema": SCHEMA, **record, "launches": profile.launches}
+    document["rows"] = as_rows(profile.rows)
     (directory / SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What `write_summary` left.
-
-    Args:
-        rows: of `profile_rows`.
-        launches: of `grouped`; sums over all steps.
-        steps: how many were recorded.
-    """
-
-    rows: list[Measurement]
-    launches: list[dict[str, Any]]
-    steps: int
+    return profile
 
 
 def read_summary(directory: Path) -> Profile:
@@ -96,8 +99,7 @@ def read_summary(directory: Path) -> Profile:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["schema"] > SCHEMA:
             raise trace.TraceUnreadable(f"{path}: written by a newer dpbench")
-        rows = [Measurement.from_row(row) for row in document["rows"]]
-        return Profile(rows, document["launches"], len({row.repeat for row in rows}))
+        return Profile(list(map(Measurement.from_row, document["rows"])), document["launches"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = getattr(error, "strerror", None) or type(error).__name__
         raise trace.TraceUnreadable(f"{path}: not the summary of a profile ({what})") from error
@@ -116,14 +118,20 @@ def operators_of(
         directory: of a profile.
         launches: the kernels, of whichever tool.
     """
-    first = trace.read(directory / "trace_0.json.gz")
-    seen = Counter(launch.phase for launch in first.kernels() if launch.repeat == 0)
+    kernels = [
+        launch
+        for launch in trace.read(directory / "trace_0.json.gz").launches
+        if launch.repeat == 0 and launch.kind == "kernel"
+    ]
+    seen = Counter(launch.phase for launch in kernels)
     counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
-    return {
-        place: operator
-        for place, operator in first.operators().items()
-        if seen[place[1]] == counted[place[1]]
-    }
+    operators: dict[tuple[int, str, int], str] = {}
+    places: Counter[str] = Counter()
+    for kernel in kernels:
+        if kernel.operator and seen[kernel.phase] == counted[kernel.phase]:
+            operators[0, kernel.phase, places[kernel.phase]] = kernel.operator
+        places[kernel.phase] += 1
+    return operators
 
 
 def _in_order(directory: Path, pattern: str) -> list[Path]:
@@ -137,49 +145,48 @@ def profile_rows(
 ) -> Iterator[Measurement]:
     """The rows of a profile, for each recorded step by phase and as a whole."""
     on_cuda = record["device"] != "cpu"
-    repeat = 0
+    repeats = count()
     for recorded in traces:
-        if on_cuda and not recorded.kernels():
+        if on_cuda and not any(launch.kind == "kernel" for launch in recorded.launches):
             raise DeviceActivityMissing(f"{case.id}: the trace holds no GPU activity")
         for step, cpu_seconds in enumerate(recorded.cpu_seconds):
-            metrics = {"cpu_time_seconds": cpu_seconds}
+            repeat = next(repeats)
             growth = recorded.memory_growth[step]
-            metrics["memory_growth_bytes"] = {phase: float(growth[phase]) for phase in growth}
+            metrics = {
+                "cpu_time_seconds": cpu_seconds,
+                "memory_growth_bytes": {phase: float(growth[phase]) for phase in growth},
+            }
             if on_cuda:
                 metrics |= _device_metrics(recorded, step)
                 metrics["phase_peak_memory_bytes"] = record["phase_peaks"][repeat]
             for metric, by_phase in metrics.items():
-                together = [0.0, *by_phase.values()]
-                whole = max(together) if "memory" in metric else sum(together)
-                values = {**by_phase, STEP: whole}
-                for phase, value in values.items():
+                together = max if "memory" in metric else sum
+                whole = together([0.0, *by_phase.values()])
+                for phase, value in {**by_phase, STEP: whole}.items():
                     yield Measurement(
                         case,
                         INSTRUMENT,
                         phase,
                         metric,
                         value,
-                        "s" if metric.endswith("_seconds") else "B",
+                        unit(metric),
                         repeat,
                         record["device"],
                         f"torch {record['torch']}",
                     )
-            repeat += 1
 
 
 def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, dict[str, float]]:
     """Seconds that the device worked and bytes that copies moved, by phase of one step."""
-    phases = dict.fromkeys(recorded.cpu_seconds[step])
     launches = [launch for launch in recorded.launches if launch.repeat == step]
-    phases |= dict.fromkeys(launch.phase for launch in launches)
-    metrics = {
-        metric: dict.fromkeys(phases, 0.0) for metric in ("device_time_seconds", *COPIES.values())
-    }
+    phases = [*recorded.cpu_seconds[step], *(launch.phase for launch in launches)]
+    names = ["device_time_seconds", *COPIES.values()]
+    names += [copy_metric(launch.name) for launch in launches if launch.kind != "kernel"]
+    metrics = {name: dict.fromkeys(phases, 0.0) for name in names}
     for launch in launches:
         metrics["device_time_seconds"][launch.phase] += launch.seconds
         if launch.kind != "kernel":
-            by_phase = metrics.setdefault(copy_metric(launch.name), dict.fromkeys(phases, 0.0))
-            by_phase[launch.phase] += launch.bytes
+            metrics[copy_metric(launch.name)][launch.phase] += launch.bytes
     return metrics
 
 
@@ -189,10 +196,7 @@ def copy_metric(name: str) -> str:
 
 
 def grouped(traces: list[trace.Trace]) -> list[dict[str, Any]]:
-    """What the device did, folded over steps: phase, kind, name, operator; count, bytes, seconds.
-
-    ``count``, ``bytes`` and ``seconds`` are sums over all recorded steps.
-    """
+    """What the device did; ``count``, ``bytes`` and ``seconds`` are sums over recorded steps."""
     folded: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for recorded in traces:
         for launch in recorded.launches:

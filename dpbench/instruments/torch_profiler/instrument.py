@@ -16,10 +16,10 @@ from typing import ClassVar
 from dpbench.case import Case
 from dpbench.instruments import child
 from dpbench.instruments.base import Instrument, check_place
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.torch_profiler.files import INSTRUMENT, SUMMARY, read_summary
 from dpbench.process.schedule import Schedule
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 NO_TENSORBOARD = "no TensorBoard log: pip install 'dpbench[tensorboard]'"
 
@@ -38,19 +38,18 @@ class TorchProfiler(Instrument):
 
     name: ClassVar[str] = INSTRUMENT
 
-    directory: Path = InstrumentSettings.profile_directory
+    directory: Path = Settings.profile_dir
     device: str = "cuda"
     schedule: Schedule = Schedule()
-    threshold: float = InstrumentSettings.profile_threshold
-    timeout: float = InstrumentSettings.timeout
+    threshold: float = Settings.profile_threshold
+    timeout: float = Settings.timeout
 
     @classmethod
-    def from_settings(cls, settings: InstrumentSettings) -> TorchProfiler:
-        """As ``--profile-schedule`` and the like say."""
+    def from_settings(cls, settings: Settings) -> TorchProfiler:
         return cls(
-            settings.profile_directory,
+            settings.profile_dir,
             settings.device,
-            settings.profile_schedule,
+            Schedule.parse(settings.profile_schedule),
             settings.profile_threshold,
             settings.timeout,
         )
@@ -62,7 +61,6 @@ class TorchProfiler(Instrument):
             print(f"dpbench: {NO_TENSORBOARD}", file=sys.stderr)
 
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
         return [
             *child.step_command(case, device=self.device),
             *("--profile", str(self.directory / case.id)),

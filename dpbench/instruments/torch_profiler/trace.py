@@ -18,7 +18,6 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -94,21 +93,6 @@ class Trace:
     memory_growth: list[dict[str, int]]
     calls: frozenset[str] = frozenset()
 
-    def kernels(self) -> list[Launch]:
-        """The launches of kernels, without copies and memsets."""
-        return [launch for launch in self.launches if launch.kind == "kernel"]
-
-    def operators(self) -> dict[tuple[int, str, int], str]:
-        """The operator behind each kernel, by step, phase and its place among their kernels."""
-        seen: dict[tuple[int, str], int] = defaultdict(int)
-        found: dict[tuple[int, str, int], str] = {}
-        for launch in self.kernels():
-            place = seen[launch.repeat, launch.phase]
-            seen[launch.repeat, launch.phase] += 1
-            if launch.operator is not None:
-                found[launch.repeat, launch.phase, place] = launch.operator
-        return found
-
 
 def read(path: Path) -> Trace:
     """Read one trace, ``.json`` or ``.json.gz``.
@@ -116,35 +100,26 @@ def read(path: Path) -> Trace:
     Work that was launched outside every phase belongs to `OUTSIDE`; nothing is dropped, and a
     trace of another program is one step outside all phases.
     """
-    with _uncollected():
-        try:
-            by_category = _events(path)
-            timeline = _Timeline(by_category["user_annotation"])
-            return Trace(
-                launches=_launches(by_category, timeline),
-                cpu_seconds=timeline.seconds(),
-                memory_growth=_memory_growth(by_category, timeline),
-                calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
-            )
-        except (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
-            what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            raise TraceUnreadable(f"{path}: not a readable trace ({what})") from error
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which takes three quarters of the time and finds nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
+    collected = gc.isenabled()
+    gc.disable()  # it takes three quarters of the time and finds nothing
     try:
-        yield
+        by_category = _events(path)
+        timeline = _Timeline(by_category["user_annotation"])
+        return Trace(
+            launches=_launches(by_category, timeline),
+            cpu_seconds=timeline.seconds(),
+            memory_growth=_memory_growth(by_category, timeline),
+            calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
+        )
+    except (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+        what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise TraceUnreadable(f"{path}: not a readable trace ({what})") from error
     finally:
-        if enabled:
+        if collected:
             gc.enable()
 
 
 def _events(path: Path) -> dict[str, list[Event]]:
-    """The events of a trace by category."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rb") as stream:
         events = json.load(stream)["traceEvents"]
@@ -154,15 +129,9 @@ def _events(path: Path) -> dict[str, list[Event]]:
     return by_category
 
 
-def _arguments(event: Event) -> Event:
-    """What an event says beyond name and time, if anything."""
-    found: Event = event.get("args", {})
-    return found
-
-
 def _correlation(event: Event) -> Any:
     """The number that a CUDA call shares with what it launched; None if the trace says none."""
-    return _arguments(event).get("correlation")
+    return event.get("args", {}).get("correlation")
 
 
 class _Timeline:
@@ -184,7 +153,6 @@ class _Timeline:
         return step, self.phases[place]["name"].removeprefix(ANNOTATION)
 
     def seconds(self) -> list[dict[str, float]]:
-        """For each step, how long it was in each phase."""
         steps: list[dict[str, float]] = [defaultdict(float) for _ in self.step_starts]
         for event in self.phases:
             step, phase = self.locate(float(event["ts"]))
@@ -193,7 +161,6 @@ class _Timeline:
 
 
 def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[Launch]:
-    """What the device did, in the order in which it was launched."""
     device = [event for category in KINDS for event in by_category[category]]
     calls = by_category["cuda_runtime"] + by_category["cuda_driver"]
     wanted = {_correlation(event) for event in device} - {None}
@@ -216,7 +183,7 @@ def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[
                 KINDS[event["cat"]],
                 event["name"],
                 float(event["dur"]) / 1e6,
-                int(_arguments(event).get("bytes", 0)),
+                int(event.get("args", {}).get("bytes", 0)),
                 operators[-1] if operators else None,
                 operators[0].removeprefix(AUTOGRAD) if operators else None,
             )
@@ -258,6 +225,6 @@ def _memory_growth(
         step, phase = timeline.locate(float(event["ts"]))
         if step != current:
             level, current = 0, step
-        level += int(_arguments(event).get("Bytes", 0))
+        level += int(event.get("args", {}).get("Bytes", 0))
         growth[step][phase] = max(growth[step].get(phase, 0), level)
     return growth

@@ -17,10 +17,9 @@ from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentErro
 from dpbench.instruments.cupti import child
 from dpbench.instruments.cupti.errors import CountersForbidden, CuptiTooOld
 from dpbench.instruments.cupti.instrument import Cupti, cupti_rows
-from dpbench.instruments.settings import InstrumentSettings
-from dpbench.process.schedule import Steps
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP
+from dpbench.settings import Settings
 from dpbench.show.layout import as_text
 from dpbench.show.tables import tables
 from dpbench.workloads.transformer import SimpleBigModel
@@ -134,13 +133,13 @@ def test_where_ncu_counted_too_the_tables_show_its_bytes(record: dict[str, Any])
 
 
 def test_options_reach_the_child(tmp_path: Path) -> None:
-    settings = InstrumentSettings(tmp_path, timing_steps=Steps(1, 2), timeout=60.0)
+    settings = Settings(ncu_dir=tmp_path, warmup=1, active=2, timeout=60.0)
     [usual] = choose(["cupti"], settings)
     assert isinstance(usual, Cupti)
     assert usual.timeout == 60.0
     command = usual.command(CASE)
     assert command[-7:] == ["--device", "cuda", "--warmup", "1", "--active", "2", "--cupti"]
-    asked = InstrumentSettings(tmp_path, metrics=("l2_read_bytes,dram_bytes__x.sum",))
+    asked = Settings(ncu_dir=tmp_path, ncu_metrics=["l2_read_bytes,dram_bytes__x.sum"])
     assert Cupti.from_settings(asked).command(CASE)[-1] == "--cupti=l2_read_bytes,dram_bytes__x.sum"
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from dpbench.case import Case
-from dpbench.instruments.logical.instrument import Logical
-from dpbench.instruments.logical.result import LogicalResult
+from dpbench.instruments.logical.instrument import Logical, LogicalResult
 from dpbench.registry import MODELS, TRAINERS
 
 DP_TRAINERS = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
@@ -52,3 +51,8 @@ def values(result: LogicalResult) -> dict[tuple[str, str], float]:
 def moved(result: LogicalResult, where: str) -> tuple[float, float]:
     found = values(result)
     return found[where, "logical_read_bytes"], found[where, "logical_write_bytes"]
+
+
+def guessed(result: LogicalResult) -> set[str]:
+    """Operators counted by the general rule because nobody has reviewed one for them."""
+    return {count.operator for count in result.operators if count.general_rule}

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
-
-from torch import Tensor
 
 from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.logical.instrument import Counting, Logical
 from dpbench.runner import measure
-from dpbench.training.base import Batch
-from dpbench.training.standard import StandardTrainer
 from tests.instruments.logical.cases import count, tiny
-from tests.instruments.logical.test_outside import CountsTokens
-
-
-class Crashes(StandardTrainer):
-    def train_step(self, batch: Batch) -> Tensor:
-        print("about to", end="", flush=True)
-        ctypes.string_at(0)
-        return super().train_step(batch)
+from tests.instruments.logical.outside import CountsTokens, Crashes
 
 
 def test_a_crash_fails_its_case_and_its_log_says_where(tmp_path: Path) -> None:
     outcome = measure(tiny(Crashes), [Logical(directory=tmp_path)])
     assert (outcome.error, outcome.rows) == (CaseFailed.__name__, ())
     assert "was killed by SIGSEGV" in outcome.message
-    assert "test_apart.py" in Path(str(outcome.log)).read_text()
+    assert "outside.py" in Path(str(outcome.log)).read_text()
 
 
 def test_the_count_is_that_of_this_process() -> None:

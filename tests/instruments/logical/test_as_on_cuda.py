@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
-from dpbench.training.base import Batch
+from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.phases import observed_step
 from dpbench.training.standard import StandardTrainer
 from tests.instruments.logical.cases import count, tiny
@@ -150,6 +150,24 @@ class Autocasts(StandardTrainer):
             return super().train_step(batch)
 
 
+class SwitchesAutocastOn(StandardTrainer):
+    def train_step(self, batch: Batch) -> Tensor:
+        torch.set_autocast_enabled("cuda", True)
+        return super().train_step(batch)
+
+
+class ScalesItsLoss(StandardTrainer):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train_step(self, batch: Batch) -> Tensor:
+        tokens, labels = batch
+        loss = self.scaler.scale(mean_cross_entropy(self.model(tokens), labels))
+        loss.backward()
+        return loss
+
+
 class Compiles(StandardTrainer):
     def train_step(self, batch: Batch) -> Tensor:
         self.model.compile()
@@ -160,7 +178,9 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("trainer", "reason"),
         [
-            (Autocasts, r"torch\.autocast\('cuda'\).*test_as_on_cuda\.py:\d+: with torch\.auto"),
+            (Autocasts, r"torch\.autocast changes.*test_as_on_cuda\.py:\d+: with torch\.auto"),
+            (SwitchesAutocastOn, r"torch\.autocast changes the bytes"),
+            (ScalesItsLoss, r"torch\.amp\.GradScaler changes.*\.py:\d+: loss = self\.scaler"),
             (Compiles, r"torch\.compile fuses operators.*count the step uncompiled"),
         ],
     )
@@ -175,9 +195,9 @@ class TestRefused:
             with pytest.raises(UnsupportedOperation, match="autocast"):
                 decorated(3)
 
-    def test_autocast_that_is_off_passes(self) -> None:
+    def test_what_is_off_passes(self) -> None:
         with without_data(), torch.autocast("cuda", enabled=False):
-            torch.ones(3)
+            assert torch.amp.GradScaler(enabled=False).scale(torch.ones(3)).shape == (3,)
 
     def test_a_function_compiled_before_is_refused(self) -> None:
         compiled = torch.compile(lambda x: x + 1)
@@ -194,10 +214,10 @@ def noted(place: Any, *names: str) -> Iterator[None]:
 
 
 def test_nothing_is_left_afterwards() -> None:
-    autocast = torch.amp.autocast_mode.autocast
     with (
         noted(FakeTensorMode, "__deepcopy__"),
-        noted(autocast, "__init__", "__enter__"),
+        noted(torch.autocast, "__init__", "__enter__"),
+        noted(torch.amp.GradScaler, "__init__", "scale"),
         noted(torch._dynamo.eval_frame, "_callback_from_stance"),
     ):
         assert F.dropout(torch.ones(1000), 0.5).unique().tolist() == [0.0, 2.0]

@@ -25,7 +25,7 @@ INT64 = 8
 
 dimension = st.integers(min_value=2, max_value=40)
 linear_dimensions = given(b=dimension, t=dimension, i=dimension, o=dimension)
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=5, deadline=None)
 
 
 class Moved(NamedTuple):
@@ -123,10 +123,10 @@ class TestLinearLayer:
     def test_norms_and_clipping_each_read_all_per_sample_gradients(
         self, b: int, i: int, o: int
     ) -> None:
-        def norm(g: Tensor) -> Tensor:
+        def norm(g: Tensor) -> Any:
             return g.reshape(len(g), -1).norm(2, dim=-1)
 
-        def clip(factor: Tensor, g: Tensor) -> Tensor:
+        def clip(factor: Tensor, g: Tensor) -> Any:
             return torch.einsum("i,i...", factor, g)
 
         assert cost(norm, (b, o, i)) == (E * b * o * i, E * b)

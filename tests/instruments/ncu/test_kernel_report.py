@@ -5,12 +5,18 @@ from __future__ import annotations
 import lzma
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dpbench.case import OUTSIDE, Case
 from dpbench.instruments.ncu import kernel_report as ncu_kernel_report
-from dpbench.instruments.ncu.kernel_report import KernelReport, phase_of, read_kernels
+from dpbench.instruments.ncu.kernel_report import (
+    KernelReport,
+    phase_of,
+    plain_actions,
+    read_kernels,
+)
 from dpbench.instruments.ncu.range_report import (
     KERNELS,
     MetricMissing,
@@ -19,6 +25,7 @@ from dpbench.instruments.ncu.range_report import (
     WrongReplay,
     case_of,
     launches_by_phase,
+    load_actions,
     read,
     report_path,
 )
@@ -143,6 +150,27 @@ def test_a_missing_counter_is_an_error_and_never_a_zero(tmp_path: Path) -> None:
     path = edited(STANDARD, b"lts__t_bytes.sum", b"lts__t_cakes.sum", tmp_path)
     with pytest.raises(MetricMissing, match=r"lts__t_bytes\.sum"):
         read_kernels(path)
+
+
+def test_counters_are_read_by_the_names_that_a_chip_has(dpsgd_path: Path) -> None:
+    """A report of GB202, made from one of GH100: only the two names differ."""
+
+    class Gb202:
+        def __init__(self, action: Any) -> None:
+            self.action = action
+
+        def metric_by_name(self, name: str) -> Any:
+            if name.startswith("dram__"):
+                if "_op_" not in name:
+                    return None
+                name = name.replace("bytes_op_", "bytes_")
+            return self.action.metric_by_name(name)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.action, name)
+
+    actions = load_actions(dpsgd_path)[:20]
+    assert plain_actions([Gb202(action) for action in actions]) == plain_actions(actions)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.7, 0.9999])

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.instruments.ncu.kernel_report import PROFILING, read_kernels
+from dpbench.gpu import Gpu
+from dpbench.instruments import choose
+from dpbench.instruments.ncu.kernel_report import read_kernels
 from dpbench.instruments.ncu.kernels import NcuKernels
-from dpbench.instruments.ncu.progress import LaunchCounter
 from dpbench.instruments.ncu.range_report import ReportUnreadable
 from dpbench.instruments.ncu.speed_of_light import SpeedOfLight, name_filter, read_speeds
 from dpbench.process.schedule import Steps
-from dpbench.session import kernel_choice
 from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
 
@@ -55,6 +53,24 @@ def test_the_whole_argument_list_for_every_phase() -> None:
         *("--export", "reports/1b-fp32/kernels/report_dpsgd_bs8_seq256.ncu-rep"),
         *CHILD,
     ]
+
+
+def asked_on(chip: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The counters that ncu is asked for on a chip."""
+    card = Gpu("GPU-0", "a card", 10**9, "580", chip)
+    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [card])
+    [kernels] = choose(["ncu_kernels"], Settings(ncu_path=sys.executable))
+    assert isinstance(kernels, NcuKernels)
+    command = kernels.command(CASE)
+    return command[command.index("--metrics") + 1]
+
+
+def test_a_chip_is_asked_for_its_own_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_on("GB202", monkeypatch) == (
+        "dram__bytes_op_read.sum,dram__bytes_op_write.sum,lts__t_bytes.sum,gpu__time_duration.sum"
+    )
+    with pytest.raises(ConfigurationError, match="GB10B has no counters for dram_read_bytes, dram"):
+        asked_on("GB10B", monkeypatch)
 
 
 def test_phases_are_chosen_by_the_names_of_their_ranges() -> None:
@@ -185,24 +201,4 @@ def test_speeds_are_those_that_nsight_compute_saved(tmp_path: Path) -> None:
 )
 def test_bad_values_are_named(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        kernel_choice(Settings(of_pytest=True, **said))
-
-
-class Bar:
-    """Counts as a progress bar does."""
-
-    count = 0
-
-    def update(self, n: int) -> None:
-        self.count += n
-
-
-@given(data=st.data())
-def test_kernels_are_counted_however_the_log_arrives(data: st.DataObject) -> None:
-    log = f'a\n{PROFILING}x" - 0: 0%\n==PROF== Report: y\n{PROFILING}{PROFILING}z" - 2: 0%....50%'
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(log)))))
-    bar = Bar()
-    watch = LaunchCounter(bar)
-    for start, end in zip([0, *cuts], [*cuts, len(log)], strict=True):
-        watch(log[start:end])
-    assert bar.count == 3
+        choose([], Settings(of_pytest=True, ncu_path=sys.executable, **said))

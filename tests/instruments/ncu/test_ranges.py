@@ -14,9 +14,9 @@ from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu.range_report import NothingProfiled
 from dpbench.instruments.ncu.ranges import Ncu
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.process.schedule import Steps
 from dpbench.runner import measure
+from dpbench.settings import Settings
 from tests.programs import program
 
 OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"
@@ -66,10 +66,9 @@ def test_no_option_is_given_twice() -> None:
 def test_metrics_of_the_command_line_reach_ncu() -> None:
     chosen = choose(
         ["ncu"],
-        InstrumentSettings(
-            Path("x"),
+        Settings(
             ncu_path=sys.executable,
-            metrics=("gld_throughput, sm__cycles_active.sum", "l2_write_bytes"),
+            ncu_metrics=["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
         ),
     )
     assert isinstance(chosen[0], Ncu)
@@ -85,7 +84,7 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
 
 def test_a_list_of_no_metrics_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="names no metric; try dram_read_bytes"):
-        InstrumentSettings(Path("x"), metrics=(" ,",))
+        choose(["ncu"], Settings(ncu_path=sys.executable, ncu_metrics=[" ,"]))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from dpbench import Case
 from dpbench.case import OUTSIDE
+from dpbench.commands.step import write_profile
 from dpbench.instruments.ncu.kernel_report import read_kernels
 from dpbench.instruments.torch_profiler.files import (
     REPORT,
@@ -78,7 +79,7 @@ def test_launches_fold_by_operator_over_steps() -> None:
 
 def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> None:
     shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
-    write_summary(STANDARD, record(), tmp_path, threshold=0.05)
+    write_profile(STANDARD, record(), tmp_path, threshold=0.05)
     text = (tmp_path / REPORT).read_text(encoding="utf-8")
     sections = [
         "standard, tiny fp32, batch 4, sequence 64, NVIDIA H200: PyTorch profiler, per step",
@@ -100,7 +101,7 @@ def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> N
 
 def test_a_summary_gives_back_what_was_written(tmp_path: Path) -> None:
     shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
-    write_summary(STANDARD, record(), tmp_path, threshold=10)
+    write_summary(STANDARD, record(), tmp_path)
     trace = read(tmp_path / "trace_0.json.gz")
     saved = read_summary(tmp_path)
     assert saved.rows == list(profile_rows(STANDARD, record(), [trace]))

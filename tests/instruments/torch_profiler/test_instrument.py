@@ -9,10 +9,10 @@ import pytest
 
 from dpbench import Case, ConfigurationError
 from dpbench.instruments import choose
-from dpbench.instruments.settings import InstrumentSettings
 from dpbench.instruments.torch_profiler import instrument as torch_profiler
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
 from dpbench.process.schedule import Schedule
+from dpbench.settings import Settings
 
 CASE = Case("dpsgd", 4, 64, "tiny")
 
@@ -33,12 +33,11 @@ def test_the_whole_argument_list() -> None:
 
 
 def test_options_reach_the_instrument() -> None:
-    settings = InstrumentSettings(
-        directory=Path("reports"),
+    settings = Settings(
         device="cpu",
         timeout=7.0,
-        profile_directory=Path("x"),
-        profile_schedule=Schedule(wait=2),
+        profile_dir=Path("x"),
+        profile_schedule="wait=2",
         profile_threshold=1.0,
     )
     assert choose(["torch_profiler"], settings) == [
@@ -48,7 +47,7 @@ def test_options_reach_the_instrument() -> None:
 
 def test_a_negative_threshold_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="threshold must be >= 0 ms, not -1"):
-        InstrumentSettings(Path("reports"), profile_threshold=-1.0)
+        Settings(profile_threshold=-1.0)
 
 
 def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.case import AXES
+from dpbench.show.html.data import labelled
 from dpbench.show.html.page import write_html
-from dpbench.show.html.source import labelled
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -66,13 +66,13 @@ return {
 """
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Chrome]:
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     """Headless Chromium that records its console and its requests."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER or ""
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     service = webdriver.ChromeService(DRIVER)
@@ -87,6 +87,8 @@ def show(browser: Chrome, path: Path, *documents: tuple[str, Any]) -> None:
     from selenium.webdriver.support.wait import WebDriverWait
 
     write_html(path, labelled(documents))
+    for log in ("browser", "performance"):  # of the page before
+        browser.get_log(log)
     browser.get(path.as_uri())
     drawn = "return document.documentElement.dataset.drawn"
     WebDriverWait(browser, 60, poll_frequency=0.05).until(lambda b: b.execute_script(drawn))

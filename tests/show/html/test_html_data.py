@@ -11,14 +11,9 @@ import pytest
 from dpbench.case import Case
 from dpbench.results.frame import with_logical
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.html import data, overview
-from dpbench.show.html.source import (
-    Source,
-    cases_without_logical,
-    failures_of,
-    labelled,
-    summary_of,
-)
+from dpbench.show.html import data, page
+from dpbench.show.html.data import Source, cases_without_logical, labelled, summary_of
+from dpbench.show.html.figures import Material
 
 ROOT = Path(__file__).parents[3]
 GRID1 = json.loads((ROOT / "docs/results/h200-grid1.json").read_text())
@@ -180,17 +175,16 @@ def test_failed_case_has_its_error_among_the_cases() -> None:
         ],
     }
     runs = labelled([("run", document)])
-    summary = summary_of(runs)
-    failed = failures_of(runs, summary)
-    assert failed[["trainer", "error", "title"]].values.tolist() == [
+    material = Material.of(runs)
+    assert material.failed[["trainer", "error", "title"]].values.tolist() == [
         ["dpsgd", "CaseOutOfMemory", "1b fp32"]
     ]
-    table = overview.cases(summary, failed)
+    table = page.cases(material)
     by_header = [dict(zip(table.headers, line, strict=True)) for line in table.rows]
     assert [line["error"].text for line in by_header] == ["-", "CaseOutOfMemory"]
     assert [line["DRAM total, GB"].text for line in by_header] == ["2.00", "-"]
-    assert overview.headline(runs, summary)[1:] == ["1 case failed."]
-    counts = overview.trainers(runs, summary, data.DRAM)
+    assert page.headline(material)[1:] == ["1 case failed."]
+    counts = page.trainers(material)
     assert [[cell.text for cell in line[:3]] for line in counts.rows] == [
         ["standard", "1", "0"],
         ["dpsgd", "1", "1"],
@@ -201,11 +195,11 @@ def test_failed_case_has_its_error_among_the_cases() -> None:
 def test_a_run_in_which_everything_failed_was_on_no_device() -> None:
     case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
     runs = labelled([("run", {"rows": [], "cases": [{**case, "error": "CaseTimedOut"}]})])
-    assert failures_of(runs, summary_of(runs)).device.tolist() == [""]
+    assert Material.of(runs).failed.device.tolist() == [""]
 
 
 def test_environment_is_one_column_per_run() -> None:
-    table = overview.environments(labelled([("grid1", GRID1), ("counted", COUNTED)]))
+    table = page.environments(labelled([("grid1", GRID1), ("counted", COUNTED)]))
     found = {line[0].text: [cell.text for cell in line[1:]] for line in table.rows}
     assert found["gpu name"][0] == "NVIDIA H200"
     assert found["gpu memory"][0] == "150.8 GB"
@@ -214,7 +208,7 @@ def test_environment_is_one_column_per_run() -> None:
 
 
 def test_every_row_is_there_and_exact() -> None:
-    table = overview.every_row(labelled([("grid1", GRID1)]))
+    table = page.every_row(labelled([("grid1", GRID1)]))
     place = table.headers.index("value")
     assert [line[place].value for line in table.rows] == [r["value"] for r in GRID1["rows"]]
     assert "trainer" in table.headers
@@ -239,7 +233,7 @@ def test_what_was_written_into_a_run_later_stands_beside_its_own_environment() -
         "environment": {"python": "3.12.3"},
         "updates": [{**update, "environment": {"python": "3.13.0"}}],
     }
-    lines = overview.environments(labelled([("reference", document)])).rows
+    lines = page.environments(labelled([("reference", document)])).rows
     said = {line[0].text: line[1].text for line in lines}
     assert said["python"] == "3.12.3"
     assert said["update 1 cases"] == "dpsgd-bs8"

@@ -11,16 +11,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.show.html import check_libraries
-from dpbench.show.html.data import IN_CACHE
-from dpbench.show.html.drawing import Material
+from dpbench.show.html.data import IN_CACHE, labelled
+from dpbench.show.html.figures import OURS, PHASE_STYLES, Chart, Material, exact, plain, styles
 from dpbench.show.html.page import draw, render
-from dpbench.show.html.palette import OURS, PHASE_STYLES, styles
-from dpbench.show.html.parts import Chart, exact, plain
-from dpbench.show.html.source import labelled
 
 ROOT = Path(__file__).parents[3]
 GRID1 = json.loads((ROOT / "docs/results/h200-grid1.json").read_text())
@@ -57,9 +55,9 @@ def cell(**parts: Any) -> dict[str, Any]:
     return document
 
 
-def charts_of(*documents: dict[str, Any]) -> dict[str, Chart]:
+def charts_of(*documents: dict[str, Any], **expected: tuple[float, float]) -> dict[str, Chart]:
     found = labelled((f"run{place}", document) for place, document in enumerate(documents))
-    return {chart.id: chart for chart in draw(found, Material.of(found))}
+    return {chart.id: chart for chart in draw(Material.of(found, expected or None))}
 
 
 def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
@@ -74,6 +72,24 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
         "logical": 1,
     }
     assert all(chart.table and chart.table.rows for chart in charts.values())
+
+
+def test_figures_are_plotlys() -> None:
+    charts = charts_of(GRID1, COUNTED).values()
+    for panel in (panel for chart in charts for panel in chart.panels):
+        go.Figure(panel.figure)  # refuses what plotly does not know
+
+
+def test_ratios_that_the_reader_expects_are_on_the_charts() -> None:
+    usual, own = charts_of(GRID1), charts_of(GRID1, dram_bytes=(1.0, 1.5))
+    other = charts_of(GRID1, l2_total_bytes=(1.0, 1.5))
+    assert "user of this suite: 2 to 5 times the standard's bytes." in usual["map"].notes[1]
+    assert "user of this suite: 1 to 1.5 times" in own["map"].notes[1]
+    shapes = [c["seq_len"].panels[0].figure["layout"]["shapes"][1:] for c in (usual, own, other)]
+    assert [[(band["y0"], band["y1"]) for band in bands] for bands in shapes] == [
+        *([(2.0, 5.0)], [(1.0, 1.5)], [])
+    ]
+    assert "expected" not in str([*other["map"].notes, *other["seq_len"].keys])
 
 
 def test_panels_of_a_chart_have_one_scale() -> None:
