@@ -79,12 +79,17 @@ def check_distinct_files(files: Mapping[str, Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; an `OSError` has its name, also where the disk is full."""
+    """Write a file whole or not at all; an `OSError` has its name, also where the disk is full.
+
+    A device or a pipe is written to, not replaced by a file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    special = path.exists() and not path.is_file()
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        (path if special else partial).write_text(text, encoding="utf-8")
+        if not special:
+            partial.replace(path)
     except OSError as error:
         error.filename = str(path)
         raise

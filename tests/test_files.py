@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from dpbench.files import Locked, locked, printable
+from dpbench.files import Locked, locked, printable, write_text
 from dpbench.results.storage import Storage
 
 
@@ -50,3 +51,15 @@ def test_without_locks_two_sessions_take_different_numbers(
     monkeypatch.setattr(storage, "paths", lambda: next(seen))
     assert storage.allocate("run", None, "{}").name == "0002_run.json"
     assert taken.read_text() == "{}"
+
+
+def test_a_pipe_or_device_is_written_to_and_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "rows")
+        assert os.read(reader, 10) == b"rows"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()

@@ -70,7 +70,10 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     if lines := grown_lines(verdict.regressions):
         print("\n".join(["What changed most:", *lines]) + "\n")
     for note in verdict.notes:
-        print(f"{note[0].upper()}{note[1:]}." if note[0].islower() else f"{note}.")
+        begins_with_a_word = note.startswith(
+            ("not ", "different ", "ratios ", "without ")
+        )  # else a name
+        print(f"{note[0].upper() + note[1:] if begins_with_a_word else note}.")
     had = {outcome.case for outcome in before.outcomes if outcome.rows}
     newly_failed = [f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in had]
     failures = [*map(str, verdict.unjudged), *newly_failed]

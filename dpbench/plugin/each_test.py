@@ -188,7 +188,9 @@ class EachTest:
                 for outcome, _, measured in self._measured
                 if measured.extra_info
             ]
-        vars(report)["dpbench"] = {name: value for name, value in found.items() if value}
+        # A test that the command line's limits are for counts, also if it has asked for nothing.
+        kept = {name: value for name, value in found.items() if value or name == "general"}
+        vars(report)["dpbench"] = kept
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -208,13 +210,23 @@ class EachTest:
 
     # --- when it is over, in the controller --------------------------------------------------
 
-    def judge_session(self, *, interrupted: bool) -> None:
-        """The whole session beside its reference: its tables, and what limits could not judge."""
+    def judge_session(self, *, interrupted: bool, all_ended: bool) -> None:
+        """The whole session beside its reference: its tables, and what limits could not judge.
+
+        Args:
+            interrupted: whether the session says so itself.
+            all_ended: whether no test that measures was kept from running.
+        """
         outcomes = self.session.outcomes()
         general = [found["general"] for found in self._found if "general" in found]
         if self.comparison.limits and not (interrupted or general):
             self.session.notes.append(
                 "--dpbench-compare-fail judged nothing: no test it is for measures"
+            )
+        if self.comparison.limits and not (interrupted or all_ended):
+            self.session.problem(
+                "the session ended before every test that measures had run, so "
+                "--dpbench-compare-fail has not judged all that was asked for"
             )
         compares = self.session.settings.compares or self._found
         if not (outcomes or general) or not compares:

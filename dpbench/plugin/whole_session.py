@@ -184,7 +184,7 @@ class WholeSession:
         stopped = exitstatus in UNFINISHED or session.shouldfail or session.shouldstop
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         with self.session.reporting_problems():
-            self.each_test.judge_session(interrupted=interrupted)
+            self.each_test.judge_session(interrupted=interrupted, all_ended=self.asked.all_ended)
         self.session.finish(complete=self.asked.all_ended and not stopped)
         if not (interrupted or self.session.problems):
             self._check_measured(outcomes)

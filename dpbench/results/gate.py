@@ -245,6 +245,12 @@ class _Sides:
         if lacking and not limited:
             names = sorted(lacking)
             yield f"ratios need their baseline, which {self.after.name} lacks: {listed(names)}"
+        changes = self.pairs.changes
+        in_a_phase = changes.after.isna() & (changes.phase != STEP)
+        lost = changes[in_a_phase & ~without_baseline(changes)]
+        names = sorted({f"{Case.from_row(row).id} {row['phase']}" for row in _records(lost)})
+        if names:
+            yield f"without these phases in {self.after.name}: {listed(names)}"
         if self.before.status != COMPLETE:
             yield f"{self.before.name} was interrupted: it has what was finished until then"
         if self.before.regressed:

@@ -168,6 +168,23 @@ def test_session_that_lost_its_measuring_tests_or_their_instrument_has_not_passe
         ["ERROR: dpbench: l2_total_bytes:5% judged nothing of dpsgd-bs4-*: not in this session"]
     )
 
+    pytester.makepyfile(test_suite="def test_asks_for_nothing(ncu): pass")
+    nothing = project("-n0", limit)
+    assert nothing.ret != 0
+    nothing.stdout.fnmatch_lines(["ERROR: dpbench: l2_total_bytes:5% judged nothing*"])
+
+    pytester.makepyfile(
+        test_suite="""
+        import pytest
+        def test_ends_the_session(dpbench_case, ncu):
+            ncu(dpbench_case)
+            pytest.exit("enough", returncode=0)
+        """
+    )
+    ended = project("-n0", limit, alone=True)
+    assert ended.ret != 0
+    ended.stdout.fnmatch_lines(["ERROR: dpbench: the session ended before every test that*"])
+
 
 def test_run_of_another_gpu_is_not_compared_with(
     refused: Callable[..., str], pytester: pytest.Pytester
