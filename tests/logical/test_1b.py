@@ -19,6 +19,7 @@ H200 = {  # DRAM GB of a step and peak GB: ncu, 1b, batch 8 × sequence 256, fp3
     "standard": (91.3, 13.0),
     "dpsgd": (411.9, 59.6),
     "dpsgd_ghost": (229.6, 18.3),
+    "dpsgd_fgc": (446.7, 21.8),
 }
 
 
