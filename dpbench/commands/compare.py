@@ -70,10 +70,9 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     if lines := grown_lines(verdict.regressions):
         print("\n".join(["What changed most:", *lines]) + "\n")
     for note in verdict.notes:
-        begins_with_a_word = note.startswith(
-            ("not ", "different ", "ratios ", "without ")
-        )  # else a name
-        print(f"{note[0].upper() + note[1:] if begins_with_a_word else note}.")
+        # Others begin with the name of a run or of a limit.
+        is_sentence = note.startswith(("not ", "different ", "ratios ", "without "))
+        print(f"{note[0].upper() + note[1:] if is_sentence else note}.")
     had = {outcome.case for outcome in before.outcomes if outcome.rows}
     newly_failed = [f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in had]
     failures = [*map(str, verdict.unjudged), *newly_failed]
