@@ -269,7 +269,9 @@ class Session:
                 if path := files.pop("json", None):
                     write_document(path, document)
             with self.reporting_problems():
-                write_renderings(outcomes, self.view, **files)
+                asked = 0 if complete else self.conditions.cases_asked
+                missing = max(0, asked - len({outcome.case for outcome in outcomes}))
+                write_renderings(outcomes, self.view, **files, missing=missing)
 
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document

@@ -12,8 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any
 
 from dpbench.case import Case
 from dpbench.gpu import child_environment
@@ -63,8 +62,6 @@ class Child(Running):
         errors: what to raise for kinds of errors that the child can print.
     """
 
-    _all: ClassVar[WeakSet[Child]] = WeakSet()
-
     def __init__(
         self,
         command: list[str],
@@ -99,7 +96,6 @@ class Child(Running):
                 stderr=subprocess.STDOUT,
                 env={**inherited, **added, MARK: self._mark},
             )
-        self._all.add(self)
 
     def rows(self) -> list[Measurement]:
         try:
@@ -151,14 +147,19 @@ class Child(Running):
     def cancel(self) -> None:
         self.group.end()
 
-    @classmethod
-    def is_ours(cls, process_id: int) -> bool:
-        """Whether a process belongs to a child of this session."""
+
+def is_ours(process_id: int) -> bool:
+    """Whether a process was started by this session, be it by another of xdist's workers."""
+    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    while process_id > 1:
+        if process_id == session:
+            return True
         try:
-            group = os.getpgid(process_id)
-        except ProcessLookupError:  # of another container
+            status = Path(f"/proc/{process_id}/stat").read_text()
+        except OSError:  # it has ended, or belongs to another container
             return False
-        return any(child.group.process.pid == group for child in cls._all)
+        process_id = int(status.rpartition(")")[2].split()[1])  # its parent
+    return False
 
 
 class _Clock:
@@ -193,7 +194,7 @@ class _Clock:
         waiting = self.holder and not self.measuring
         if waiting and waited > PATIENCE_SECONDS and self.told != self.holder:
             process = re.search(r"held by process (\d+)", self.holder)
-            if process and not Child.is_ours(int(process[1])):
+            if process and not is_ours(int(process[1])):
                 self.told = self.holder
                 tell(f"{case.id} waits for {self.holder}")
         if waited > timeout and waiting:

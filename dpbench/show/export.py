@@ -32,15 +32,17 @@ def write_renderings(
     markdown: Path | None = None,
     csv: Path | None = None,
     github_benchmark: Path | None = None,
+    missing: int = 0,
 ) -> None:
     """Write a run in each of the forms for which there is a file.
 
     The CSV is the long table, exact, in bytes and seconds. Ratios are not in it: they are between
-    means over the steps, and a line is one step.
+    means over the steps, and a line is one step. Markdown says how many cases are ``missing``.
     """
     rows = [row for outcome in outcomes for row in outcome.rows]
     if markdown:
-        write_text(markdown, as_markdown(summary_tables(outcomes, view)))
+        note = f"Not complete: {missing} of the cases asked for are missing.\n\n" if missing else ""
+        write_text(markdown, note + as_markdown(summary_tables(outcomes, view)))
     if csv:
         frame = pd.DataFrame(as_rows(rows), columns=COLUMNS, dtype=object)
         write_text(csv, frame.to_csv(index=False, lineterminator="\n"))

@@ -195,7 +195,7 @@ def test_whoever_waits_for_another_session_is_told(
 ) -> None:
     monkeypatch.setattr("dpbench.instruments.child.PATIENCE_SECONDS", 0.1)
     holder = start("sleep 60", tmp_path / "holder")
-    process = holder.group.process.pid if own else os.getpid()
+    process = holder.group.process.pid if own else 1
     start(waits(0.6, process, GETS_IT, says()), tmp_path / "log").record()
     holder.cancel()
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dpbench:")]

@@ -191,3 +191,9 @@ def test_step_summary_longer_than_github_takes_is_left_alone(
     monkeypatch.setenv(STEP_SUMMARY, str(path))
     assert "1 MiB" in (append_step_summary([TABLE]) or "")
     assert path.stat().st_size == 1024 * 1024 - 10
+
+
+def test_markdown_of_a_session_under_way_says_what_is_missing(tmp_path: Path) -> None:
+    write_renderings(outcomes(MEASURED), View(), markdown=tmp_path / "run.md", missing=2)
+    first, *_ = (tmp_path / "run.md").read_text().splitlines()
+    assert first == "Not complete: 2 of the cases asked for are missing."
