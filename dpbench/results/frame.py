@@ -109,8 +109,8 @@ def _steps(summary: pd.DataFrame) -> pd.Series[int]:
     phases = summary[~is_step].groupby(keys, as_index=False)["count"].max()
     merged = summary[keys].merge(whole, on=keys, how="left", validate="m:1")
     merged = merged.merge(phases, on=keys, how="left", validate="m:1").set_axis(summary.index)
-    steps = merged.steps.where(is_step, merged[["steps", "count"]].min(axis=1, skipna=False))
-    return steps.fillna(0).astype(int)
+    counts = merged[["steps", "count"]].astype(float)  # of nothing, pandas 2 makes objects
+    return counts.steps.where(is_step, counts.min(axis=1, skipna=False)).fillna(0).astype(int)
 
 
 def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:
