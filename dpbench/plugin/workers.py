@@ -78,11 +78,13 @@ class CaseScheduling:
     """
 
     def __init__(self, case_ids: Sequence[str], config: pytest.Config) -> None:
-        from xdist.workermanage import parse_tx_spec_config
+        from xdist import workermanage
 
+        # xdist 3.6 has another name for it.
+        tx_specs = getattr(workermanage, "parse_tx_spec_config", None)
         self.case_ids = case_ids
         self.config = config
-        self.expected = len(parse_tx_spec_config(config))
+        self.expected = len((tx_specs or workermanage.parse_spec_config)(config))
         self.collections: dict[Any, list[str]] = {}
         self.waiting: list[list[str]] | None = None
         """Tests by case that no worker has yet; None before all workers have collected."""
