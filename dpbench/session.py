@@ -352,7 +352,7 @@ class Session:
 
     def summary(self) -> list[Table]:
         """Every table of the session, the comparison's last."""
-        from dpbench.show.summary import summary_tables
+        from dpbench.show.export import summary_tables
 
         return [*summary_tables(self.outcomes(), self.view), *self.comparison.tables]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -79,7 +80,14 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
     summary, view = complete(frame), view or View()
     listed: list[Table] = []
     for group in groups(summary, view):
-        listed += _step_table(group, view)
+        columns = _columns(group, view)
+        in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
+        listed += group.table(
+            "GB per step" if in_bytes else "per step",
+            [(shown.header, shown, group.phase) for shown in columns],
+            list(group.shown),
+            _notes(group, columns, view),
+        )
         if not (view.columns or group.by_phase):
             listed += _phase_table(group, "dram_bytes", "DRAM")
             listed += _phase_table(group, "logical_bytes", "logical")
@@ -135,7 +143,7 @@ class Group:
         value, unit = rows[0][shown.kind], rows[0]["unit"]
         if shown.kind == "spread":
             return f"{max(row['spread'] for row in rows):.2%}"
-        if shown.kind != "value":
+        if shown.kind in ("ratio", "over_logical"):
             return f"{value:.2f}"
         if "__" in shown.name:  # as the tool gives it
             return f"{value:.6g} {unit}"
@@ -144,6 +152,19 @@ class Group:
         if shown.name == "samples_per_second":
             return three_digits(value)
         return f"{value * 1e3:.1f}" if unit == "s" else gigabytes(value)
+
+    def table(
+        self,
+        title: str,
+        columns: list[tuple[str, Column, str]],
+        labels: Iterable[str],
+        notes: Iterable[str] = (),
+    ) -> list[Table]:
+        """A table with a line for each case; a column is its header, what it shows, the phase."""
+        cells = [[label, *(self.cell(label, *c[1:]) for c in columns)] for label in labels]
+        headers = [self.first_header, *(header for header, *_ in columns)]
+        table = Table(f"{self.title}: {title}", headers, cells, tuple(notes))
+        return [table] if columns and cells else []
 
 
 def in_order(summary: pd.DataFrame) -> pd.DataFrame:
@@ -199,19 +220,14 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
             by_phase="phase" in keys,
             one_cell=set(CONFIGURATION) <= set(keys),
         )
-        yield replace(made, labels=_by_column(made, view.sort))
+        if view.sort is not None and view.sort not in AXES:
+            made.labels.sort(key=partial(_number, made, column(view.sort)))
+        yield made
 
 
-def _by_column(group: Group, name: str | None) -> list[str]:
-    """The labels by the numbers of a column; those that have none go last."""
-    if name is None or name in AXES:
-        return group.labels
-    shown = column(name)
-    numbers = {
-        label: max((row[shown.kind] for row in group.find(label, shown)), default=math.inf)
-        for label in group.labels
-    }
-    return sorted(group.labels, key=lambda label: numbers[label])
+def _number(group: Group, shown: Column, label: str) -> float:
+    """By which a case is sorted; one that has none goes last."""
+    return max((row[shown.kind] for row in group.find(label, shown)), default=math.inf)
 
 
 def title_of(shared: Mapping[str, Any]) -> str:
@@ -228,19 +244,6 @@ def title_of(shared: Mapping[str, Any]) -> str:
 # --- the step --------------------------------------------------------------------------------
 
 
-def _step_table(group: Group, view: View) -> Iterator[Table]:
-    columns = _columns(group, view)
-    labels = list(group.shown)
-    if columns and labels:
-        in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
-        yield Table(
-            f"{group.title}: {'GB per step' if in_bytes else 'per step'}",
-            [group.first_header, *(shown.header for shown in columns)],
-            [[label, *(group.cell(label, shown) for shown in columns)] for label in labels],
-            tuple(_notes(group, columns, view)),
-        )
-
-
 def _columns(group: Group, view: View) -> list[Column]:
     """The columns that were asked for, or else those of the group's instrument.
 
@@ -252,11 +255,10 @@ def _columns(group: Group, view: View) -> list[Column]:
     )
     chosen = view.columns or shown_by_default(logical=logical)
     filled = [shown for shown in chosen if group.having(shown, phases=[group.phase])]
-    if group.by_phase and not view.columns:
-        return filled
-    if not view.columns:  # not every chip and instrument says how busy the GPU was
-        return [shown for shown in chosen if shown in filled or shown.name != BUSY]
-    return list(chosen) if filled else []
+    if view.columns:
+        return list(chosen) if filled else []
+    # Not every chip and instrument says how busy the GPU was.
+    return [c for c in chosen if c in filled or not (group.by_phase or c.name == BUSY)]
 
 
 def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
@@ -319,64 +321,53 @@ def _phases_shown(group: Group, metric: str) -> list[str]:
     return [phase for phase in ALL_PHASES if most[phase] > max(most.values()) * SHOWN_SHARE]
 
 
-def _phase_table(group: Group, metric: str, name: str) -> Iterator[Table]:
+def _phase_table(group: Group, metric: str, name: str) -> list[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
-    value, ratio = column(metric), column(ratio_name(metric))
-    phases = _phases_shown(group, metric)
+    value, ratio, phases = column(metric), column(ratio_name(metric)), _phases_shown(group, metric)
     cells = []
-    for label in group.having(value):
+    for label in group.having(value) if phases else ():
         numbers = [(group.cell(label, value, p), group.cell(label, ratio, p)) for p in phases]
         cells.append([label, *(n if r == ABSENT else f"{n} ({r})" for n, r in numbers)])
-    if phases:
-        title = f"{group.title}: {name} GB by phase (÷ standard)"
-        yield Table(title, [group.first_header, *phases], cells)
+    title = f"{group.title}: {name} GB by phase (÷ standard)"
+    return [Table(title, [group.first_header, *phases], cells)] if cells else []
 
 
-def _busy_table(group: Group) -> Iterator[Table]:
+def _busy_table(group: Group) -> list[Table]:
     """For which part of each phase's time the GPU did anything, by case."""
-    busy, phases = column(BUSY), _phases_shown(group, "gpu_elapsed_cycles")
-    cells = [
-        [label, *(group.cell(label, busy, phase) for phase in (*phases, STEP))]
-        for label in group.having(busy)
-    ]
-    if cells and phases:
-        note = "Phases are synchronized at their borders, the whole step is not."
-        headers = [group.first_header, *phases, STEP]
-        yield Table(f"{group.title}: busy by phase", headers, cells, (note,))
+    phases, busy = _phases_shown(group, "gpu_elapsed_cycles"), column(BUSY)
+    columns = [(phase, busy, phase) for phase in (*phases, STEP)] if phases else []
+    note = "Phases are synchronized at their borders, the whole step is not."
+    return group.table("busy by phase", columns, group.having(busy), [note])
 
 
-def against_logical(group: Group) -> Iterator[Table]:
+def against_logical(group: Group) -> list[Table]:
     """How often the hardware moves what an ideal unfused step moves once, where both are known.
 
     By case: DRAM and logical bytes of the step, and their quotient by phase and for the step.
     """
-    times = column("dram_over_logical")
-    phases = [*_phases_shown(group, "dram_bytes"), STEP]
-    cells = []
-    for label in group.having(times):
-        step = group.rows.get((label, STEP, "dram_bytes"))
-        totals = [gigabytes(step[c]) for c in ("value", "logical")] if step else [ABSENT, ABSENT]
-        cells.append([label, *totals, *(group.cell(label, times, phase) for phase in phases)])
-    if cells:
-        headers = [group.first_header, "DRAM\nGB", "logical\nGB", *phases]
-        yield Table(f"{group.title}: DRAM measured ÷ logical", headers, cells, AGAINST_LOGICAL)
+    times, phases = column("dram_over_logical"), _phases_shown(group, "dram_bytes")
+    dram = column("dram_bytes")
+    columns = [
+        ("DRAM\nGB", dram, STEP),
+        ("logical\nGB", replace(dram, kind="logical"), STEP),
+        *((phase, times, phase) for phase in (*phases, STEP)),
+    ]
+    return group.table("DRAM measured ÷ logical", columns, group.having(times), AGAINST_LOGICAL)
 
 
 # --- throughput and other counters -----------------------------------------------------------
 
 
-def _throughput_table(group: Group) -> Iterator[Table]:
+def _throughput_table(group: Group) -> list[Table]:
     """Bytes per second of unprofiled step time, by case."""
-    headers = {rate: metric.header for metric, rate in rates() if metric.throughput}
-    shown = [rate for rate in headers if group.having(rate, phases=[STEP])]
-    if shown:
-        cells = [
-            [label, *(group.cell(label, rate) for rate in shown)]
-            for label in group.having(*shown, phases=[STEP])
-        ]
-        note = "Counted bytes ÷ step time of the unprofiled process."
-        first = [group.first_header]
-        yield Table(f"{group.title}: GB/s", first + [headers[r] for r in shown], cells, (note,))
+    columns = [
+        (metric.header, rate, STEP)
+        for metric, rate in rates()
+        if metric.throughput and group.having(rate, phases=[STEP])
+    ]
+    labels = group.having(*(rate for _, rate, _ in columns), phases=[STEP])
+    note = "Counted bytes ÷ step time of the unprofiled process."
+    return group.table("GB/s", columns, labels, [note])
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
