@@ -6,7 +6,8 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -26,23 +27,31 @@ Shown = tuple[str, Callable[[Any], str]]
 
 @dataclass(frozen=True)
 class Table:
-    """Text cells under a title; ``notes`` are said below."""
+    """Text cells under a title; ``notes`` are said below, ``exact`` are the values of the cells."""
 
     title: str
     headers: list[str]
     cells: list[list[str]]
     notes: tuple[str, ...] = ()
+    exact: list[list[Any]] = field(default_factory=list)
 
     @classmethod
     def of(
         cls, title: str, rows: pd.DataFrame, columns: Mapping[str, Shown], notes: Iterable[str] = ()
     ) -> Table:
         """A line for each row; columns by header: the name in the frame, and how it is written."""
-        written_columns = [
-            [written(value, write) for value in rows[name]] for name, write in columns.values()
+        writers = [write for _, write in columns.values()]
+        exact = rows[[name for name, _ in columns.values()]].to_numpy(object).tolist()
+        cells = [list(map(written, line, writers)) for line in exact]
+        return cls(title, list(columns), cells, tuple(notes), exact)
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Which columns have numbers."""
+        return [
+            any(isinstance(line[place], Number) for line in self.exact)
+            for place in range(len(self.headers))
         ]
-        cells = [list(line) for line in zip(*written_columns, strict=True)]
-        return cls(title, list(columns), cells, tuple(notes))
 
     def as_text(self, width: int = WIDTH) -> str:
         """For a terminal; columns that go beyond its width follow below, their rows named again."""
