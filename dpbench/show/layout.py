@@ -49,7 +49,7 @@ class Table:
     def numeric(self) -> list[bool]:
         """Which columns have numbers."""
         return [
-            any(isinstance(line[place], Number) for line in self.exact)
+            any(isinstance(v := line[place], Number) and v == v for line in self.exact)
             for place in range(len(self.headers))
         ]
 
