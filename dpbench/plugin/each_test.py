@@ -13,7 +13,7 @@ import pytest
 from dpbench.case import Case
 from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError
-from dpbench.plugin.asked import NEEDS, case_of, measuring_fixtures, takes
+from dpbench.plugin.asked import case_of, measuring_fixtures, takes, takes_any
 from dpbench.session import Session
 
 if TYPE_CHECKING:
@@ -29,8 +29,23 @@ MARKER = (
     "with the latest complete run, as with --dpbench-compare-fail"
 )
 
+NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
+
 FOUND: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 """What judging a test found."""
+
+
+class Unmeasured:
+    """What fixtures return with ``--dpbench-disable``: a test that asks it for a number ends."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.extra_info: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by Python, not by the test
+            raise AttributeError(name)
+        pytest.skip(NOTHING_MEASURED)
 
 
 class EachTest:
@@ -81,8 +96,11 @@ class EachTest:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Fail a test that passed if what it asked for got worse by more than it may."""
         own = self._limits_of(item)
+        disabled = self.session.settings.disable
         try:
             result = yield
+            if disabled and own:
+                pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
         except pytest.skip.Exception:
             if reason := self._judge(item, own, skipped=True):
                 pytest.fail(reason, pytrace=False)
@@ -112,8 +130,10 @@ class EachTest:
         self, item: pytest.Item, own: list[Threshold] | None, *, skipped: bool = False
     ) -> str:
         """Judge what a test asked for; returns the reason to fail it, if there is one."""
+        if self.session.settings.disable:
+            return ""
         chosen = self.comparison.limits if own is None else own
-        if own and not _measures(item) and "dpbench" not in [m.name for m in item.own_markers]:
+        if own and not takes_any(item) and "dpbench" not in [m.name for m in item.own_markers]:
             return ""  # its class or module has the marker, for others
         if not chosen or not (self._measured or own):
             return ""
@@ -165,7 +185,7 @@ class EachTest:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Give the report what was found: as plain types it survives the way from a worker."""
         report = yield
-        if (call.when == "setup" and report.outcome == "passed") or not _measures(item):
+        if (call.when == "setup" and report.outcome == "passed") or not takes_any(item):
             return report
         found: dict[str, Any] = {}
         if call.when == "call":
@@ -180,14 +200,16 @@ class EachTest:
             asked = dict.fromkeys([*self._asked_by(item), *asked_for(outcomes)])
             found["general"] = [[asdict(case), name] for case, name in asked]
         if call.when == "call":
-            found["extra_info"] = [
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            said = {name: v.id if isinstance(v, Case) else str(v) for name, v in params.items()}
+            found["tests"] = [
                 (
                     outcome.case.id,
                     "+".join(outcome.instruments),
+                    {"test": item.nodeid, "params": said},
                     json.loads(json.dumps(measured.extra_info, default=str)),
                 )
                 for outcome, _, measured in self._measured
-                if measured.extra_info
             ]
         # A test that the command line's limits are for counts, also if it has asked for nothing.
         kept = {name: value for name, value in found.items() if value or name == "general"}
@@ -197,9 +219,9 @@ class EachTest:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what the tests' processes found."""
         found: Mapping[str, Any] = getattr(report, "dpbench", {})
-        for case, by, info in found.get("extra_info", ()):
-            self.session.extra_info.setdefault((case, by), {}).update(info)
-        if found.keys() - {"extra_info"}:
+        for case, by, test, info in found.get("tests", ()):
+            self.session.note_test((case, by), test, info)
+        if found.keys() - {"tests"}:
             self._found.append(found)
         if found.get("reference"):  # xdist's controller has not seen what its workers collected
             self.comparison.named = self.comparison.named or Path(found["reference"])
@@ -244,13 +266,3 @@ class EachTest:
                 if missing.as_json() not in self.session.unjudged:
                     self.session.unjudged.append(missing.as_json())
                 self.session.problem(f"{missing}{self.comparison.remedy}")
-
-
-def _measures(item: pytest.Item) -> bool:
-    """Whether a test takes a fixture that measures."""
-    return any(takes(item, fixture) for fixture in (*NEEDS, "logical_io"))
-
-
-def _plain(value: Any) -> Any:
-    """The value as it comes back from a JSON file; what JSON does not know becomes text."""
-    return json.loads(json.dumps(value, default=str))

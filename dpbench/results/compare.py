@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import RATIO
 from dpbench.results.rows import STEP
