@@ -132,8 +132,9 @@ def counters(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
 def logical_io(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
     """Count the logical bytes of a case; needs neither a GPU nor the case's memory.
 
-    Called with a `Case` or with a case's fields; returns a `CaseReport`. However many tests,
-    fixtures or xdist workers ask for a case, it is counted once a session::
+    Called with a `Case`, with a case's fields, or with a function that does one step of the test's
+    own; returns a `CaseReport`. However many tests, fixtures or xdist workers ask for a case, it is
+    counted once a session::
 
         def test_ghost_clipping_saves_bytes(logical_io):
             cell = {"batch_size": 8, "seq_len": 256, "model_size": "1b"}

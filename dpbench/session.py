@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpbench.case import SCRIPT
 from dpbench.comparison import Comparison
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
@@ -210,7 +211,8 @@ class Session:
 
         chosen = self.instruments if instruments is None else instruments
         on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
-        gpu = self.gpu if on_gpu and not self.settings.try_anyway else None
+        checks = on_gpu and case.model != SCRIPT and not self.settings.try_anyway
+        gpu = self.gpu if checks else None  # what it must fit
         fresh: list[Outcome] = []
 
         def measure_now(case: Case) -> Outcome:
@@ -325,10 +327,10 @@ class Session:
                 from dpbench.show.html.page import write_html
 
                 path, document = self.settings.html, self._document(outcomes, complete)
-                shown = [(path.stem, document)]
+                shown: list[tuple[str, Mapping[str, Any]]] = [(path.stem, document)]
                 if self.settings.histogram is not None and self.settings.compares:
                     before = self.comparison.reference
-                    shown = [*([(before.name, before.document)] if before.sources else []), *shown]
+                    shown[:0] = [(before.name, before.document)] if before.sources else []
                 write_html(path, labelled(shown), self.view.expected)
         if self.file is not None:
             self._close(self.file, outcomes)

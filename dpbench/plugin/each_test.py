@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.case import SCRIPT, Case, script_case
 from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError
 from dpbench.plugin.asked import case_of, measuring_fixtures, takes, takes_any
@@ -55,8 +55,21 @@ class EachTest:
         self.session = session
         self.comparison = session.comparison
         self._measured: list[tuple[Outcome, Sequence[Instrument], CaseReport]] = []
+        self._test = ""
+        self._steps: list[Callable[[], object]] = []
+        """The test that is running, and the steps of its own that it has measured."""
         self._found: list[Mapping[str, Any]] = []
         """What the tests' processes found, in the controller."""
+
+    def case_of_step(self, step: Callable[[], object]) -> Case:
+        """The case of a step that the running test has defined, named after both."""
+        if step not in self._steps:
+            self._steps.append(step)
+        names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
+        place = self._steps.index(step)
+        again = names[:place].count(names[place])
+        name = f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}"
+        return script_case(name)
 
     def report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
         """The report of a case by these instruments, for the test that is running."""
@@ -87,9 +100,11 @@ class EachTest:
         return [(case, name) for name in names] if case else []
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """What a test asks for, its fixtures included, belongs to it."""
         self._measured.clear()
+        self._steps.clear()
+        self._test = item.nodeid
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -175,7 +190,7 @@ class EachTest:
         baselines = [
             self.session.measure(outcome.case.baseline, instruments)
             for outcome, instruments, _ in self._measured
-            if not outcome.error
+            if not outcome.error and outcome.case.model != SCRIPT  # nobody says what its is
         ]
         return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
 

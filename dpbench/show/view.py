@@ -179,15 +179,14 @@ class View:
 
 def label_of(test: Mapping[str, Any], label: str) -> str:
     """What a test is called in a group, as pytest-benchmark has it."""
-    function, bracket, params = test["test"].partition("[")
+    function, bracket, params = str(test["test"]).partition("[")
     name = function.rpartition("::")[2]
     if label.startswith(PARAM):
         parameter = label.removeprefix(PARAM)
         return f"{parameter}={test['params'].get(parameter, NO_TEST)}"
     labels = {"func": name, "fullfunc": function, "name": f"{name}{bracket}{params}"}
-    return (labels | {"fullname": test["test"], "param": params.removesuffix("]") or NO_TEST})[
-        label
-    ]
+    labels |= {"fullname": f"{function}{bracket}{params}"}
+    return (labels | {"param": params.removesuffix("]") or NO_TEST})[label]
 
 
 def check_top(top: int) -> None:

@@ -127,7 +127,10 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     [
         ([], "name a script, or a module with -m"),
         (["absent.py"], "absent.py: no such file"),
-        (["--nonsense", "training.py"], "unknown option --nonsense; options of a script come after"),
+        (
+            ["--nonsense", "training.py"],
+            "unknown option --nonsense; options of a script come after",
+        ),
         (["--instrument=nsys", "training.py"], "'nsys'; choose from timing, logical, cupti"),
         (["--steps=0", "training.py"], "needs --skip >= 0 and --steps >= 1, not 3 and 0"),
         (["--name=standard", "training.py"], "'standard' is what the baseline of ratios is called"),
