@@ -164,7 +164,7 @@ INSTRUMENTS = Registry(
     "instrument",
     {
         "timing": "dpbench.instruments.timing:Timing",
-        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "ncu": "dpbench.instruments.ncu.instrument:Ncu",
         "cupti": "dpbench.instruments.cupti.instrument:Cupti",
         "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
         "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",

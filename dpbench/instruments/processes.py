@@ -24,12 +24,7 @@ would not do."""
 
 
 class ProcessGroup:
-    """A program in a process group of its own, with a guard that outlives this process.
-
-    Args:
-        command: an argument list.
-        options: of `subprocess.Popen`.
-    """
+    """A program in a process group of its own, with a guard that outlives this process."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self.process = subprocess.Popen(
@@ -73,11 +68,7 @@ class ProcessGroup:
 
 
 def output_of(command: Sequence[str], *, timeout: float) -> str:
-    """What a program prints.
-
-    If it takes longer, or fails, that is a `subprocess.SubprocessError`; if it cannot be started,
-    an `OSError`.
-    """
+    """What a program prints; an `OSError` or `SubprocessError` if it does not end well in time."""
     group = ProcessGroup(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         output: str = group.process.communicate(timeout=timeout)[0]

@@ -1,21 +1,29 @@
-"""What the instruments that run a case under Nsight Compute have in common."""
+"""DRAM, L2 and global-memory bytes from hardware counters, through Nsight Compute.
+
+The case runs once more under ``ncu``. In application range replay (`Ncu`) each phase of each
+active step is one range, whose counters include copies and memsets. Kernel replay
+(`dpbench.instruments.ncu.kernels`) misses those, and tells one kernel from the other.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from dpbench import gpu
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu.program import diagnose, ncu_version
-from dpbench.instruments.ncu.range_report import NothingProfiled, report_path
+from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
+from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
+from dpbench.instruments.ncu.range_report import NothingProfiled, read, report_path
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.process.schedule import Steps
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 EVERY_PHASE = f"regex:{NVTX_DOMAIN}@.*"
 """The NVTX filter that lets through whatever dpbench marked."""
@@ -33,18 +41,19 @@ class NcuInstrument(Instrument):
         path: the ``ncu`` program.
         steps: warm-up and active steps.
         timeout: seconds after which a case is ended.
+
+    Attributes:
+        replay: ncu's replay mode.
+        folder: where the reports lie below a configuration's folder.
     """
 
     replay: ClassVar[str]
-    """ncu's replay mode."""
-
     folder: ClassVar[str] = ""
-    """Where the reports lie below a configuration's folder."""
 
     directory: Path
     path: str
     steps: Steps = Steps(warmup=1, active=1)
-    timeout: float = 1800.0
+    timeout: float = Settings.timeout
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=True)
@@ -57,7 +66,7 @@ class NcuInstrument(Instrument):
         return self.directory / report_path(case, self.folder)
 
     def command_under_ncu(
-        self, case: Case, collect: list[str], include: Iterable[str] = (EVERY_PHASE,)
+        self, case: Case, collect: Iterable[str], include: Iterable[str] = (EVERY_PHASE,)
     ) -> list[str]:
         """The whole argument list for one case, caches and clocks left alone.
 
@@ -70,7 +79,7 @@ class NcuInstrument(Instrument):
             self.path,
             *("--config-file", "off"),  # a stray config.ncu-cfg would change the run
             *("--replay-mode", self.replay),
-            *("--cache-control", "none"),
+            *("--cache-control", "none"),  # a flush before each range would change the bytes
             *("--clock-control", "none"),
             *("--import-sass", "no"),  # 60 times smaller reports
             "--nvtx",
@@ -108,3 +117,38 @@ class NcuInstrument(Instrument):
     def tool(self, record: Mapping[str, Any]) -> str:
         """The versions behind the rows of a record."""
         return f"ncu {ncu_version(self.path)}, torch {record['torch']}"
+
+
+@dataclass(frozen=True)
+class Ncu(NcuInstrument):
+    """Counts the bytes of ranges.
+
+    Args:
+        metrics: what to measure.
+    """
+
+    name: ClassVar[str] = "ncu"
+    replay: ClassVar[str] = "app-range"
+
+    metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Ncu:
+        return cls(
+            settings.ncu_dir,
+            find_ncu(settings.ncu_path),
+            Steps(settings.ncu_warmup, settings.ncu_active),
+            settings.timeout,
+            tuple(resolve(settings.metric_names, gpu.chip_here())),
+        )
+
+    def command(self, case: Case) -> list[str]:
+        return self.command_under_ncu(case, ("--metrics", ",".join(counters(self.metrics))))
+
+    def start(self, case: Case) -> Child:
+        """Start a process whose rows are each byte metric, by phase and for the whole step."""
+        return self.launch(case, self.command(case))
+
+    def read(self, process: Child) -> list[Measurement]:
+        tool = self.tool(self.record_of(process))
+        return read(self.report(process.case), process.case, self.metrics, tool=tool)

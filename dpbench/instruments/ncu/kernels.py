@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from tqdm import tqdm
+
 from dpbench import gpu
 from dpbench.case import Case
 from dpbench.instruments.base import InstrumentError
@@ -59,8 +61,6 @@ class OfKernels(NcuInstrument):
 
     def watched(self, process: Child, description: str, total: int | None) -> dict[str, Any]:
         """`record_of`, with a progress bar on a terminal; none in an xdist worker, one of many."""
-        from tqdm import tqdm
-
         hidden = "PYTEST_XDIST_WORKER" in os.environ or not place().isatty()
         if not hidden:
             begin_line()
