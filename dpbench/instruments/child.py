@@ -112,7 +112,7 @@ class Child(Running):
         try:
             self._wait()
         finally:
-            self.cancel()
+            self.group.end()
         lines = log_lines(self.log)
         record, code = last_record(lines, self._mark), self.group.process.returncode
         error = record.get("error")

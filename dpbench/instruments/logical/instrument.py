@@ -133,33 +133,31 @@ class Counting(Running):
         return list(result.rows)
 
 
-class CountingApart(Running):
+class CountingApart(Child):
     """A case that is counted in a process of its own: what it does to that, nobody else feels."""
 
     def __init__(self, instrument: Logical, case: Case) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
         directory = instrument.directory or Path(self._scratch.name)
         names = {"trainer": TRAINERS.argument(case.trainer), "model": MODELS.argument(case.model)}
-        self._child = Child(
+        super().__init__(
             [sys.executable, "-m", __package__, json.dumps(asdict(case) | names)],
             case=case,
             log=(directory / case.report_path).with_suffix(".logical.log"),
             timeout=instrument.timeout,
-            read=self._read,
+            read=_counted_apart,
         )
 
-    def rows(self) -> list[Measurement]:
-        return self._child.rows()
-
-    def _read(self, child: Child) -> list[Measurement]:
-        record = child.record()
-        self.operators = tuple(OperatorCount.from_row(row) for row in record["operators"])
-        self.notes = tuple(record["notes"])
-        return [Measurement.from_row(row) for row in record["rows"]]
-
     def cancel(self) -> None:
-        self._child.cancel()
+        super().cancel()
         self._scratch.cleanup()
+
+
+def _counted_apart(child: Child) -> list[Measurement]:
+    record = child.record()
+    child.operators = tuple(OperatorCount.from_row(row) for row in record["operators"])
+    child.notes = tuple(record["notes"])
+    return [Measurement.from_row(row) for row in record["rows"]]
 
 
 def _in_one_line(error: Exception) -> str:
