@@ -52,7 +52,7 @@ class Child(Running):
     with it, with its time-out, with `cancel`, and with this process.
 
     Args:
-        command: an argument list; never a shell string, because ids may hold brackets.
+        command: an argument list.
         case: whose command it is.
         log: the file to write.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before

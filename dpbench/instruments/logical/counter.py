@@ -91,20 +91,10 @@ class LiveMemory:
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts by phase and operator while a step runs; a `PhaseListener`.
+    """Counts by phase and operator while a step runs, above a mode of fake tensors.
 
-    Outside an observed step it only keeps track of memory. `without_data` makes one. What it has
-    counted is about the last observed step:
-
-    Args:
-        fake: the mode beneath this one.
-
-    Attributes:
-        counts: by ``(phase, operator)``, the operator written ``aten.clone``.
-        peaks: by phase, the most bytes alive at once.
-        notes: what was assumed, and how often.
-        by_general_rule: operators that nobody has reviewed a rule for.
-        memory: the bytes alive now.
+    A `PhaseListener`: what it has counted is about the last observed step. Outside of one it only
+    keeps track of memory.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -118,10 +108,10 @@ class ByteCounter(TorchDispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        self.counts: dict[tuple[str, str], Count] = defaultdict(Count)
-        self.peaks: dict[str, int] = {}
-        self.notes: dict[str, int] = defaultdict(int)
-        self.by_general_rule: set[str] = set()
+        self.counts: dict[tuple[str, str], Count] = defaultdict(Count)  # by phase and operator
+        self.peaks: dict[str, int] = {}  # by phase, the most bytes alive at once
+        self.notes: dict[str, int] = defaultdict(int)  # what was assumed, and how often
+        self.by_general_rule: set[str] = set()  # operators that nobody has reviewed a rule for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -177,7 +167,10 @@ class ByteCounter(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
             if self._phase is None and func in CONSTANTS and out.numel() <= SMALL:
-                return self._constant(func, args, kwargs)
+                with no_dispatch():  # its values are known, until something unknown is written
+                    real = func(*args, **kwargs)
+                converter = self._fake.fake_tensor_converter
+                return converter.from_real_tensor(self._fake, real, make_constant=True)
             return out
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if func is torch.ops.aten._local_scalar_dense.default:
@@ -192,13 +185,6 @@ class ByteCounter(TorchDispatchMode):
         if self._phase is not None:
             self.notes[f"{label(func)}: {note}"] += 1
         return out
-
-    def _constant(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A tensor whose values are known, until something unknown is written to it."""
-        with no_dispatch():
-            real = func(*args, **kwargs)
-        converter = self._fake.fake_tensor_converter
-        return converter.from_real_tensor(self._fake, real, make_constant=True)
 
     def _record(
         self, phase: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
