@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
             f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
         )
     if runs:
-        shown = summary_tables(saved_run(runs[0], options.storage).outcomes, view)
+        outcomes = saved_run(runs[0], options.storage).outcomes
+        shown = summary_tables(outcomes, view.of_tests(outcomes))
     else:
         shown = tables(to_frame(_rows(map(Path, options.files))), view)
     if not shown:

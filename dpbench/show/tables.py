@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import (
@@ -24,7 +24,16 @@ from dpbench.results.frame import (
 )
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import Column, View, column, rates, shown_by_default
+from dpbench.show.view import (
+    NAME,
+    OF_TESTS,
+    PARAM,
+    Column,
+    View,
+    column,
+    rates,
+    shown_by_default,
+)
 
 BUSY = "gpu_busy_share"
 
@@ -77,7 +86,8 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
     frame = frame[frame.instrument != "torch_profiler"]  # its tables: `show.profile`
     if frame.empty:
         return []
-    summary, view = complete(frame), view or View()
+    view = view or View()
+    summary = view.under_tests(complete(frame))
     listed: list[Table] = []
     for group in groups(summary, view):
         columns = _columns(group, view)
@@ -89,8 +99,10 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
             _notes(group, columns, view),
         )
         if not (view.columns or group.by_phase):
-            listed += _phase_table(group, "dram_bytes", "DRAM")
-            listed += _phase_table(group, "logical_bytes", "logical")
+            listed += _phase_table(group, "dram_bytes", "DRAM GB")
+            listed += _phase_table(group, "logical_bytes", "logical GB")
+            if any(row["model"] == SCRIPT for row in group.rows.values()):
+                listed += _phase_table(group, "step_time_seconds", "ms")
             listed += _busy_table(group)
             listed += [*against_logical(group), *_throughput_table(group)]
     return listed if view.columns else [*listed, *_other_metrics(in_order(summary))]
@@ -220,7 +232,9 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
             by_phase="phase" in keys,
             one_cell=set(CONFIGURATION) <= set(keys),
         )
-        if view.sort is not None and view.sort not in AXES:
+        if view.sort == NAME:
+            made.labels.sort()
+        elif view.sort is not None and view.sort not in AXES:
             made.labels.sort(key=partial(_number, made, column(view.sort)))
         yield made
 
@@ -232,8 +246,11 @@ def _number(group: Group, shown: Column, label: str) -> float:
 
 def title_of(shared: Mapping[str, Any]) -> str:
     """What some rows share, in words; the usual attention and model go without saying."""
+    if shared.get("model") == SCRIPT:
+        return str(shared["device"])
     size = " ".join(shared[axis] for axis in ("model_size", "precision") if axis in shared)
-    parts = [shared.get("trainer", ""), size]
+    of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
+    parts = [*of_test, shared.get("trainer", ""), size]
     usual = {"attention": "sdpa", "model": "simple"}
     parts += [shared[axis] for axis, name in usual.items() if shared.get(axis, name) != name]
     words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
@@ -328,7 +345,7 @@ def _phase_table(group: Group, metric: str, name: str) -> list[Table]:
     for label in group.having(value) if phases else ():
         numbers = [(group.cell(label, value, p), group.cell(label, ratio, p)) for p in phases]
         cells.append([label, *(n if r == ABSENT else f"{n} ({r})" for n, r in numbers)])
-    title = f"{group.title}: {name} GB by phase (÷ standard)"
+    title = f"{group.title}: {name} by phase (÷ standard)"
     return [Table(title, [group.first_header, *phases], cells)] if cells else []
 
 
