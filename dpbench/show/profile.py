@@ -41,7 +41,9 @@ def profile_tables(frame: pd.DataFrame) -> list[Table]:
         notes = []
         if "device_time_seconds" in wide:
             ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
-            notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."]
+            notes = [
+                f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."
+            ]
         title = f"{title_of(dict(zip(keys, case, strict=True)))}: PyTorch profiler, per step"
         tables.append(Table.of(title, wide.reset_index(), columns, notes))
     return tables

@@ -108,7 +108,7 @@ def ratio_along(material: Material, along: str) -> Chart:
     layout: Json = {
         "xaxis": figures.axis(f"{what}, {unit}", type="log", range=ends, **ticks),
         "yaxis": figures.axis(f"{basis.name} ÷ standard", range=[0, top]),
-        "shapes": [figures.level(1)],
+        "shapes": [figures.line(xref="paper", x0=0, x1=1, y0=1, y1=1)],
     }
     keys = [*material.keys(ratios.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
     notes = list(material.cautions)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from dpbench.case import OUTSIDE
@@ -85,11 +86,10 @@ def styles(trainers: Iterable[str]) -> dict[str, Style]:
 
 
 class Panel(NamedTuple):
-    """One drawing of a chart: plotly's JSON and its height in px."""
+    """One drawing of a chart, as plotly's JSON."""
 
     title: str
     figure: Json
-    height: int
 
 
 class Key(NamedTuple):
@@ -128,7 +128,7 @@ def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
         "dragmode": False,
         "hovermode": "closest",
     }
-    return Panel(title, {"data": traces, "layout": {**settings, **layout}}, height)
+    return Panel(title, {"data": traces, "layout": {**settings, **layout}})
 
 
 def bar_panels(
@@ -153,33 +153,42 @@ def bar_panels(
         stacked: whether a trainer's bars stand in one row.
         reach: how far the axis goes at least, in the numbers' own unit.
     """
-    longest = max(drawn.end.max() / scale, reach / scale) or 1
+    longest = max(drawn.end.max(), reach) / scale or 1
     # A label that begins at 0, where nothing was measured, needs no room beside the bars.
     room = 12 + CHARACTER * max(map(len, drawn.label[drawn.end.notna()]), default=0)
+    row = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
     panels = []
     for title, rows in cells(drawn):
-        trainers = rows.trainer.tolist()
+        names = rows.trainer.tolist()
+        labels = {
+            "type": "scatter",
+            "mode": "text",
+            "y": names,
+            "x": (rows.end.fillna(0) / scale).tolist(),
+            "text": rows.label.tolist(),
+            "textposition": "middle right",
+            "cliponaxis": False,
+            "hoverinfo": "skip",
+        }
         traces = [_bars(rows, name, colour, scale, write) for name, colour in colours.items()]
-        ends = (rows.end.fillna(0) / scale).tolist()
-        labels = {"type": "scatter", "mode": "text", "y": trainers, "x": ends}
-        labels |= {"text": rows.label.tolist(), "textposition": "middle right"}
-        traces.append({**labels, "cliponaxis": False, "hoverinfo": "skip"})
-        places = rows["line"].dropna().unique().tolist() if "line" in rows else []
-        drawing = panel(
-            title,
-            traces,
-            58 + len(rows) * (ROW if stacked else max(ROW, BAR * (len(colours) + 1))),
-            margin={"l": 10, "r": room, "t": 6, "b": 46},
-            barmode="stack" if stacked else "group",
-            bargap=0.25,
-            xaxis=axis(unit, range=[0, longest]),
-            yaxis=name_axis(trainers),
-            shapes=[
-                {**_LINE, "yref": "paper", "y0": 0, "y1": 1, "x0": at / scale, "x1": at / scale}
-                for at in places
-            ],
-        )
-        panels.append(drawing)
+        places = rows["line"].dropna().unique() / scale if "line" in rows else np.empty(0)
+        layout: Json = {
+            "margin": {"l": 10, "r": room, "t": 6, "b": 46},
+            "barmode": "stack" if stacked else "group",
+            "bargap": 0.25,
+            "xaxis": axis(unit, range=[0, longest]),
+            "yaxis": {
+                "type": "category",
+                "autorange": "reversed",
+                "automargin": True,
+                "ticks": "",
+                "tickmode": "array",
+                "tickvals": names,
+                "ticktext": [plain(name, LONGEST_NAME) for name in names],
+            },
+            "shapes": [line(x0=x, x1=x, y0=0, y1=1, yref="paper") for x in places.tolist()],
+        }
+        panels.append(panel(title, [*traces, labels], 58 + row * len(rows), **layout))
     return panels
 
 
@@ -217,30 +226,14 @@ def marks(x: Sequence[float], y: Sequence[Any], marker: Json, said: list[str], *
     }
 
 
-_LINE = {"type": "line", "line": {"color": NEUTRAL, "dash": "dash", "width": 1.5}}
-
-
-def level(y: float) -> Json:
-    """A line across a panel."""
-    return {**_LINE, "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y}
+def line(**place: Any) -> Json:
+    """A dashed line across a panel."""
+    return {"type": "line", "line": {"color": NEUTRAL, "dash": "dash", "width": 1.5}, **place}
 
 
 def axis(title: str, **settings: Any) -> Json:
     """An axis with its unit in the title."""
     return {"title": {"text": title, "standoff": 8}, "automargin": True, **settings}
-
-
-def name_axis(names: Sequence[str]) -> Json:
-    """Names from top to bottom; long ones are cut, and none is read as markup."""
-    return {
-        "type": "category",
-        "autorange": "reversed",
-        "automargin": True,
-        "ticks": "",
-        "tickmode": "array",
-        "tickvals": names,
-        "ticktext": [plain(name, LONGEST_NAME) for name in names],
-    }
 
 
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
