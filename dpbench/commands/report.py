@@ -2,7 +2,7 @@
 
 A run is the number of a saved one (dpbench list shows them) or a JSON file: of
 `dpbench run --json`, of `pytest --dpbench-json`, or in the storage. The page shows bytes by
-trainer and phase, ratios along its axes, peak memory, a roofline and measured against logical
+trainer and phase, ratios over the grid, peak memory, a roofline and measured against logical
 bytes, each with its numbers as a table, then every row. Several runs share a page; ratios stay
 within a run, and a run's name tells cases apart that were measured more than once.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,68 +82,52 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
     return f" {gigabytes(row[STEP])}{ratio}"
 
 
-# --- ratios along an axis of the grid --------------------------------------------------------
+# --- ratios over the grid --------------------------------------------------------------------
 
 
-def ratio_along(material: Material, along: str) -> Chart:
-    """How the ratio goes with ``seq_len`` or ``batch_size``, the other one fixed in a panel."""
-    lengths = along == "seq_len"
-    what, unit = ("sequence length", "tokens") if lengths else ("batch size", "examples")
-    other, word = ("batch_size", "batch") if lengths else ("seq_len", "sequence")
-    title, basis, ratios = f"How the ratio goes with {what}", material.basis, material.ratios
-    if ratios.empty:
-        return Chart(along, title, missing=_no_ratio(material))
-    places = ratios.groupby(["title", other, "trainer"])[along].transform("nunique")
-    lines = places.groupby([ratios.title, ratios[other]]).transform("max") > 1
-    drawn = ratios[lines].sort_values(along, kind="stable")
+def ratios(material: Material) -> Chart:
+    """The ratio in each cell of the grid; a panel for each configuration with several cells."""
+    basis, found, batches = material.basis, material.ratios, ["batch_size", "seq_len"]
+    title = f"{basis.name} as a multiple of standard training, over the grid"
+    if found.empty:
+        return Chart("ratios", title, missing=_no_ratio(material))
+    drawn = found.assign(cell=found.batch_size.astype(str) + " × " + found.seq_len.astype(str))
+    drawn = drawn[drawn.groupby("title").cell.transform("nunique") > 1]
     if drawn.empty:
-        why = f"No trainer has a ratio at more than one {what} (all else equal)."
-        return Chart(along, title, missing=why)
-    points = sorted(set(drawn[along]))
-    margin = 0.06 * math.log10(points[-1] / points[0])
-    ends = [math.log10(points[0]) - margin, math.log10(points[-1]) + margin]
-    top = max(float(ratios.ratio.max()) * 1.1, 1.5)
-    ticks: Json = {"tickvals": points, "ticktext": [*map(str, points)]}
-    layout: Json = {
-        "xaxis": figures.axis(f"{what}, {unit}", type="log", range=ends, **ticks),
-        "yaxis": figures.axis(f"{basis.name} ÷ standard", range=[0, top]),
-        "shapes": [figures.line(xref="paper", x0=0, x1=1, y0=1, y1=1)],
-    }
-    keys = [*material.keys(ratios.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
-    notes = list(material.cautions)
+        why = "No trainer was measured in more than one cell: its ratio stands at its bar above."
+        return Chart("ratios", title, missing=why)
+    keys = [*material.keys(drawn.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
+    notes, shapes = list(material.cautions), [figures.line(xref="paper", x0=0, x1=1, y0=1, y1=1)]
+    top = max(float(drawn.ratio.max()) * 1.1, 1.5)
     if limits := material.expected.get(basis.metric):
         place = {"xref": "paper", "x0": 0, "x1": 1, "y0": limits[0], "y1": min(limits[1], top)}
         grey = {"fillcolor": NEUTRAL, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
-        layout["shapes"].append({"type": "rect", **place, **grey})
+        shapes.append({"type": "rect", **place, **grey})
         keys.append(Key("▒", "expected range", NEUTRAL))
         usual = f"{limits[0]:g} to {limits[1]:g} times the standard's bytes."
         notes.insert(0, f"{EXPECTED_BY.capitalize()}: {usual}")
-    panels = [
-        figures.panel(
-            f"{config}, {word} {value}",
-            [
-                _joined(points, along, material.look[str(name)])
-                for name, points in rows.groupby("trainer", sort=False)
-            ],
-            300,
-            **layout,
-        )
-        for (config, value), rows in drawn.groupby(["title", other], sort=False)
-    ]
-    caption = f"{basis.name} ÷ those of {BASELINE_TRAINER}, by {what} ({basis.premise})"
-    table = Table.of(caption, drawn, {**CASE, f"{basis.name} ÷ standard": ("ratio", times)})
-    return Chart(along, title, basis.premise, panels, keys, table, notes, width=340)
+    layout: Json = {"yaxis": figures.axis(f"{basis.name} ÷ standard", range=[0, top])}
+    panels = []
+    for config, rows in drawn.sort_values(batches, kind="stable").groupby("title", sort=False):
+        cells = {"type": "category", "categoryarray": rows.cell.unique().tolist()}
+        layout |= {"xaxis": figures.axis("batch × sequence length", **cells), "shapes": shapes}
+        lines = rows.groupby("trainer", sort=False)
+        traces = [_joined(points, material.look[str(name)]) for name, points in lines]
+        panels.append(figures.panel(str(config), traces, 300, **layout))
+    caption = f"{basis.name} ÷ those of {BASELINE_TRAINER} in the same run and cell"
+    columns: dict[str, Shown] = {**CASE, f"{basis.name} ÷ standard": ("ratio", times)}
+    table = Table.of(f"{caption} ({basis.premise})", found, columns)
+    return Chart("ratios", title, basis.premise, panels, keys, table, notes)
 
 
-def _joined(points: pd.DataFrame, along: str, style: Style) -> Json:
-    """A trainer's ratios, joined by a line."""
+def _joined(points: pd.DataFrame, style: Style) -> Json:
     said = [
-        figures.lines(row["trainer"], f"{along} {row[along]}", times(row["ratio"]))
+        figures.lines(row["trainer"], row["cell"], times(row["ratio"]))
         for row in points.to_dict("records")
     ]
     line = {"color": style.colour, "dash": style.dash, "width": 2.5}
     marker = {"symbol": style.symbol, "size": 10, "color": style.colour}
-    x, y = points[along].tolist(), points.ratio.tolist()
+    x, y = points.cell.tolist(), points.ratio.tolist()
     return figures.marks(x, y, marker, said, mode="lines+markers", line=line)
 
 

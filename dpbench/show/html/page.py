@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -20,11 +19,11 @@ from dpbench.files import write_text
 from dpbench.metrics import unit
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS, STEP
-from dpbench.show.html.charts import against_logical, memory, phases, ratio_along
+from dpbench.show.html.charts import against_logical, memory, phases, ratios
 from dpbench.show.html.data import CASE, KEYS, UNMEASURED, Material, Source
 from dpbench.show.html.figures import Chart, milliseconds, times
 from dpbench.show.html.roofline import roofline
-from dpbench.show.layout import ABSENT, Shown, Table, gigabytes
+from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
 from dpbench.show.tables import in_order
 from dpbench.show.view import column, usual_columns
 
@@ -73,14 +72,8 @@ def render(sources: Sequence[Source], expected: Limits | None = None) -> str:
 
 def draw(material: Material) -> list[Chart]:
     """Every chart of the page, in order."""
-    return [
-        phases(material),
-        ratio_along(material, "seq_len"),
-        ratio_along(material, "batch_size"),
-        memory(material),
-        roofline(material),
-        against_logical(material),
-    ]
+    every = (phases, ratios, memory, roofline, against_logical)
+    return [chart(material) for chart in every]
 
 
 # --- tables of text --------------------------------------------------------------------------
@@ -107,9 +100,9 @@ def trainers(material: Material) -> Table:
     each = pd.DataFrame(listed, columns=[*AXES, "failed"])
     each = each.groupby(list(AXES), sort=False).failed.any().reset_index()
     counts = each.groupby("trainer", sort=False).failed.agg(cases="size", failed="sum")
-    ratios = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
+    extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
     peaks = material.peaks.groupby("trainer").value.max().rename("peak")
-    table = counts.join(ratios).join(peaks).reset_index()
+    table = counts.join(extremes).join(peaks).reset_index()
     table = table.iloc[table.trainer.map(TRAINERS.rank).argsort(kind="stable")]
     name, verb = material.basis.name, material.basis.verb
     columns: dict[str, Shown] = {
@@ -191,20 +184,12 @@ def _about(source: Source) -> Iterator[tuple[str, str]]:
         how = "counted without hardware" if instrument == UNMEASURED else f"measured on {device}"
         yield f"rows of {instrument}", f"{len(rows)}, {how}: {'; '.join(sorted(set(rows.tool)))}"
     yield "cases", f"{len(source.cases)}, {len(source.failures)} without a result"
-    yield from _flat(source.environment)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested values as name and text, e.g. ``gpu driver``."""
-    for key, value in values.items():
-        name = f"{prefix}{str(key).replace('_', ' ')}"
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name} ")
-        elif value is None:
-            yield name, ABSENT
-        elif str(key).endswith("_bytes") and isinstance(value, int | float):
-            yield name.removesuffix(" bytes"), f"{gigabytes(value)} GB"
-        elif isinstance(value, list):
-            yield name, ", ".join(map(str, value)) or ABSENT
+    flat = pd.json_normalize(dict(source.environment), sep=" ")
+    for name, value in flat.to_dict("records")[0].items() if len(flat.columns) else ():
+        said = str(name).replace("_", " ")
+        if isinstance(value, list):
+            yield said, ", ".join(map(str, value)) or ABSENT
+        elif said.endswith(" bytes") and isinstance(value, int | float):
+            yield said.removesuffix(" bytes"), f"{gigabytes(value)} GB"
         else:
-            yield name, str(value)
+            yield said, written(value, str)

@@ -67,8 +67,7 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
     charts = charts_of(GRID1, COUNTED)
     assert {name: len(chart.panels) for name, chart in charts.items()} == {
         "phases": 4,
-        "seq_len": 2,
-        "batch_size": 2,
+        "ratios": 1,
         "memory": 4,
         "roofline": 2,
         "logical": 1,
@@ -85,13 +84,13 @@ def test_figures_are_plotlys() -> None:
 def test_ratios_that_the_reader_expects_are_on_the_charts() -> None:
     usual, own = charts_of(GRID1), charts_of(GRID1, dram_bytes=(1.0, 1.5))
     other = charts_of(GRID1, l2_total_bytes=(1.0, 1.5))
-    assert "user of this suite: 2 to 5 times the standard's bytes." in usual["seq_len"].notes[0]
-    assert "user of this suite: 1 to 1.5 times" in own["seq_len"].notes[0]
-    shapes = [c["seq_len"].panels[0].figure["layout"]["shapes"][1:] for c in (usual, own, other)]
+    assert "user of this suite: 2 to 5 times the standard's bytes." in usual["ratios"].notes[0]
+    assert "user of this suite: 1 to 1.5 times" in own["ratios"].notes[0]
+    shapes = [c["ratios"].panels[0].figure["layout"]["shapes"][1:] for c in (usual, own, other)]
     assert [[(band["y0"], band["y1"]) for band in bands] for bands in shapes] == [
         *([(2.0, 5.0)], [(1.0, 1.5)], [])
     ]
-    assert "expected" not in str([*other["seq_len"].notes, *other["seq_len"].keys])
+    assert "expected" not in str([*other["ratios"].notes, *other["ratios"].keys])
 
 
 def test_panels_of_a_chart_have_one_scale() -> None:
@@ -101,7 +100,7 @@ def test_panels_of_a_chart_have_one_scale() -> None:
     for row in small["rows"] + small["cases"]:
         row["precision"] = "bf16"
     charts = charts_of(GRID1, small, COUNTED)
-    for name in ("phases", "seq_len", "batch_size", "memory", "roofline", "logical"):
+    for name in ("phases", "ratios", "memory", "roofline", "logical"):
         ranges: dict[str, set[tuple[float, float]]] = {}
         for panel in charts[name].panels:
             for axis in ("xaxis", "yaxis"):
@@ -139,8 +138,7 @@ def test_chart_that_needs_counts_says_so() -> None:
 
 def test_one_cell_says_why_there_are_no_lines() -> None:
     charts = charts_of(cell())
-    assert "more than one sequence length" in charts["seq_len"].missing
-    assert "more than one batch size" in charts["batch_size"].missing
+    assert "in more than one cell" in charts["ratios"].missing
     assert len(charts["phases"].panels) == 1
 
 
@@ -148,7 +146,7 @@ def test_without_a_baseline_bytes_are_drawn_and_ratios_are_not() -> None:
     document = cell()
     document["rows"] = [r for r in document["rows"] if r["trainer"] == "dpsgd"]
     charts = charts_of(document)
-    assert "'standard' trainer was not measured" in charts["seq_len"].missing
+    assert "'standard' trainer was not measured" in charts["ratios"].missing
     assert charts["phases"].table is not None
     assert [line[-1] for line in charts["phases"].table.cells] == ["-"]
 
@@ -165,14 +163,14 @@ def test_zero_bytes_are_drawn_without_a_ratio() -> None:
     document = cell()
     for row in document["rows"]:
         row["value"] = 0.0
-    assert "No ratio" in charts_of(document)["seq_len"].missing
+    assert "No ratio" in charts_of(document)["ratios"].missing
     assert "NaN" not in "".join(Elements(render(labelled([("zero", document)]))).scripts[:1])
 
 
 def test_bytes_that_stay_in_the_cache_come_with_a_warning() -> None:
     small = {**GRID1, "rows": [{**row, "value": row["value"] / 1e6} for row in GRID1["rows"]]}
     charts, large = charts_of(small), charts_of(GRID1)
-    for name in ("phases", "seq_len"):
+    for name in ("phases", "ratios"):
         assert IN_CACHE in charts[name].notes
         assert IN_CACHE not in large[name].notes
 
