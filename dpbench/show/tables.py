@@ -24,16 +24,7 @@ from dpbench.results.frame import (
 )
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import (
-    NAME,
-    OF_TESTS,
-    PARAM,
-    Column,
-    View,
-    column,
-    rates,
-    shown_by_default,
-)
+from dpbench.show.view import NAME, OF_TESTS, PARAM, Column, View, column, rates, shown_by_default
 
 BUSY = "gpu_busy_share"
 
