@@ -17,14 +17,8 @@ from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, Json, Key, S
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import SHOWN_SHARE, in_order
 
-GIGA = 1e9
-
 COLOUR = PHASE_STYLES["backward"].colour
 """Of bars that are about no phase and no trainer."""
-
-
-def _in_gigabytes(value: float) -> str:
-    return f"{gigabytes(value)} GB"
 
 
 # --- bytes by trainer and phase --------------------------------------------------------------
@@ -57,8 +51,6 @@ def phases(material: Material) -> Chart:
             drawn.assign(end=drawn[STEP], label=list(map(_end_of_bar, drawn.to_dict("records")))),
             {name: PHASE_STYLES[name].colour for name in shown},
             basis.short,
-            _in_gigabytes,
-            scale=GIGA,
             stacked=True,
         ),
         [Key("■", name, PHASE_STYLES[name].colour) for name in shown],
@@ -97,10 +89,15 @@ def ratios(material: Material) -> Chart:
         why = "No trainer was measured in more than one cell: its ratio stands at its bar above."
         return Chart("ratios", title, missing=why)
     keys = [*material.keys(drawn.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
-    notes, shapes = list(material.cautions), [figures.line(xref="paper", x0=0, x1=1, y0=1, y1=1)]
+    across: Json = {"xref": "paper", "x0": 0, "x1": 1}
+    dashed = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
+    notes, shapes = (
+        [*material.cautions],
+        [{"type": "line", **across, "y0": 1, "y1": 1, "line": dashed}],
+    )
     top = max(float(drawn.ratio.max()) * 1.1, 1.5)
     if limits := material.expected.get(basis.metric):
-        place = {"xref": "paper", "x0": 0, "x1": 1, "y0": limits[0], "y1": min(limits[1], top)}
+        place = {**across, "y0": limits[0], "y1": min(limits[1], top)}
         grey = {"fillcolor": NEUTRAL, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
         shapes.append({"type": "rect", **place, **grey})
         keys.append(Key("▒", "expected range", NEUTRAL))
@@ -146,45 +143,20 @@ def _no_ratio(material: Material) -> str:
 
 
 def memory(material: Material) -> Chart:
-    """Peak memory by trainer, and the memory of the GPU where some case takes much of it."""
+    """Peak memory by trainer; one panel per cell of the grid."""
     peaks, title = material.peaks, "Peak memory by trainer"
     if peaks.empty:
         return Chart("memory", title, missing="No peak memory was measured or counted.")
-    measured = material.basis is DRAM
-    premise = "measured by PyTorch's allocator" if measured else material.basis.premise
-    environments = [source.environment.get("gpu") or {} for source in material.sources]
-    sizes = {gpu["name"]: gpu["memory_bytes"] for gpu in environments if gpu.get("memory_bytes")}
-    line = peaks.device.map(sizes)
-    line = line.where(line * 0.35 < peaks.value.max())
-    drawn = peaks.assign(
-        **{"peak memory": peaks.value},
-        end=peaks.value,
-        label=[f" {gigabytes(peak)}" for peak in peaks.value],
-        line=line,
-    )
+    premise = "measured by PyTorch's allocator"
+    if material.basis is LOGICAL:
+        premise = material.basis.premise
+    labels = [f" {gigabytes(peak)}" for peak in peaks.value]
+    drawn = peaks.assign(**{"peak memory": peaks.value}, end=peaks.value, label=labels)
     unit = f"peak memory, GB ({material.basis.verb})"
-    return Chart(
-        "memory",
-        title,
-        premise,
-        figures.bar_panels(
-            drawn,
-            {"peak memory": COLOUR},
-            unit,
-            _in_gigabytes,
-            scale=GIGA,
-            reach=line.max() * 1.05 if line.notna().any() else 0,
-        ),
-        table=Table.of(
-            f"Peak memory of one step ({premise})",
-            peaks,
-            {**CASE, "peak memory, GB": ("value", gigabytes)},
-        ),
-        notes=[
-            f"The dashed line is the memory of the GPU, {_in_gigabytes(size)}."
-            for size in sorted(line.dropna().unique())
-        ],
-    )
+    columns: dict[str, Shown] = {**CASE, "peak memory, GB": ("value", gigabytes)}
+    table = Table.of(f"Peak memory of one step ({premise})", peaks, columns)
+    panels = figures.bar_panels(drawn, {"peak memory": COLOUR}, unit)
+    return Chart("memory", title, premise, panels, table=table)
 
 
 # --- measured against logical bytes ----------------------------------------------------------
@@ -216,7 +188,7 @@ def against_logical(material: Material) -> Chart:
         "logical",
         title,
         "coloured bars are measured, grey ones are counted without hardware",
-        figures.bar_panels(drawn, bars, "GB per step", _in_gigabytes, scale=GIGA),
+        figures.bar_panels(drawn, bars, "GB per step"),
         [
             Key("■", "measured: DRAM bytes, by hardware counters", COLOUR),
             Key("■", "counted: logical bytes, without hardware", NEUTRAL),

@@ -9,15 +9,16 @@ symbol and a dash of their own as well.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from dpbench.case import OUTSIDE
-from dpbench.show.layout import Table
+from dpbench.show.layout import Table, gigabytes
+
+GIGA = 1e9
 
 ROW, BAR = 30, 13
 """Height of a trainer's stacked bar with its gap, and of one bar beside others, px."""
@@ -132,28 +133,18 @@ def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
 
 
 def bar_panels(
-    drawn: pd.DataFrame,
-    colours: Mapping[str, str],
-    unit: str,
-    write: Callable[[float], str],
-    *,
-    scale: float,
-    stacked: bool = False,
-    reach: float = 0,
+    drawn: pd.DataFrame, colours: Mapping[str, str], unit: str, *, stacked: bool = False
 ) -> list[Panel]:
     """A drawing for each cell of the grid, with bars for each trainer; all have one scale.
 
     Args:
-        drawn: a row for each case, with the columns that become bars, ``label``, which stands
-            at ``end``, and, where a panel has a dashed line, its place ``line``.
+        drawn: a row for each case, with the columns of bytes that become bars, and ``label``,
+            which stands at ``end``.
         colours: of the bars, by column.
         unit: of the axis, for people.
-        write: how a number is said when the pointer rests on its bar.
-        scale: what one of the axis's unit is.
         stacked: whether a trainer's bars stand in one row.
-        reach: how far the axis goes at least, in the numbers' own unit.
     """
-    longest = max(drawn.end.max(), reach) / scale or 1
+    longest = drawn.end.max() / GIGA or 1
     # A label that begins at 0, where nothing was measured, needs no room beside the bars.
     room = 12 + CHARACTER * max(map(len, drawn.label[drawn.end.notna()]), default=0)
     row = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
@@ -164,14 +155,12 @@ def bar_panels(
             "type": "scatter",
             "mode": "text",
             "y": names,
-            "x": (rows.end.fillna(0) / scale).tolist(),
+            "x": (rows.end.fillna(0) / GIGA).tolist(),
             "text": rows.label.tolist(),
             "textposition": "middle right",
             "cliponaxis": False,
             "hoverinfo": "skip",
         }
-        traces = [_bars(rows, name, colour, scale, write) for name, colour in colours.items()]
-        places = rows["line"].dropna().unique() / scale if "line" in rows else np.empty(0)
         layout: Json = {
             "margin": {"l": 10, "r": room, "t": 6, "b": 46},
             "barmode": "stack" if stacked else "group",
@@ -186,26 +175,24 @@ def bar_panels(
                 "tickvals": names,
                 "ticktext": [plain(name, LONGEST_NAME) for name in names],
             },
-            "shapes": [line(x0=x, x1=x, y0=0, y1=1, yref="paper") for x in places.tolist()],
         }
+        traces = [_bars(rows, name, colour) for name, colour in colours.items()]
         panels.append(panel(title, [*traces, labels], 58 + row * len(rows), **layout))
     return panels
 
 
-def _bars(
-    rows: pd.DataFrame, name: str, colour: str, scale: float, write: Callable[[float], str]
-) -> Json:
-    values = [None if pd.isna(value) else value for value in rows[name]]
+def _bars(rows: pd.DataFrame, name: str, colour: str) -> Json:
+    values = rows[name].astype(object).where(rows[name].notna(), None).tolist()
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
         "y": rows.trainer.tolist(),
-        "x": [None if value is None else value / scale for value in values],
+        "x": [None if value is None else value / GIGA for value in values],
         "marker": {"color": colour},
         "hoverinfo": "text",
         "hovertext": [
-            "" if value is None else lines(trainer, f"{name}: {write(value)}")
+            "" if value is None else lines(trainer, f"{name}: {gigabytes(value)} GB")
             for trainer, value in zip(rows.trainer, values, strict=True)
         ],
     }
@@ -224,11 +211,6 @@ def marks(x: Sequence[float], y: Sequence[Any], marker: Json, said: list[str], *
         "hovertext": said,
         **more,
     }
-
-
-def line(**place: Any) -> Json:
-    """A dashed line across a panel."""
-    return {"type": "line", "line": {"color": NEUTRAL, "dash": "dash", "width": 1.5}, **place}
 
 
 def axis(title: str, **settings: Any) -> Json:

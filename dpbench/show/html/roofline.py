@@ -22,7 +22,6 @@ from dpbench.show.html.data import (
     UNMEASURED,
     Material,
     has_case_of,
-    pivot,
 )
 from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, Json, Key, Style, milliseconds
 from dpbench.show.layout import Shown, Table, gigabytes
@@ -54,15 +53,6 @@ def roofline(material: Material) -> Chart:
             why = "No DRAM bytes were measured in these runs, so no phase has a place under a roof."
         return Chart("roofline", title, missing=why)
     table = _phases_to_show(pd.concat(drawn, ignore_index=True), material.summary)
-    colours = {n: s.colour for n, s in PHASE_STYLES.items() if n in set(table.phase)}
-    shares = figures.bar_panels(
-        pivot(table, "phase", "share").assign(end=0.0, label=""),
-        colours,
-        "least possible time ÷ measured time, %",
-        "{:.0%} of the roof".format,
-        scale=0.01,
-        reach=max(1.0, table.share.max()),
-    )
     placed = table[table.flops > 0]
     speeds = [*placed.flops_per_second / TERA, *placed.peak / TERA]
     layout = {
@@ -71,14 +61,12 @@ def roofline(material: Material) -> Chart:
         ),
         "yaxis": _log_axis("TFLOP/s", speeds),
     }
-    panels = []
-    for (what, rows), share in zip(figures.cells(table), shares, strict=True):
-        if (rows.flops > 0).any():
-            traces = [*_marks_under(rows[rows.flops > 0], material.look)]
-            panels.append(figures.panel(what, traces, 340, **layout))
-        panels.append(share._replace(title=f"{what}: share of the roof"))
+    panels = [
+        figures.panel(what, [*_marks_under(rows, material.look)], 340, **layout)
+        for what, rows in figures.cells(placed)
+    ]
     keys = [Key("■", key.text, key.colour) for key in material.keys(table.trainer)]
-    keys += [Key(PHASE_STYLES[name].glyph, name, colour) for name, colour in colours.items()]
+    keys += [Key(s.glyph, name) for name, s in PHASE_STYLES.items() if name in set(placed.phase)]
     used = []
     for device, card in cards.items():
         precisions = sorted(set(table.precision[table.device == device]))
@@ -107,8 +95,7 @@ def roofline(material: Material) -> Chart:
     how_to_read = (
         "A mark is a phase of a trainer; rings about one centre are trainers at the same place. "
         "Operations are those of matrix products and attention. Phases without any have no place "
-        "on the first kind of panel; they are in the second, whose bars have the colours of "
-        "phases, and in the table."
+        "here; how much of its roof every phase reaches is in the table."
     )
     notes = [*refusals, *used, how_to_read]
     return Chart("roofline", title, premise, panels, keys, as_text, notes)

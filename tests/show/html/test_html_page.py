@@ -69,7 +69,7 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
         "phases": 4,
         "ratios": 1,
         "memory": 4,
-        "roofline": 2,
+        "roofline": 1,
         "logical": 1,
     }
     assert all(chart.table and chart.table.exact for chart in charts.values())
@@ -112,7 +112,7 @@ def test_panels_of_a_chart_have_one_scale() -> None:
 
 
 def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers() -> None:
-    [roof, _] = charts_of(cell(), COUNTED)["roofline"].panels
+    [roof] = charts_of(cell(), COUNTED)["roofline"].panels
     marks = [trace for trace in roof.figure["data"] if trace["mode"] == "markers"]
     sizes = [trace["marker"]["size"] for trace in marks]
     assert len(set(sizes)) == 4
@@ -149,14 +149,6 @@ def test_without_a_baseline_bytes_are_drawn_and_ratios_are_not() -> None:
     assert "'standard' trainer was not measured" in charts["ratios"].missing
     assert charts["phases"].table is not None
     assert [line[-1] for line in charts["phases"].table.cells] == ["-"]
-
-
-def test_gpu_that_does_not_tell_its_memory_has_no_line_for_it() -> None:
-    document = cell()
-    lines = [len(charts_of(document)["memory"].panels[0].figure["layout"]["shapes"])]
-    document["environment"]["gpu"]["memory_bytes"] = None
-    lines.append(len(charts_of(document)["memory"].panels[0].figure["layout"].get("shapes", ())))
-    assert lines == [1, 0]
 
 
 def test_zero_bytes_are_drawn_without_a_ratio() -> None:
