@@ -25,14 +25,14 @@ from typing import Any, ClassVar
 import torch
 
 from dpbench.case import ALL_PHASES, Case
-from dpbench.errors import DpbenchError
+from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child
 from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.stand_ins import users_line
 from dpbench.process.build import build
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import is_builtin, portable
 from dpbench.results.operators import OperatorCount, guesses
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.settings import Settings
@@ -89,7 +89,7 @@ class Logical(Instrument):
 
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
-        if TRAINERS.is_builtin(case.trainer) and MODELS.is_builtin(case.model):
+        if is_builtin(case):
             return Counting(self, case)
         return CountingApart(self, case)
 
@@ -139,9 +139,8 @@ class CountingApart(Running):
     def __init__(self, instrument: Logical, case: Case) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
         directory = instrument.directory or Path(self._scratch.name)
-        names = {"trainer": TRAINERS.argument(case.trainer), "model": MODELS.argument(case.model)}
         self._child = Child(
-            [sys.executable, "-m", __package__, json.dumps(asdict(case) | names)],
+            [sys.executable, "-m", __package__, json.dumps(portable(case))],
             case=case,
             log=(directory / case.report_path).with_suffix(".logical.log"),
             timeout=instrument.timeout,
@@ -164,7 +163,8 @@ class CountingApart(Running):
 
 def _in_one_line(error: Exception) -> str:
     """An error's name and words, and the user's line that it came from."""
-    words, line = " ".join(str(error).split()), users_line(error.__traceback__)
+    words, line = " ".join(str(error).split()), own_line(error.__traceback__)
+    line = line or users_line(error.__traceback__)
     if "view and is being modified inplace" in words:
         words = (
             "Opacus hooks every layer, and what a hooked layer returns must not be changed in "
