@@ -28,7 +28,7 @@ from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, last_record
 from dpbench.process.schedule import Steps
-from dpbench.registry import MODELS, TRAINERS, arguments, child_python_path
+from dpbench.registry import arguments, child_python_path, import_paths
 from dpbench.results.rows import Measurement
 
 PATIENCE_SECONDS = 3.0
@@ -77,9 +77,7 @@ class Child(Running):
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self._mark = f"{secrets.token_hex(8)} "
         added = child_environment()
-        if path := child_python_path(
-            TRAINERS.import_path(case.trainer), MODELS.import_path(case.model)
-        ):
+        if path := child_python_path(*import_paths(case)):
             added["PYTHONPATH"] = path
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
@@ -122,7 +120,7 @@ class Child(Running):
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kind = self.errors.get(error["kind"], CaseFailed)
+        kind: type[InstrumentError] = self.errors.get(error["kind"], CaseFailed)
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
