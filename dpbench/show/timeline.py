@@ -8,13 +8,12 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.results.frame import summarise
 from dpbench.results.rows import STEP
 from dpbench.results.timeline import Timeline
+from dpbench.show.kernels import wrapped
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
 from dpbench.show.tables import title_of
 
 TOP = 10
 """Lines of a table that has no end."""
-
-NAME_WIDTH = 48
 
 SYNCHRONIZED = (
     "Of a step whose phases wait for each other; the whole step's numbers are of others, in "
@@ -86,7 +85,7 @@ def _waits(gaps: pd.DataFrame, by: str, title: str, steps: int) -> Table:
     sums["share"] = sums.called / sums.seconds
     sums[["seconds", "count"]] /= steps
     columns: dict[str, Shown] = {
-        by.replace("_", " "): (by, _short),
+        by.replace("_", " "): (by, wrapped),
         "gaps": ("count", "{:.0f}".format),
         "ms": ("seconds", milliseconds),
         "µs each": ("each", lambda seconds: f"{seconds * 1e6:.1f}"),
@@ -104,7 +103,7 @@ def _longest(timeline: Timeline, gaps: pd.DataFrame, title: str) -> Table:
         "at ms": ("at", milliseconds),
         "gap ms": ("seconds", milliseconds),
         "phase": ("phase", str),
-        "waited for": ("waited_for", _short),
+        "waited for": ("waited_for", wrapped),
         "the CPU meanwhile": ("meanwhile", str),
     }
     longest["meanwhile"] = [
@@ -138,14 +137,10 @@ def _activities(timeline: Timeline, title: str, steps: int) -> Table:
     shown["time"] /= 1e9 * steps
     shown[["count", "bytes"]] /= steps
     columns: dict[str, Shown] = {
-        "kernel or copy": ("name", _short),
+        "kernel or copy": ("name", wrapped),
         "launches": ("count", "{:.0f}".format),
         "ms": ("time", milliseconds),
         "share": ("share", "{:.1%}".format),
         "GB": ("bytes", lambda moved: gigabytes(moved) if moved else ABSENT),
     }
     return Table.of(title, shown, columns)
-
-
-def _short(name: str) -> str:
-    return name[:NAME_WIDTH]

@@ -76,7 +76,7 @@ class Nsys(Instrument):
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
             "--force-overwrite=true",
             f"--output={str(self.report(case)).replace('%', '%%')}",
-            *(sys.executable, "-m", __package__, json.dumps(asdict(case) | names)),
+            *(sys.executable, "-m", f"{__package__}.child", json.dumps(asdict(case) | names)),
             *map(str, (self.steps.warmup, self.steps.active)),
         ]
 
