@@ -16,18 +16,13 @@ import torch
 
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import DpbenchError
+from dpbench.instruments.cupti.child import SHORT_SECONDS, WHOLE_STEPS
 from dpbench.process.messages import NVTX_DOMAIN, print_record
 from dpbench.process.step import run_case
 from dpbench.registry import resolve
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
-
-WHOLE_STEPS = 3
-"""How often a short step is recorded as a whole: one of them can have met a pause of the CPU."""
-
-SHORT_SECONDS = 1.0
-"""Below this such a pause matters."""
 
 
 class PhaseRanges:

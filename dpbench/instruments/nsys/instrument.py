@@ -12,19 +12,13 @@ from statistics import median
 from typing import ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments.base import Instrument, check_place
-from dpbench.instruments.child import Child
-from dpbench.instruments.nsys.program import (
-    EXPORTED,
-    RAW,
-    REPORT,
-    exported,
-    find_nsys,
-    imported,
-    nsys_version,
-)
+from dpbench.instruments.base import CaseFailed, Instrument, check_place
+from dpbench.instruments.child import Child, log_lines
+from dpbench.instruments.nsys import program
+from dpbench.instruments.nsys.program import EXPORTED, RAW, REPORT
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.metrics import unit
+from dpbench.process.messages import last_record
 from dpbench.process.schedule import Steps
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import STEP, Measurement
@@ -53,14 +47,14 @@ class Nsys(Instrument):
     @classmethod
     def from_settings(cls, settings: Settings) -> Nsys:
         steps = Steps(settings.warmup, settings.active)
-        return cls(settings.ncu_dir, find_nsys(), steps, settings.timeout)
+        return cls(settings.ncu_dir, program.find_nsys(), steps, settings.timeout)
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=True)
 
     @property
     def versions(self) -> Mapping[str, str]:
-        return {"nsys": nsys_version(self.path)}
+        return {"nsys": program.nsys_version(self.path)}
 
     def report(self, case: Case) -> Path:
         return (self.directory / case.report_path).with_suffix(REPORT)
@@ -91,21 +85,28 @@ class Nsys(Instrument):
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process, and make rows of what it recorded."""
-        case, record = process.case, process.record()
-        report = self.report(case)
+        case, report = process.case, self.report(process.case)
         raw, target = report.with_suffix(RAW), report.with_suffix(EXPORTED)
+        try:
+            record = process.record()
+        except CaseFailed:
+            record = last_record(log_lines(process.log), process.mark)
+            if "torch" not in record or not raw.exists():  # else only nsys failed, as importer
+                raise
         if not report.exists() and raw.exists():
-            imported(self.path, raw, timeout=self.timeout)
+            program.imported(self.path, raw, timeout=self.timeout)
         if not report.exists():
             raise NothingTraced(f"{case.id}: nsys left no report")
-        exported(self.path, report, target, timeout=self.timeout)
+        program.exported(self.path, report, target, timeout=self.timeout)
         timeline = read_timeline(target)
         if not any(each.phase == STEP for each in timeline.ranges):
             raise NothingTraced(f"{case.id}: {target} has no step that dpbench marked")
-        tool = f"nsys {nsys_version(self.path)}, torch {record['torch']}"
-        rows = list(timeline_rows(case, timeline, record["device"], tool))
-        process.notes = (_slowed(rows, record["untraced_seconds"]), f"dpbench show {target}")
-        return rows
+        tool = f"nsys {program.nsys_version(self.path)}, torch {record['torch']}"
+        before = record["untraced_seconds"]
+        traced = median((each.end - each.start) / 1e9 for each in timeline.whole_steps)
+        slowed = f"a step took {traced * 1e3:.1f} ms recorded, {before * 1e3:.1f} ms before"
+        process.notes = (slowed, f"dpbench show {target}")
+        return list(timeline_rows(case, timeline, record["device"], tool))
 
 
 def timeline_of(path: Path) -> Timeline:
@@ -113,7 +114,7 @@ def timeline_of(path: Path) -> Timeline:
     with tempfile.TemporaryDirectory(prefix="dpbench-") as scratch:
         if path.suffix == REPORT:
             target = Path(scratch, path.stem + EXPORTED)
-            path = exported(find_nsys(), path, target, timeout=Settings.timeout)
+            path = program.exported(program.find_nsys(), path, target, timeout=Settings.timeout)
         return read_timeline(path)
 
 
@@ -130,10 +131,3 @@ def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Ite
             yield Measurement(
                 case, Nsys.name, usage.phase, metric, value, unit(metric), repeat, device, tool
             )
-
-
-def _slowed(rows: list[Measurement], untraced: float) -> str:
-    traced = median(
-        row.value for row in rows if (row.phase, row.metric) == (STEP, "timeline_seconds")
-    )
-    return f"a recorded step took {traced * 1e3:.1f} ms, {untraced * 1e3:.1f} ms before recording"

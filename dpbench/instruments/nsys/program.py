@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
+from dpbench.instruments.ncu.program import ANSWER_SECONDS, NcuNotFound, find_ncu
 from dpbench.instruments.processes import ProcessGroup, output_of
 
 REPORT, RAW, EXPORTED = ".nsys-rep", ".qdstrm", ".sqlite"
@@ -25,8 +25,6 @@ INSTALLED = (
     "/usr/local/cuda*/nsight-compute-*/host/target-linux-*/nsys",
 )
 """Where NVIDIA installs nsys, the best place first."""
-
-ANSWER_SECONDS = 30.0
 
 
 class NsysNotFound(InstrumentError):

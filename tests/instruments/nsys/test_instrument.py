@@ -10,7 +10,7 @@ import pytest
 from dpbench import Case
 from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed
-from dpbench.instruments.nsys import instrument as module
+from dpbench.instruments.nsys import program as nsys
 from dpbench.instruments.nsys.instrument import Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.program import ImporterMissing
 from dpbench.instruments.nsys.sqlite import NothingTraced
@@ -35,6 +35,7 @@ elif command == "profile":
     if recorded:
         shutil.copy(recorded, Path(output).with_suffix(suffix))
     print_record(**{record!r})
+    sys.exit({code})
 else:
     print("NVIDIA Nsight Systems version 2025.3.1.90-test")
 """
@@ -47,10 +48,11 @@ def stand_in(
     *,
     suffix: str = ".nsys-rep",
     record: dict[str, object] = RECORD,
+    code: int = 0,
 ) -> Nsys:
     """The instrument with an ``nsys`` that leaves what was recorded, as its own export."""
     left = str(recorded.write(folder / "recorded")) if recorded else ""
-    text = STAND_IN.format(recorded=left, suffix=suffix, record=record)
+    text = STAND_IN.format(recorded=left, suffix=suffix, record=record, code=code)
     return Nsys(folder / "reports", str(program(folder / "nsys", text)), timeout=60)
 
 
@@ -80,7 +82,7 @@ def test_rows_are_times_and_launches_by_phase_and_of_whole_steps(tmp_path: Path)
     assert summary.value[STEP, "timeline_busy_share"] == pytest.approx((160 / 300 + 0.5) / 2)
     assert summary.repeats[STEP, "timeline_busy_share"] == 2
     export = instrument.report(CASE).with_suffix(".sqlite")
-    slowed = "a recorded step took 0.3 ms, 0.3 ms before recording"
+    slowed = "a step took 0.3 ms recorded, 0.3 ms before"
     assert list(running.notes) == [slowed, f"dpbench show {export}"]
     assert list(timeline_rows(CASE, timeline_of(export), "NVIDIA H200", rows[0].tool)) == rows
 
@@ -91,8 +93,9 @@ def test_what_an_earlier_run_left_is_not_read(tmp_path: Path) -> None:
         stand_in(tmp_path, None).start(CASE).rows()
 
 
-def test_a_collector_without_importer_says_what_is_missing(tmp_path: Path) -> None:
-    instrument = stand_in(tmp_path, case_recording(), suffix=".qdstrm")
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_collector_without_importer_says_what_is_missing(code: int, tmp_path: Path) -> None:
+    instrument = stand_in(tmp_path, case_recording(), suffix=".qdstrm", code=code)
     with pytest.raises(ImporterMissing, match="no QdstrmImporter beside it") as caught:
         instrument.start(CASE).rows()
     assert caught.value.log == instrument.report(CASE).with_suffix(".nsys.log")
@@ -107,12 +110,17 @@ def test_a_recording_without_whole_steps_is_refused(tmp_path: Path) -> None:
 
 def test_a_case_that_fails_says_why(tmp_path: Path) -> None:
     error = {"error": {"kind": "ValueError", "message": "ValueError: no such thing"}}
-    with pytest.raises(CaseFailed, match="no such thing"):
-        stand_in(tmp_path, None, record=error).start(CASE).rows()
+    for suffix in (".nsys-rep", ".qdstrm"):
+        instrument = stand_in(tmp_path, case_recording(), suffix=suffix, record=error, code=1)
+        with pytest.raises(CaseFailed, match="no such thing"):
+            instrument.start(CASE).rows()
+        (tmp_path / "recorded").unlink()
+    with pytest.raises(CaseFailed, match="ended with exit code 7"):
+        stand_in(tmp_path, case_recording(), code=7).start(CASE).rows()
 
 
 def test_it_is_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_nsys", lambda: "/nsys")
+    monkeypatch.setattr(nsys, "find_nsys", lambda: "/nsys")
     [found] = choose(["nsys"], Settings(ncu_dir=tmp_path, warmup=1, active=2))
     assert found == Nsys(tmp_path, "/nsys", Steps(1, 2), Settings.timeout)
 
@@ -120,6 +128,6 @@ def test_it_is_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_report_takes_an_nsys_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instrument = stand_in(tmp_path, None)
     report = case_recording().write(tmp_path / "other.nsys-rep")
-    monkeypatch.setattr(module, "find_nsys", lambda: instrument.path)
+    monkeypatch.setattr(nsys, "find_nsys", lambda: instrument.path)
     assert [step.step for step in timeline_of(report).whole_steps] == [1, 2]
     assert not report.with_suffix(".sqlite").exists()
