@@ -42,8 +42,11 @@ def found(tables: list[Table], title: str) -> Table:
 def test_a_run_shows_how_busy_the_gpu_was_in_each_phase(timeline: Timeline) -> None:
     rows = tuple(timeline_rows(CASE, timeline, "NVIDIA H200", "nsys 2025.3.1"))
     outcome = Outcome(CASE, rows, 1.0, instruments=("nsys",))
-    table = found(summary_tables([outcome]), "Nsight Systems, per step")
-    assert table.title.startswith("dpsgd, tiny fp32, batch 2, sequence 16, NVIDIA H200")
+    table, trainers = summary_tables([outcome])  # and no table of what nsys does not measure
+    assert trainers.title == "Cases by trainer"
+    assert table.title == (
+        "dpsgd, tiny fp32, batch 2, sequence 16, NVIDIA H200: Nsight Systems, per step"
+    )
     assert table.headers == ["phase", "ms", "GPU busy\nms", "busy", "launches"]
     assert table.cells == BY_PHASE
     assert timeline_tables(to_frame([])) == []
