@@ -61,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
     if timelines:
         tables = _of_timeline(timelines[0])
     elif runs:
-        tables = summary_tables(saved_run(runs[0], options.storage).outcomes, view)
+        outcomes = saved_run(runs[0], options.storage).outcomes
+        tables = summary_tables(outcomes, view.of_tests(outcomes))
     else:
         tables = _of_reports(map(Path, options.files), view)
     if not tables:
