@@ -112,10 +112,11 @@ class Nsys(Instrument):
 def timeline_of(path: Path) -> Timeline:
     """The timeline in an exported file, or in a report, which takes an nsys to export it."""
     with tempfile.TemporaryDirectory(prefix="dpbench-") as scratch:
+        target = path
         if path.suffix == REPORT:
             target = Path(scratch, path.stem + EXPORTED)
-            path = program.exported(program.find_nsys(), path, target, timeout=Settings.timeout)
-        return read_timeline(path)
+            program.exported(program.find_nsys(), path, target, timeout=Settings.timeout)
+        return read_timeline(target, path)
 
 
 def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:

@@ -49,11 +49,11 @@ class NothingTraced(InstrumentError):
     )
 
 
-def read_timeline(path: Path) -> Timeline:
-    """The timeline in an exported file."""
+def read_timeline(path: Path, named: Path | None = None) -> Timeline:
+    """The timeline in an exported file; errors name the one that a person named."""
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            return _Export(database).timeline(path)
+            return _Export(database).timeline(named or path)
     except sqlite3.Error as error:
         raise TimelineUnreadable(f"{path}: not an export of Nsight Systems ({error})") from error
 

@@ -131,3 +131,6 @@ def test_a_report_takes_an_nsys_to_be_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(nsys, "find_nsys", lambda: instrument.path)
     assert [step.step for step in timeline_of(report).whole_steps] == [1, 2]
     assert not report.with_suffix(".sqlite").exists()
+    idle = Recording().write(tmp_path / "idle.nsys-rep")
+    with pytest.raises(NothingTraced, match=r"idle.nsys-rep: no kernel"):
+        timeline_of(idle)
