@@ -206,6 +206,7 @@ INSTRUMENTS = Registry(
         "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",
         "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
+        "nsys": "dpbench.instruments.nsys.instrument:Nsys",
     },
 )
 """Instruments by name, in the order in which they measure. Others are named by import target, or

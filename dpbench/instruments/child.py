@@ -75,7 +75,7 @@ class Child(Running):
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
-        self._mark = f"{secrets.token_hex(8)} "
+        self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
         if path := child_python_path(*import_paths(case)):
             added["PYTHONPATH"] = path
@@ -91,7 +91,7 @@ class Child(Running):
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **added, MARK: self._mark},
+                env={**inherited, **added, MARK: self.mark},
             )
 
     def rows(self) -> list[Measurement]:
@@ -112,7 +112,7 @@ class Child(Running):
         finally:
             self.group.end()
         lines = log_lines(self.log)
-        record, code = last_record(lines, self._mark), self.group.process.returncode
+        record, code = last_record(lines, self.mark), self.group.process.returncode
         error = record.get("error")
         if record and not error and not code:
             return record

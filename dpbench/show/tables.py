@@ -82,7 +82,8 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
 
     A view with columns gets one table a group, of these columns and nothing else.
     """
-    frame = frame[frame.instrument != "torch_profiler"]  # its tables: `show.profile`
+    # Tables of these: `show.profile`, `show.timeline`.
+    frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []
     view = view or View()
