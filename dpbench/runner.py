@@ -47,6 +47,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
                     entries += getattr(measurement, part)
     except DpbenchError as error:
         failure = {"error": type(error).__name__, "message": str(error)}
+        rows += getattr(error, "rows", ())
         if isinstance(error, InstrumentError) and isinstance(error.log, Path):
             failure |= {"log": str(error.log), "log_tail": log_tail(error)}
     except OSError as error:  # a full disk, say

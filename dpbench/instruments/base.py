@@ -90,9 +90,13 @@ def check_place(directory: Path, *, on_gpu: bool) -> None:
 
 
 class InstrumentError(DpbenchError):
-    """A measurement failed. ``log`` is the case's log file, where there is one."""
+    """A measurement failed. ``log`` is the case's log file, where there is one.
+
+    ``rows`` is what had been measured until then.
+    """
 
     remedy: ClassVar[str] = ""
+    rows: Sequence[Measurement] = ()
 
     def __init__(self, message: str, *, log: Path | None = None) -> None:
         super().__init__(message)  # alone, so that another process can send it on
