@@ -73,7 +73,10 @@ class Child(Running):
         errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
-        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
+        self.errors: dict[str, type[InstrumentError]] = {
+            "OutOfMemory": CaseOutOfMemory,
+            **(errors or {}),
+        }
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
@@ -120,7 +123,7 @@ class Child(Running):
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kind: type[InstrumentError] = self.errors.get(error["kind"], CaseFailed)
+        kind = self.errors.get(error["kind"], CaseFailed)
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
