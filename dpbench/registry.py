@@ -164,9 +164,9 @@ INSTRUMENTS = Registry(
     "instrument",
     {
         "timing": "dpbench.instruments.timing:Timing",
-        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "ncu": "dpbench.instruments.ncu.instrument:Ncu",
         "cupti": "dpbench.instruments.cupti.instrument:Cupti",
-        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
+        "ncu_kernels": "dpbench.instruments.ncu.instrument:NcuKernels",
         "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",
         "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import pytest
 
@@ -15,18 +15,22 @@ from dpbench.files import printable
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.terminal import shown_on
-from dpbench.plugin.asked import AskedCases
-from dpbench.plugin.each_test import EachTest
+from dpbench.plugin.asked import NEEDS, AskedCases, measuring_fixtures
+from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest, Unmeasured
+from dpbench.process.schedule import Steps
 from dpbench.registry import resolve
 from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
+    from dpbench.instruments.base import Instrument
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
     from dpbench.show.layout import Table
 
-NEEDS_NCU = "needs --ncu"
+Step = Callable[[], object]
+"""One training step, of a test's own."""
+
 NAME = "dpbench-session"
 """The name of `WholeSession` among pytest's plugins."""
 
@@ -80,6 +84,7 @@ class WholeSession:
         self.asked = AskedCases({})
         self.terminal: TextIO | None = None
         """What a person shall see while a test still runs: whom it waits for, progress."""
+        self._tried_out: set[Case] = set()
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -91,11 +96,12 @@ class WholeSession:
             self.terminal = _open_terminal()
 
     def _instruments(self) -> list[str]:
-        """The names of what the ``ncu`` fixture measures with."""
-        names = list(self.settings.instrument or ())
-        if self.settings.ncu:
-            names += ["ncu"] if self.settings.no_timing else ["timing", "ncu"]
-        return [*names, "torch_profiler"] if self.settings.profile else names
+        """The names of what the fixtures measure with; where CUPTI counts, its process is timed."""
+        settings = self.settings
+        names = [*(settings.instrument or ()), *(["cupti"] if settings.cupti else [])]
+        if settings.ncu:
+            names += ["ncu"] if settings.no_timing or "cupti" in names else ["timing", "ncu"]
+        return [*names, "torch_profiler"] if settings.profile else names
 
     # --- tests -------------------------------------------------------------------------------
 
@@ -108,8 +114,8 @@ class WholeSession:
         """
         if not self.runs_tests:
             return
-        fixtures = ("ncu", "logical_io") if self.settings.measures else ("logical_io",)
-        self.asked = AskedCases.of(session.items, fixtures)
+        fixtures = measuring_fixtures(self.settings)
+        self.asked = AskedCases.of(session.items, [*fixtures, "logical_io"])
         if self.asked.problem:
             session.items.clear()
         self._expect_cases()
@@ -121,15 +127,54 @@ class WholeSession:
         if self.asked.problem:
             self.session.problem(self.asked.problem)
 
-    def measure(self, case: Case | str, **fields: Any) -> CaseReport:
-        """What the ``ncu`` fixture returns is this; see there."""
-        with shown_on(self.terminal):
-            return self.each_test.report(_case(case, fields), self.session.instruments)
+    def measure(self, case: Case | str | Step, **fields: Any) -> CaseReport:
+        """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
+        if callable(case):
+            steps = Steps(self.settings.warmup, self.settings.active)
+            return self._report_step(case, [i.name for i in self.session.instruments], steps)
+        return self._report(_case(case, fields), self.session.instruments)
 
-    def count(self, case: Case | str, **fields: Any) -> CaseReport:
+    def count(self, case: Case | str | Step, **fields: Any) -> CaseReport:
         """What the ``logical_io`` fixture returns is this; see there."""
-        counting = choose(["logical"], Settings(of_pytest=True))
-        return self.each_test.report(_case(case, fields), counting)
+        if callable(case):
+            return self._report_step(case, ["logical"], Steps(warmup=1, active=1))
+        return self._report(_case(case, fields), choose(["logical"], Settings(of_pytest=True)))
+
+    def _report_step(self, step: Step, names: Sequence[str], steps: Steps) -> CaseReport:
+        """The report of a function that does one step, in this process."""
+        from dpbench.instruments.own_step import OwnStep
+        from dpbench.instruments.recorders import RECORDERS
+
+        case = self.each_test.case_of_step(step)
+        if self.settings.disable:
+            step()
+            return cast("CaseReport", Unmeasured(case))
+        if wrong := [name for name in names if name not in RECORDERS]:
+            pytest.fail(
+                f"dpbench: {', '.join(wrong)} cannot measure a step of this process, for it starts "
+                f"one of its own: take logical_io(step), --cupti without --ncu, or "
+                f"--dpbench-instrument=timing",
+                pytrace=False,
+            )
+        return self.each_test.report(case, [OwnStep(name, step, steps) for name in names])
+
+    def _report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
+        if self.settings.disable:
+            return cast("CaseReport", self._tried(case))
+        with shown_on(self.terminal):
+            return self.each_test.report(case, instruments)
+
+    def _tried(self, case: Case) -> Unmeasured:
+        """A case whose step has been taken once, on tensors without data: any machine can."""
+        from dpbench.instruments.logical.instrument import Logical
+        from dpbench.runner import measure
+
+        if case not in self._tried_out:
+            outcome = measure(case, [Logical()])
+            if outcome.error:
+                pytest.fail(f"{outcome.error}: {outcome.message}", pytrace=False)
+            self._tried_out.add(case)
+        return Unmeasured(case)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end."""
@@ -155,15 +200,21 @@ class WholeSession:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def pytest_report_header(self) -> str | None:
+    def pytest_report_header(self) -> list[str]:
         """Say what will be measured, and with what."""
+        if self.settings.disable:
+            return [f"dpbench: {NOTHING_MEASURED}"]
         if not self.session.instruments:
-            return None
+            return []
         count = sum(1 for _ in self.session.grid.cases())
         gpus = visible_gpus()
         times = f"{len(gpus)} x " if len(gpus) > 1 else ""
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
-        return f"dpbench: {self.session.grid.name}, {count} cases, {where}"
+        both = "dpbench: bytes counted by ncu and by CUPTI, of which tests are given ncu's"
+        return [
+            f"dpbench: {self.session.grid.name}, {count} cases, {where}",
+            *([both] if {"ncu", "cupti"} <= {i.name for i in self.session.instruments} else []),
+        ]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -198,10 +249,12 @@ class WholeSession:
         """A session that was to measure has measured something; others need not."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
         if self.measures and not any(o.rows and o.instruments == instruments for o in outcomes):
-            option = self.settings.option("ncu" if self.settings.ncu else "instrument")
+            asked = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
+            option = self.settings.option(asked)
+            fixture = " or ".join(measuring_fixtures(self.settings))
             self.session.problem(
                 f"{option} was given and nothing was measured; "
-                "select tests that use the ncu fixture, e.g. -m gpu"
+                f"select tests that use the {fixture} fixture, e.g. -m gpu"
             )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -210,11 +263,10 @@ class WholeSession:
             return
         say = terminalreporter.write_line
         session = self.session
-        waiting = sum(
-            NEEDS_NCU in str(report.longrepr) for report in terminalreporter.getreports("skipped")
-        )
-        if waiting:
-            say(f"dpbench: {waiting} tests measure with --ncu")
+        skipped = [str(report.longrepr) for report in terminalreporter.getreports("skipped")]
+        for options in NEEDS.values():
+            if waiting := sum(f"Skipped: needs {options}'" in reason for reason in skipped):
+                say(f"dpbench: {waiting} tests measure with {options}")
         outcomes = session.outcomes()
         if not outcomes and self.runs_tests:
             for path in self.settings.files.values():

@@ -23,7 +23,16 @@ from dpbench.results.frame import (
 )
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import Column, View, column, rates, shown_by_default
+from dpbench.show.view import (
+    NAME,
+    OF_TESTS,
+    PARAM,
+    Column,
+    View,
+    column,
+    rates,
+    shown_by_default,
+)
 
 BUSY = "gpu_busy_share"
 
@@ -76,7 +85,8 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
     frame = frame[frame.instrument != "torch_profiler"]  # its tables: `show.profile`
     if frame.empty:
         return []
-    summary, view = complete(frame), view or View()
+    view = view or View()
+    summary = view.under_tests(complete(frame))
     listed: list[Table] = []
     for group in groups(summary, view):
         listed += _step_table(group, view)
@@ -208,6 +218,8 @@ def _by_column(group: Group, name: str | None) -> list[str]:
     """The labels by the numbers of a column; those that have none go last."""
     if name is None or name in AXES:
         return group.labels
+    if name == NAME:
+        return sorted(group.labels)
     shown = column(name)
     numbers = {
         label: max((row[shown.kind] for row in group.find(label, shown)), default=math.inf)
@@ -221,7 +233,8 @@ def title_of(shared: Mapping[str, Any]) -> str:
     if shared.get("model") == SCRIPT:
         return str(shared["device"])
     size = " ".join(shared[axis] for axis in ("model_size", "precision") if axis in shared)
-    parts = [shared.get("trainer", ""), size]
+    of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
+    parts = [*of_test, shared.get("trainer", ""), size]
     usual = {"attention": "sdpa", "model": "simple"}
     parts += [shared[axis] for axis, name in usual.items() if shared.get(axis, name) != name]
     words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
