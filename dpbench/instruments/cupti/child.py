@@ -42,8 +42,9 @@ def count_case(
         find_target: makes what is counted, once there is a CUDA context.
 
     Returns:
-        The record of `run_case`, with libcupti's version as ``cupti``, ``chip``, ``passes``, and
-        the metrics by phase as ``counted_phases`` and of each whole step as ``counted_steps``.
+        The record of `run_case`, with libcupti's version as ``cupti``, ``chip``, ``passes``, the
+        ``counters`` of each metric, and the metrics by phase as ``counted_phases`` and of each
+        whole step as ``counted_steps``.
     """
 
     def count(
@@ -61,6 +62,7 @@ def count_case(
             "cupti": "{}.{}".format(*target.library.cuda_version),
             "chip": counter.chip.name,
             "passes": counter.passes,
+            "counters": {metric.name: metric.counters for metric in counter.metrics},
             "counted_phases": by_phase,
             "counted_steps": [step[STEP] for step in whole],
         }

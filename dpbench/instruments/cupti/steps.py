@@ -76,6 +76,7 @@ class StepCounter:
 
     Attributes:
         chip: the GPU's chip.
+        metrics: what is counted.
         passes: how many steps a round takes.
         steps: how many steps must be heard.
     """
@@ -90,9 +91,9 @@ class StepCounter:
         self._target = target
         self._max_ranges = max_ranges
         self.chip = chip_of(target.library, target.device, target.context)
-        self._metrics = chosen(self.chip, names)
-        self._dram = counters(metric for metric in self._metrics if metric.name in ALWAYS)
-        groups = self.chip.spread(counters(self._metrics), self._dram)
+        self.metrics = chosen(self.chip, names)
+        self._dram = counters(metric for metric in self.metrics if metric.name in ALWAYS)
+        groups = self.chip.spread(counters(self.metrics), self._dram)
         self.passes = len(groups)
         with ExitStack() as opened:
             configurations = [
@@ -156,7 +157,7 @@ class StepCounter:
             for phase, counted in step.items():
                 values[phase] = counted | values.get(phase, {})  # the first step's, if in both
         return {
-            phase: {metric.name: metric.value(counted) for metric in self._metrics}
+            phase: {metric.name: metric.value(counted) for metric in self.metrics}
             for phase, counted in values.items()
         }
 
