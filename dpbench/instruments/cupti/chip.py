@@ -17,6 +17,10 @@ Image = ctypes.Array[ctypes.c_uint8]
 """A block of bytes that means something to CUPTI alone."""
 
 
+MAY_LACK = ("nvlrx__", "nvltx__", "pcie__")
+"""Counters of links, which have no value where there is no such link."""
+
+
 def new_image(size: int) -> Image:
     """An image of so many bytes."""
     return (ctypes.c_uint8 * size)()
@@ -141,7 +145,7 @@ class Configuration:
         return image
 
     def evaluate(self, counter_data: Image, index: int) -> dict[str, float]:
-        """The counters' values in a range, from decoded counter data."""
+        """The counters' values in a range, from decoded counter data; without `MAY_LACK`'s."""
         values = (ctypes.c_double * len(self.names))(*[math.nan] * len(self.names))
         self._chip.library.call(
             "Profiler_Host_EvaluateToGpuValues",
@@ -154,9 +158,10 @@ class Configuration:
             pMetricValues=values,
         )
         counted = dict(zip(self._counters, values, strict=True))
-        if silent := [counter for counter, value in counted.items() if not math.isfinite(value)]:
-            raise CounterUnavailable(f"no value came for {', '.join(silent)} on {self._chip.name}")
-        return counted
+        silent = [counter for counter, value in counted.items() if not math.isfinite(value)]
+        if lost := [counter for counter in silent if not counter.startswith(MAY_LACK)]:
+            raise CounterUnavailable(f"no value came for {', '.join(lost)} on {self._chip.name}")
+        return {counter: value for counter, value in counted.items() if counter not in silent}
 
     def close(self) -> None:
         """Free the host object."""

@@ -15,7 +15,7 @@ from dpbench.instruments.cupti.errors import (
     StepsDiffer,
 )
 from dpbench.instruments.cupti.library import Library, load_library
-from dpbench.instruments.cupti.metrics import chosen, with_derived
+from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
 from dpbench.instruments.cupti.profiler import MAX_RANGES, RangeProfiler, chip_of
 from dpbench.instruments.ncu.metrics import ALWAYS, counters
 from dpbench.results.rows import STEP
@@ -40,12 +40,14 @@ class Target:
         device: the GPU's CUDA index.
         context: the context's handle.
         synchronize: waits for all work on the GPU.
+        peers: whether this process sees other GPUs.
     """
 
     library: Library
     device: int
     context: int
     synchronize: Callable[[], None]
+    peers: bool = False
 
     @classmethod
     def of_torch(cls) -> Target:
@@ -57,7 +59,8 @@ class Target:
         torch.cuda.synchronize()  # makes its context this thread's
         library = load_library()
         context = library.driver.current_context()
-        return cls(library, torch.cuda.current_device(), context, torch.cuda.synchronize)
+        device, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1
+        return cls(library, device, context, torch.cuda.synchronize, peers)
 
 
 class StepCounter:
@@ -91,7 +94,7 @@ class StepCounter:
         self._target = target
         self._max_ranges = max_ranges
         self.chip = chip_of(target.library, target.device, target.context)
-        self.metrics = chosen(self.chip, names)
+        self.metrics = chosen(self.chip, names, peers=target.peers)
         self._dram = counters(metric for metric in self.metrics if metric.name in ALWAYS)
         groups = self.chip.spread(counters(self.metrics), self._dram)
         self.passes = len(groups)
@@ -157,7 +160,11 @@ class StepCounter:
             for phase, counted in step.items():
                 values[phase] = counted | values.get(phase, {})  # the first step's, if in both
         return {
-            phase: {metric.name: metric.value(counted) for metric in self.metrics}
+            phase: {
+                metric.name: metric.value(counted)
+                for metric in self.metrics
+                if counted.keys() >= {*metric.counters} or metric.name not in LINKS
+            }
             for phase, counted in values.items()
         }
 

@@ -19,11 +19,12 @@ from dpbench.instruments.cupti.errors import (
     RangesLost,
     StepsDiffer,
 )
+from dpbench.instruments.cupti.metrics import LINKS
 from dpbench.instruments.cupti.steps import StepCounter, count_ranges
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
-from tests.instruments.cupti.fake import FakeCupti, target
+from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, target
 
 GB = 1e9
 
@@ -111,9 +112,25 @@ def test_several_passes_are_spread_over_steps() -> None:
     counter = count_steps(FakeCupti(a_pass=12), [1, 1, 1, 1])
     assert (counter.passes, counter.steps) == (2, 4)
     by_phase, whole = counter.rounds()
-    assert by_phase["forward"].keys() == {metric.name for metric in METRICS.counted("cupti")}
+    names = {metric.name for metric in METRICS.counted("cupti")}
+    assert by_phase["forward"].keys() == names - {*LINKS}
     assert by_phase["forward"]["global_store_bytes"] == 2 * GB
     assert whole[STEP]["l2_total_bytes"] == 15 * GB
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_bytes_between_gpus_come_from_one_step_more_or_are_absent(linked: bool) -> None:
+    absent = [] if linked else [counter for counter in OF_LINKS if counter.startswith("nvl")]
+    cupti = FakeCupti(counters=(*ALL, *OF_LINKS), silent=absent)
+    with closing(StepCounter(None, target(cupti, peers=True), [True])) as counter:
+        assert counter.steps == 2
+        for _ in range(2):
+            with observed_step(counter), phase("backward"):
+                cupti.work(GB, (*ALL, *OF_LINKS))
+    [by_phase] = counter.rounds()
+    backward = by_phase["backward"]
+    assert backward["dram_read_bytes"] == backward["pcie_read_bytes"] == GB
+    assert backward.get("nvlink_sent_bytes") == (GB if linked else None)
 
 
 @pytest.mark.parametrize("scales", [[1, 1.01, 1, 1], [1, 1, 1, 0.99]])
