@@ -93,8 +93,11 @@ class InstrumentError(DpbenchError):
     remedy: ClassVar[str] = ""
 
     def __init__(self, message: str, *, log: Path | None = None) -> None:
-        super().__init__(f"{message}{self.remedy and f'; {self.remedy}'}")
+        super().__init__(message)  # alone, so that another process can send it on
         self.log = log
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}{self.remedy and f'; {self.remedy}'}"
 
 
 class CaseOutOfMemory(InstrumentError):

@@ -9,9 +9,9 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 
 from dpbench.errors import unknown
-from dpbench.instruments.cupti.errors import CountersDoNotCombine, CounterUnavailable
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import COUNTER
+from dpbench.instruments.errors import CountersDoNotCombine, CounterUnknown
 
 Image = ctypes.Array[ctypes.c_uint8]
 """A block of bytes that means something to CUPTI alone."""
@@ -88,7 +88,7 @@ class Chip:
             fitting = (i for i, start in enumerate(starts) if self._fit_one_pass([*start, counter]))
             place = next(fitting, None)
             if place is None:
-                raise CounterUnavailable(f"{counter} needs several passes on {self.name}")
+                raise CounterUnknown(f"{counter} needs several passes on {self.name}")
             groups[place : place + 1] = [[*starts[place], counter]]
         return groups
 
@@ -111,7 +111,7 @@ class Configuration:
     def __init__(self, chip: Chip, counters: Iterable[str]) -> None:
         self._counters = list(counters)
         if lacking := [counter for counter in self._counters if not chip.has([counter])]:
-            raise CounterUnavailable(f"{', '.join(lacking)} does not exist on {chip.name}")
+            raise CounterUnknown(f"{', '.join(lacking)} does not exist on {chip.name}")
         encoded = [counter.encode() for counter in self._counters]
         self.names = (ctypes.c_char_p * len(encoded))(*encoded)
         self._chip = chip
@@ -131,9 +131,9 @@ class Configuration:
         names = {"ppMetricNames": ctypes.addressof(self.names), "numMetrics": len(self.names)}
         try:
             library.call("Profiler_Host_ConfigAddMetrics", pHostObject=host, **names)
-        except (CounterUnavailable, CountersDoNotCombine) as error:
+        except (CounterUnknown, CountersDoNotCombine) as error:
             names_given = ", ".join(self._counters)
-            raise type(error)(f"{names_given} on {self._chip.name}: {error.what}") from None
+            raise type(error)(f"{names_given} on {self._chip.name}: {error.args[0]}") from None
         size = library.call("Profiler_Host_GetConfigImageSize", pHostObject=host).configImageSize
         image = new_image(size)
         library.call(
@@ -160,7 +160,7 @@ class Configuration:
         counted = dict(zip(self._counters, values, strict=True))
         silent = [counter for counter, value in counted.items() if not math.isfinite(value)]
         if lost := [counter for counter in silent if not counter.startswith(MAY_LACK)]:
-            raise CounterUnavailable(f"no value came for {', '.join(lost)} on {self._chip.name}")
+            raise CounterUnknown(f"no value came for {', '.join(lost)} on {self._chip.name}")
         return {counter: value for counter, value in counted.items() if counter not in silent}
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from dpbench.case import Case
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.cupti.errors import KINDS
+from dpbench.instruments.errors import KINDS
 from dpbench.instruments.timing import timing_rows
 from dpbench.metrics import METRICS
 from dpbench.process.schedule import Steps

@@ -6,9 +6,9 @@ import ctypes
 from typing import Any
 
 from dpbench.instruments.cupti.chip import Chip, Configuration, new_image
-from dpbench.instruments.cupti.errors import RangesLost
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import USER_RANGE, USER_REPLAY
+from dpbench.instruments.errors import RangesLost
 
 MAX_RANGES = 64
 """How many ranges there may be between start and stop, unless told otherwise.

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.cupti.chip import Configuration
-from dpbench.instruments.cupti.errors import (
-    CountersDoNotCombine,
-    CuptiError,
-    DriverUnavailable,
-    StepsDiffer,
-)
 from dpbench.instruments.cupti.library import Library, load_library
 from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
 from dpbench.instruments.cupti.profiler import MAX_RANGES, RangeProfiler, chip_of
+from dpbench.instruments.errors import (
+    CountersDoNotCombine,
+    CuptiError,
+    ProfilerNotLoaded,
+    StepsDiffer,
+)
 from dpbench.instruments.ncu.metrics import ALWAYS, counters
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
@@ -55,7 +55,7 @@ class Target:
         import torch
 
         if not torch.cuda.is_available():
-            raise DriverUnavailable(f"torch {torch.__version__} finds no CUDA GPU")
+            raise ProfilerNotLoaded(f"torch {torch.__version__} finds no CUDA GPU")
         torch.cuda.synchronize()  # makes its context this thread's
         library = load_library()
         context = library.driver.current_context()

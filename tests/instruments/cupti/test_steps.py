@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.cupti.errors import (
+from dpbench.instruments.cupti.metrics import LINKS
+from dpbench.instruments.cupti.steps import StepCounter, count_ranges
+from dpbench.instruments.errors import (
     CountersBusy,
     CountersDoNotCombine,
-    CounterUnavailable,
+    CounterUnknown,
     CuptiError,
-    DriverUnavailable,
+    ProfilerNotLoaded,
     RangesLost,
     StepsDiffer,
 )
-from dpbench.instruments.cupti.metrics import LINKS
-from dpbench.instruments.cupti.steps import StepCounter, count_ranges
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
@@ -181,7 +181,7 @@ def test_more_ranges_than_there_is_room_for_are_an_error() -> None:
 
 def test_a_counter_without_a_value_is_an_error_and_not_a_zero() -> None:
     silent = FakeCupti(silent=["lts__t_bytes.sum"])
-    with pytest.raises(CounterUnavailable, match=r"no value came for lts__t_bytes\.sum on GH100"):
+    with pytest.raises(CounterUnknown, match=r"no value came for lts__t_bytes\.sum on GH100"):
         count_steps(silent, [1])
 
 
@@ -234,7 +234,7 @@ def test_where_torch_has_no_gpu_the_block_does_not_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with (
-        pytest.raises(DriverUnavailable, match="finds no CUDA GPU; check that nvidia-smi shows"),
+        pytest.raises(ProfilerNotLoaded, match="finds no CUDA GPU; check that nvidia-smi shows"),
         count_ranges(),
     ):
         pytest.fail("the block ran")
