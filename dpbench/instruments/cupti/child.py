@@ -31,14 +31,10 @@ def count_case(
     active: int = 5,
     find_target: Callable[[], Target] = Target.of_torch,
 ) -> dict[str, Any]:
-    """Run one case in this process: time its steps, then count as many as it takes.
+    """Run one case in this process, see `run_case`: time its steps, then count some more.
 
     Args:
-        case: what to run.
         metrics: what to count beside DRAM bytes, time and busy shares; None for everything.
-        device: see `run_case`.
-        warmup: see `run_case`.
-        active: steps that are timed.
         find_target: makes what is counted, once there is a CUDA context.
 
     Returns:

@@ -7,10 +7,9 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.cupti.chip import Configuration
+from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
 from dpbench.instruments.cupti.library import Library, load_library
 from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
-from dpbench.instruments.cupti.profiler import MAX_RANGES, RangeProfiler, chip_of
 from dpbench.instruments.errors import (
     CountersDoNotCombine,
     CuptiError,
