@@ -33,9 +33,8 @@ def count_case(
 ) -> dict[str, Any]:
     """Run one case in this process, see `run_case`: time its steps, then count some more.
 
-    Args:
-        metrics: what to count beside DRAM bytes, time and busy shares; None for everything.
-        find_target: makes what is counted, once there is a CUDA context.
+    Counted are DRAM bytes, time, busy shares, and ``metrics``: everything if None. ``find_target``
+    makes what they are counted on, once there is a CUDA context.
 
     Returns:
         The record of `run_case`, with libcupti's version as ``cupti``, ``chip``, ``passes``, the

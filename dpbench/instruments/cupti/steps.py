@@ -105,17 +105,19 @@ class StepCounter:
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
         self.steps = len(self._plan)
-        self._phases: list[str] = []
+        self._heard = 0
+        self._running: list[list[str]] = []  # the ranges of each step since the profiler started
         self._counted: list[ByPhase] = []
 
     def start_step(self) -> None:
         """See `PhaseListener`."""
-        configuration, self._by_phase = self._plan[len(self._counted)]
+        configuration, self._by_phase = self._plan[self._heard]
         if configuration is not self._profiler.configuration:
             self._profiler.close()
             self._profiler = self._open(configuration)
-        self._profiler.start()
-        self._phases = []
+        if not self._running:
+            self._profiler.start()
+        self._running.append([])
         self._begin(OUTSIDE if self._by_phase else STEP)
 
     def switch(self, phase: str) -> None:
@@ -127,10 +129,20 @@ class StepCounter:
     def end_step(self) -> None:
         """See `PhaseListener`."""
         self._end()
-        counted: ByPhase = {}
-        for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
-            counted[phase] = _sum([counted[phase], values]) if phase in counted else values
-        self._counted.append(counted)
+        self._heard += 1
+        whole = (self._profiler.configuration, False)  # of one range, which costs no new start
+        if self._plan[self._heard : self._heard + 1] != [whole] or not self._profiler.has_room:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Take what was counted since the profiler started."""
+        ranges = iter(self._profiler.stop())
+        for phases in self._running:
+            counted: ByPhase = {}
+            for phase, values in zip(phases, ranges, strict=False):
+                counted[phase] = _sum([counted[phase], values]) if phase in counted else values
+            self._counted.append(counted)
+        self._running = []
 
     def _open(self, configuration: Configuration) -> RangeProfiler:
         target = self._target
@@ -139,7 +151,7 @@ class StepCounter:
     def _begin(self, phase: str) -> None:
         self._target.synchronize()
         self._profiler.push()
-        self._phases.append(phase)
+        self._running[-1].append(phase)
 
     def _end(self) -> None:
         self._target.synchronize()
@@ -147,13 +159,14 @@ class StepCounter:
 
     def rounds(self) -> list[ByPhase]:
         """The metrics that each round counted, by phase or of the whole step."""
-        if len(self._counted) < self.steps:
-            raise CuptiError(f"{len(self._counted)} of {self.steps} steps were counted")
-        self._check_alike()
+        if self._heard < self.steps:
+            raise CuptiError(f"{self._heard} of {self.steps} steps were counted")
         starts = range(0, self.steps, self.passes)
         return [self._metrics_of(self._counted[i : i + self.passes]) for i in starts]
 
-    def _metrics_of(self, steps: Iterable[ByPhase]) -> ByPhase:
+    def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
+        """What the steps of a round counted, put together."""
+        self._check_alike(steps)
         values: ByPhase = {}
         for step in steps:
             for phase, counted in step.items():
@@ -167,20 +180,15 @@ class StepCounter:
             for phase, counted in values.items()
         }
 
-    def _check_alike(self) -> None:
+    def _check_alike(self, steps: Sequence[ByPhase]) -> None:
         """Refuse to put together what different steps counted, if they moved other DRAM bytes.
 
         With one pass nothing is put together: how far its steps differ is a spread, not an error.
         """
-        by_phase = [set(step) for step in self._counted if STEP not in step]
-        if any(phases != by_phase[0] for phases in by_phase):
+        if any(step.keys() != steps[0].keys() for step in steps):
             raise StepsDiffer("the steps have different phases")
-        if self.passes == 1:
-            return
-        totals = [_sum(step.values()) for step in self._counted]
-        moved = [
-            sum(total[name] for name in self._dram) for total in totals if {*self._dram} <= {*total}
-        ]
+        totals = [_sum(step.values()) for step in steps]
+        moved = [sum(t[name] for name in self._dram) for t in totals if {*self._dram} <= {*t}]
         if moved and max(moved) - min(moved) > CACHE_BYTES + STEPS_TOLERANCE * max(moved):
             each = ", ".join(f"{total / 1e9:.3f}" for total in moved)
             raise StepsDiffer(f"the steps moved {each} GB")
