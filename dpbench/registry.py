@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import AXES, Case, Grid
+from dpbench.case import AXES, SCRIPT, Case, Grid
 from dpbench.errors import ConfigurationError, unknown
 
 
@@ -164,9 +164,9 @@ INSTRUMENTS = Registry(
     "instrument",
     {
         "timing": "dpbench.instruments.timing:Timing",
-        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "ncu": "dpbench.instruments.ncu.instrument:Ncu",
         "cupti": "dpbench.instruments.cupti.instrument:Cupti",
-        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
+        "ncu_kernels": "dpbench.instruments.ncu.instrument:NcuKernels",
         "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",
         "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
@@ -178,6 +178,8 @@ by an entry point; see `dpbench.instruments.choose`."""
 
 def resolve(case: Case) -> Case:
     """The case with the short names of its trainer and model, whichever spelling it has."""
+    if case.model == SCRIPT:
+        return case
     return replace(
         case, trainer=TRAINERS.canonical(case.trainer), model=MODELS.canonical(case.model)
     )

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from dpbench.case import Case
 from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
     CaseFailed,
-    CaseOutOfMemory,
     CaseTimedOut,
     GpuBusy,
     InstrumentError,
     Running,
 )
+from dpbench.instruments.errors import KINDS
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, last_record
@@ -52,14 +52,13 @@ class Child(Running):
     with it, with its time-out, with `cancel`, and with this process.
 
     Args:
-        command: an argument list; never a shell string, because ids may hold brackets.
+        command: an argument list.
         case: whose command it is.
         log: the file to write.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
         read: makes rows of the record that the child printed.
-        errors: what to raise for kinds of errors that the child can print.
     """
 
     def __init__(
@@ -70,10 +69,7 @@ class Child(Running):
         log: Path,
         timeout: float,
         read: Callable[[Child], list[Measurement]],
-        errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
-        self.errors: Mapping[str, type[InstrumentError]]
-        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self._mark = f"{secrets.token_hex(8)} "
@@ -113,7 +109,7 @@ class Child(Running):
         try:
             self._wait()
         finally:
-            self.cancel()
+            self.group.end()
         lines = log_lines(self.log)
         record, code = last_record(lines, self._mark), self.group.process.returncode
         error = record.get("error")
@@ -123,16 +119,14 @@ class Child(Running):
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kind = self.errors.get(error["kind"], CaseFailed)
+        kind = KINDS.get(error["kind"], CaseFailed)
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
     def _wait(self) -> None:
-        clock = _Clock(self)
-        rest = ""
+        clock, rest, ended = _Clock(self), "", False
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             stream.readline()  # its command
-            ended = False
             while not ended:
                 ended = self.group.process.poll() is not None
                 *lines, rest = (rest + stream.read()).split("\n")
@@ -165,41 +159,41 @@ def is_ours(process_id: int) -> bool:
 class _Clock:
     """What a child does with its time: it sets up, waits for its GPU, and measures.
 
-    Each of these may take as long as the child's time-out says, waiting for each other process
-    apart.
+    Each of these may take as long as its time-out says, waiting for each other process apart.
     """
 
     def __init__(self, child: Child) -> None:
         self.child = child
-        self.start = self.deadline_from = time.monotonic()
+        self.since = time.monotonic()  # it began to do what it does
+        self.waits_since = 0.0
         self.holder = self.told = ""
         self.measuring = False
 
     def hear(self, line: str) -> None:
         if self.measuring or not (WAITING in line or MEASURING in line):
             return
-        now = self.deadline_from = time.monotonic()
-        if WAITING in line:
-            self.start = self.start if self.holder else now
+        self.since = time.monotonic()
+        self.measuring = MEASURING in line
+        if not self.measuring:
+            self.waits_since = self.waits_since or self.since
             self.holder = line.partition(WAITING)[2].strip()
-        else:
-            self.measuring = True
-            if self.told:
-                tell(f"{self.child.case.id} waited {now - self.start:.0f} s for its GPU")
+        elif self.told:
+            waited = self.since - self.waits_since
+            tell(f"{self.child.case.id} waited {waited:.0f} s for its GPU")
 
     def check(self) -> None:
         """Say whom the child waits for, once; raise what to end it with if its time is up."""
         case, timeout, log = self.child.case, self.child.timeout, self.child.log
-        waited = time.monotonic() - self.deadline_from
+        seconds = time.monotonic() - self.since
         waiting = self.holder and not self.measuring
-        if waiting and waited > PATIENCE_SECONDS and self.told != self.holder:
+        if waiting and seconds > PATIENCE_SECONDS and self.told != self.holder:
             process = re.search(r"held by process (\d+)", self.holder)
             if process and not is_ours(int(process[1])):
                 self.told = self.holder
                 tell(f"{case.id} waits for {self.holder}")
-        if waited > timeout and waiting:
-            raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
-        if waited > timeout:
+        if seconds > timeout:
+            if waiting:
+                raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
             raise CaseTimedOut(f"{case.id} did not finish within {timeout:g} s", log=log)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.base import CaseOutOfMemory, InstrumentError
 
 
 class CountersForbidden(InstrumentError):
@@ -90,7 +90,12 @@ class StepsDiffer(InstrumentError):
     remedy = "warm up longer, give every step the same shapes, and keep other processes off the GPU"
 
 
-KINDS = {
-    kind.__name__: kind for kind in InstrumentError.__subclasses__() if kind.__module__ == __name__
+KINDS: dict[str, type[InstrumentError]] = {
+    "OutOfMemory": CaseOutOfMemory,
+    **{
+        kind.__name__: kind
+        for kind in InstrumentError.__subclasses__()
+        if kind.__module__ == __name__
+    },
 }
-"""All of them by name, as a process that measures says which it was."""
+"""By name, what a process that measures can say it failed of."""

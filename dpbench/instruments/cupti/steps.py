@@ -135,9 +135,10 @@ class StepCounter:
             self._stop()
 
     def _stop(self) -> None:
-        """Take what was counted since the profiler started."""
+        """Take what was counted since the profiler started, in steps that have ended."""
+        ended = self._heard - len(self._counted)
         ranges = iter(self._profiler.stop())
-        for phases in self._running:
+        for phases in self._running[:ended]:
             counted: ByPhase = {}
             for phase, values in zip(phases, ranges, strict=False):
                 counted[phase] = _sum([counted[phase], values]) if phase in counted else values
@@ -163,6 +164,12 @@ class StepCounter:
             raise CuptiError(f"{self._heard} of {self.steps} steps were counted")
         starts = range(0, self.steps, self.passes)
         return [self._metrics_of(self._counted[i : i + self.passes]) for i in starts]
+
+    def each(self) -> list[ByPhase]:
+        """The metrics of each step so far; they need not be alike, if one pass is enough."""
+        if self._running:
+            self._stop()
+        return [self._metrics_of([step]) for step in self._counted]
 
     def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
         """What the steps of a round counted, put together."""

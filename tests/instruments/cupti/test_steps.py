@@ -265,3 +265,17 @@ def test_blocks_can_be_counted_one_after_another() -> None:
             step(cupti)
         assert counts["forward"]["dram_read_bytes"] == 2 * GB
     assert cupti.calls.count("Profiler_Initialize") == 1
+
+
+def test_steps_that_ended_are_counted_where_no_more_come() -> None:
+    cupti = FakeCupti()
+    with closing(StepCounter([], target(cupti), [True, False, False])) as counter:
+        for scale in (1, 2):
+            with observed_step(counter):
+                step(cupti, scale)
+        counter.start_step()  # and it does not end
+        cupti.work(GB)
+        by_phase, whole = counter.each()
+    assert by_phase["backward"]["dram_read_bytes"] == 4 * GB
+    assert whole[STEP]["dram_read_bytes"] == 30 * GB
+    assert cupti.state == "initialized"
