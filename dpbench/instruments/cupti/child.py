@@ -9,7 +9,9 @@ from statistics import median
 from typing import Any
 
 from dpbench.case import Case
+from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.steps import StepCounter, Target
+from dpbench.process.build import pick_device
 from dpbench.process.step import run_case
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch, TrainerBase
@@ -29,18 +31,22 @@ def count_case(
     device: str = "auto",
     warmup: int = 3,
     active: int = 5,
-    find_target: Callable[[], Target] = Target.of_torch,
+    find_target: Callable[[], Target] | None = None,
 ) -> dict[str, Any]:
     """Run one case in this process, see `run_case`: time its steps, then count some more.
 
     Counted are DRAM bytes, time, busy shares, and ``metrics``: everything if None. ``find_target``
-    makes what they are counted on, once there is a CUDA context.
+    makes what they are counted on, once there is a CUDA context; by default torch's GPU.
 
     Returns:
         The record of `run_case`, with libcupti's version as ``cupti``, ``chip``, ``passes``, the
         ``counters`` of each metric, and the metrics by phase as ``counted_phases`` and of each
         whole step as ``counted_steps``.
     """
+    if find_target is None:
+        pick_device(device)
+        load_library()  # or fail, before this process holds the GPU
+        find_target = Target.of_torch
 
     def count(
         trainer: TrainerBase, batches: Iterable[Batch], record: dict[str, Any]
