@@ -40,8 +40,9 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     for key, group in rows.groupby([*CONFIGURATION, "instrument", "device"]):
         cell = dict(zip([*CONFIGURATION, "instrument", "device"], key, strict=True))
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
+        sequence = f", sequence {case.seq_len}" if case.seq_len else ""
         name = (
-            f"{title}{case.configuration}, batch {case.batch_size}, sequence {case.seq_len}, "
+            f"{title}{case.configuration}, batch {case.batch_size}{sequence}, "
             f"{cell['instrument']} on {cell['device']}{f', against {against}' if against else ''}"
         )
         cells = []

@@ -10,6 +10,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
 from dpbench.metrics import EXPECTED_BY
 from dpbench.results.frame import with_logical
+from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import CASE, DRAM, KEYS, LOGICAL, NEEDS_LOGICAL, Material, pivot
@@ -17,8 +18,8 @@ from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, Json, Key, S
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import SHOWN_SHARE, in_order
 
-COLOUR = PHASE_STYLES["backward"].colour
-"""Of bars that are about no phase and no trainer."""
+COLOUR, COLOUR_OF_STEP = PHASE_STYLES["backward"].colour, "#7F8790"
+"""Of bars that are about no phase and no trainer, and of the whole step's beside its phases."""
 
 
 # --- bytes by trainer and phase --------------------------------------------------------------
@@ -83,7 +84,9 @@ def ratios(material: Material) -> Chart:
     title = f"{basis.name} as a multiple of standard training, over the grid"
     if found.empty:
         return Chart("ratios", title, missing=_no_ratio(material))
-    drawn = found.assign(cell=found.batch_size.astype(str) + " × " + found.seq_len.astype(str))
+    places = found[batches].to_numpy(object).tolist()
+    cells = [f"{batch} × {seq}" if seq else str(batch) for batch, seq in places]
+    drawn = found.assign(cell=cells)
     drawn = drawn[drawn.groupby("title").cell.transform("nunique") > 1]
     if drawn.empty:
         why = "No trainer was measured in more than one cell: its ratio stands at its bar above."
@@ -106,8 +109,8 @@ def ratios(material: Material) -> Chart:
     layout: Json = {"yaxis": figures.axis(f"{basis.name} ÷ standard", range=[0, top])}
     panels = []
     for config, rows in drawn.sort_values(batches, kind="stable").groupby("title", sort=False):
-        cells = {"type": "category", "categoryarray": rows.cell.unique().tolist()}
-        layout |= {"xaxis": figures.axis("batch × sequence length", **cells), "shapes": shapes}
+        order = {"type": "category", "categoryarray": rows.cell.unique().tolist()}
+        layout |= {"xaxis": figures.axis("batch × sequence length", **order), "shapes": shapes}
         lines = rows.groupby("trainer", sort=False)
         traces = [_joined(points, material.look[str(name)]) for name, points in lines]
         panels.append(figures.panel(str(config), traces, 300, **layout))
@@ -157,6 +160,51 @@ def memory(material: Material) -> Chart:
     table = Table.of(f"Peak memory of one step ({premise})", peaks, columns)
     panels = figures.bar_panels(drawn, {"peak memory": COLOUR}, unit)
     return Chart("memory", title, premise, panels, table=table)
+
+
+# --- how busy the GPU was --------------------------------------------------------------------
+
+
+def busy(material: Material) -> Chart | None:
+    """For which part of each phase's time the GPU did anything; no chart where none is known.
+
+    Phases that take too little to matter are left out.
+    """
+    summary, keys = material.summary, [*KEYS, "phase"]
+    times = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
+    rows = summary[summary.metric == BUSY].join(times.rename("cycles"), on=keys)
+    longest = rows.groupby(KEYS).cycles.transform("max")
+    rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin([*ALL_PHASES, STEP])]
+    if rows.empty:
+        return None
+    colours = {name: style.colour for name, style in PHASE_STYLES.items()} | {STEP: COLOUR_OF_STEP}
+    shown = {name: colour for name, colour in colours.items() if name in set(rows.phase)}
+    how_to_read = (
+        f"Left of the line, at {LAUNCH_BOUND:.0%}, the GPU waits for the CPU to launch its work, "
+        f"and bytes do not explain the time. Phases are synchronized at their borders, the whole "
+        f"step is not."
+    )
+    percent: Shown = ("value", lambda share: f"{share * 100:.0f}")
+    return Chart(
+        "busy",
+        "How busy the GPU was, by phase",
+        "measured by hardware counters: the part of the time in which the GPU did anything",
+        figures.bar_panels(
+            pivot(rows, "phase").assign(end=1.0, label=""),
+            shown,
+            "busy, % of the time",
+            scale=0.01,
+            write="busy {:.0%}".format,
+            line=LAUNCH_BOUND,
+        ),
+        [Key("■", name, colour) for name, colour in shown.items()],
+        Table.of(
+            "Part of its time in which the GPU was busy, by phase",
+            in_order(rows),
+            {**CASE, "phase": ("phase", str), "busy, %": percent},
+        ),
+        [how_to_read],
+    )
 
 
 # --- measured against logical bytes ----------------------------------------------------------

@@ -9,7 +9,7 @@ symbol and a dash of their own as well.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,19 +132,33 @@ def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
     return Panel(title, {"data": traces, "layout": {**settings, **layout}})
 
 
+def _gigabytes(value: float) -> str:
+    return f"{gigabytes(value)} GB"
+
+
 def bar_panels(
-    drawn: pd.DataFrame, colours: Mapping[str, str], unit: str, *, stacked: bool = False
+    drawn: pd.DataFrame,
+    colours: Mapping[str, str],
+    unit: str,
+    *,
+    stacked: bool = False,
+    scale: float = GIGA,
+    write: Callable[[float], str] = _gigabytes,
+    line: float | None = None,
 ) -> list[Panel]:
     """A drawing for each cell of the grid, with bars for each trainer; all have one scale.
 
     Args:
-        drawn: a row for each case, with the columns of bytes that become bars, and ``label``,
-            which stands at ``end``.
+        drawn: a row for each case, with the columns that become bars, and ``label``, which
+            stands at ``end``.
         colours: of the bars, by column.
         unit: of the axis, for people.
         stacked: whether a trainer's bars stand in one row.
+        scale: how much one of the axis's unit is.
+        write: how a number is said when the pointer rests on its bar.
+        line: where a dashed line stands.
     """
-    longest = drawn.end.max() / GIGA or 1
+    longest = drawn.end.max() / scale or 1
     # A label that begins at 0, where nothing was measured, needs no room beside the bars.
     room = 12 + CHARACTER * max(map(len, drawn.label[drawn.end.notna()]), default=0)
     row = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
@@ -155,7 +169,7 @@ def bar_panels(
             "type": "scatter",
             "mode": "text",
             "y": names,
-            "x": (rows.end.fillna(0) / GIGA).tolist(),
+            "x": (rows.end.fillna(0) / scale).tolist(),
             "text": rows.label.tolist(),
             "textposition": "middle right",
             "cliponaxis": False,
@@ -176,23 +190,27 @@ def bar_panels(
                 "ticktext": [plain(name, LONGEST_NAME) for name in names],
             },
         }
-        traces = [_bars(rows, name, colour) for name, colour in colours.items()]
+        if line is not None:
+            layout["shapes"] = [dashed(x0=line / scale, x1=line / scale, y0=0, y1=1, yref="paper")]
+        traces = [_bars(rows, name, colour, scale, write) for name, colour in colours.items()]
         panels.append(panel(title, [*traces, labels], 58 + row * len(rows), **layout))
     return panels
 
 
-def _bars(rows: pd.DataFrame, name: str, colour: str) -> Json:
+def _bars(
+    rows: pd.DataFrame, name: str, colour: str, scale: float, write: Callable[[float], str]
+) -> Json:
     values = rows[name].astype(object).where(rows[name].notna(), None).tolist()
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
         "y": rows.trainer.tolist(),
-        "x": [None if value is None else value / GIGA for value in values],
+        "x": [None if value is None else value / scale for value in values],
         "marker": {"color": colour},
         "hoverinfo": "text",
         "hovertext": [
-            "" if value is None else lines(trainer, f"{name}: {gigabytes(value)} GB")
+            "" if value is None else lines(trainer, f"{name}: {write(value)}")
             for trainer, value in zip(rows.trainer, values, strict=True)
         ],
     }
@@ -213,6 +231,11 @@ def marks(x: Sequence[float], y: Sequence[Any], marker: Json, said: list[str], *
     }
 
 
+def dashed(**place: Any) -> Json:
+    """A dashed line across a panel."""
+    return {"type": "line", "line": {"color": NEUTRAL, "dash": "dash", "width": 1.5}, **place}
+
+
 def axis(title: str, **settings: Any) -> Json:
     """An axis with its unit in the title."""
     return {"title": {"text": title, "standoff": 8}, "automargin": True, **settings}
@@ -221,7 +244,7 @@ def axis(title: str, **settings: Any) -> Json:
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows by cell of the grid, in the order in which they come, with the title of each."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
-        yield f"{title}, batch {batch} × sequence {seq}", group
+        yield f"{title}, batch {batch}{f' × sequence {seq}' if seq else ''}", group
 
 
 # --- text ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dpbench.files import write_text
 from dpbench.metrics import unit
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS, STEP
-from dpbench.show.html.charts import against_logical, memory, phases, ratios
+from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios
 from dpbench.show.html.data import CASE, KEYS, UNMEASURED, Material, Source
 from dpbench.show.html.figures import Chart, milliseconds, times
 from dpbench.show.html.roofline import roofline
@@ -72,8 +72,8 @@ def render(sources: Sequence[Source], expected: Limits | None = None) -> str:
 
 def draw(material: Material) -> list[Chart]:
     """Every chart of the page, in order."""
-    every = (phases, ratios, memory, roofline, against_logical)
-    return [chart(material) for chart in every]
+    every = (phases, ratios, memory, busy, roofline, against_logical)
+    return [chart for draws in every if (chart := draws(material))]
 
 
 # --- tables of text --------------------------------------------------------------------------
