@@ -117,12 +117,10 @@ def _spelled(axis: str, value: object) -> object:
 
 
 def _cases_of(frame: pd.DataFrame) -> list[Case]:
-    """The cases of rows, each once."""
     return [Case(*row) for row in frame[list(AXES)].drop_duplicates().to_numpy(object)]
 
 
 def _visible_roofs() -> Roofs:
-    """The roofs of the GPU that is visible here."""
     from dpbench.gpu import visible_gpus
 
     gpu = next(iter(visible_gpus()), None)

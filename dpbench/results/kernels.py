@@ -21,9 +21,6 @@ from dpbench.results.rows import STEP, Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
-
-# --- names -----------------------------------------------------------------------------------
-
 CATEGORIES: tuple[tuple[str, str], ...] = (
     ("attention", r"fmha|flash|MemEffAttention|sdpa|cudnn::fusion"),
     ("random", r"distribution_|curand|philox|dropout|randperm|bernoulli"),
@@ -107,8 +104,6 @@ def _split(name: str) -> tuple[str, str]:
                 path += character
     return path or name, arguments
 
-
-# --- launches --------------------------------------------------------------------------------
 
 ADDED_UP = ("read_bytes", "write_bytes", "l2_bytes", "seconds")
 """What adds up over launches."""

@@ -75,7 +75,6 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _without(table: pd.DataFrame, other: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The rows of a table whose keys do not occur in another."""
     rows, others = (pd.MultiIndex.from_frame(frame[keys]) for frame in (table, other))
     return table[~rows.isin(others)]
 

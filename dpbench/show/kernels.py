@@ -30,8 +30,6 @@ from dpbench.show.view import TOP
 NAME_WIDTH = 24
 """Of the column of kernels: with it a table fits 80 columns."""
 
-# --- kernels ---------------------------------------------------------------------------------
-
 
 def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
     """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
@@ -92,7 +90,6 @@ def wrapped(name: str) -> str:
 
 
 def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -> Iterator[str]:
-    """What a reader must know to read the numbers right."""
     total = frame.dram_bytes.sum() / max(frame.repeat.nunique(), 1)
     of = f"{gigabytes(total)} GB of all kernels profiled; the step itself was not measured"
     if step_bytes:
@@ -145,9 +142,6 @@ def account_table(title: str, account: pd.DataFrame) -> Table:
         notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
     lines = account.rename_axis("phase").reset_index()
     return Table.of(f"{title}: DRAM GB per step", lines, columns, notes)
-
-
-# --- roofs -----------------------------------------------------------------------------------
 
 
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:

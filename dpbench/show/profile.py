@@ -107,7 +107,6 @@ def profile_report(
 
 
 def _by(operators: pd.DataFrame, column: str, title: str) -> Table:
-    """The operators with the most of something, per step."""
     chosen = operators[operators[column] > 0].nlargest(TOP, column)
     labelled = (chosen.name + " " + chosen.input_shapes.astype(str)).str.slice(stop=SHAPES_WIDTH)
     chosen = chosen.assign(label=chosen.name.where(chosen.input_shapes.isna(), labelled))

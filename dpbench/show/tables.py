@@ -253,7 +253,6 @@ def _columns(group: Group, view: View) -> list[Column]:
 
 
 def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
-    """What a reader must know to read the numbers right."""
     rows, names = group.shown, {column.name for column in columns}
     ratios = {c.metrics[0] for c in columns if c.kind == "ratio"}
     known = rows.groupby("label", sort=False).has_baseline.any()
@@ -341,7 +340,6 @@ def against_logical(group: Group) -> list[Table]:
 
 
 def _throughput_table(group: Group) -> list[Table]:
-    """Bytes per second of unprofiled step time, by case."""
     columns = [
         (metric.header, rate, STEP)
         for metric, rate in rates()

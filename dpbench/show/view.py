@@ -200,6 +200,5 @@ def check_top(top: int) -> None:
 
 
 def _names(listed: str | None) -> tuple[str, ...]:
-    """The names in a list with commas, each once."""
     names = (name.strip() for name in (listed or "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))

@@ -22,9 +22,6 @@ COLOUR, COLOUR_OF_STEP = PHASE_STYLES["backward"].colour, "#7F8790"
 """Of bars that are about no phase and no trainer, and of the whole step's beside its phases."""
 
 
-# --- bytes by trainer and phase --------------------------------------------------------------
-
-
 def phases(material: Material) -> Chart:
     """Bytes by trainer, stacked by phase; one panel per cell of the grid.
 
@@ -73,9 +70,6 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
         return f" {figures.plain(row['fate'] + ': ' + row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
     return f" {gigabytes(row[STEP])}{ratio}"
-
-
-# --- ratios over the grid --------------------------------------------------------------------
 
 
 def ratios(material: Material) -> Chart:
@@ -142,9 +136,6 @@ def _no_ratio(material: Material) -> str:
     return f"No ratio: no run has a trainer and {BASELINE_TRAINER!r} in the same cell."
 
 
-# --- peak memory -----------------------------------------------------------------------------
-
-
 def memory(material: Material) -> Chart:
     """Peak memory by trainer; one panel per cell of the grid."""
     peaks, title = material.peaks, "Peak memory by trainer"
@@ -160,9 +151,6 @@ def memory(material: Material) -> Chart:
     table = Table.of(f"Peak memory of one step ({premise})", peaks, columns)
     panels = figures.bar_panels(drawn, {"peak memory": COLOUR}, unit)
     return Chart("memory", title, premise, panels, table=table)
-
-
-# --- how busy the GPU was --------------------------------------------------------------------
 
 
 def busy(material: Material) -> Chart | None:
@@ -205,9 +193,6 @@ def busy(material: Material) -> Chart | None:
         ),
         [how_to_read],
     )
-
-
-# --- measured against logical bytes ----------------------------------------------------------
 
 
 def against_logical(material: Material) -> Chart:

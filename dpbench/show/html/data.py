@@ -49,8 +49,6 @@ IN_CACHE = (
     "ratios of DRAM bytes mean nothing."
 )
 
-# --- runs ------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Source:
@@ -110,9 +108,6 @@ def cases_without_logical(sources: Iterable[Source]) -> list[Case]:
     rows = pd.concat(parts, ignore_index=True).drop_duplicates()
     without = rows[~has_case_of(rows, rows[rows.instrument == UNMEASURED])]
     return [Case.from_row(case) for case in without.drop_duplicates(list(AXES)).to_dict("records")]
-
-
-# --- what all charts share -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,6 @@ def draw(material: Material) -> list[Chart]:
     return [chart for draws in every if (chart := draws(material))]
 
 
-# --- tables of text --------------------------------------------------------------------------
-
-
 def headline(material: Material) -> list[str]:
     """What the page is about, in sentences: cases, devices, premises, failures."""
     summary = material.summary.drop_duplicates(["run", *AXES, "measured"])

@@ -30,9 +30,6 @@ from dpbench.show.tables import SHOWN_SHARE, in_order
 TERA = 1e12
 
 
-# --- the roofline ----------------------------------------------------------------------------
-
-
 def roofline(material: Material) -> Chart:
     """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
     title = "Roofline by phase"
