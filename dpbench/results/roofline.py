@@ -84,9 +84,9 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
 
     Returns:
         The table with ``bound_by`` (a roof; where the GPU waits for its launches, these, and how
-        busy it was), ``least_seconds``, ``share`` (``least_seconds / seconds``),
-        and what was achieved, ``flops_per_second`` and ``bytes_per_second``. The least time of
-        a step is the sum over its phases, because they run one after the other.
+        busy it was), ``least_seconds``, ``share`` (``least_seconds / seconds``), and what was
+        achieved, ``flops_per_second``. The least time of a step is the sum over its phases,
+        because they run one after the other.
     """
     measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
     roofs.require(measured.device)
@@ -107,5 +107,4 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         least_seconds=least,
         share=least / table.seconds,
         flops_per_second=table.flops / table.seconds,
-        bytes_per_second=table.bytes / table.seconds,
     )

@@ -21,7 +21,7 @@ from dpbench.results.operators import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.kernels import case_kernel_tables
-from dpbench.show.layout import Table, as_markdown, gigabytes, written
+from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
 from dpbench.show.profile import profile_tables
 from dpbench.show.tables import complete, in_order, tables
 from dpbench.show.timeline import timeline_tables
@@ -64,24 +64,22 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
 
     Peak memory that was only predicted has a column of its own.
     """
-    peaks = {"peak\nmemory GB": "peak_memory_bytes"}
-    if any(line["logical_peak_memory_bytes"] is not None for line in summary):
-        peaks["logical\npeak GB"] = "logical_peak_memory_bytes"
-    cells = [
-        [
-            line["trainer"],
-            ", ".join(line["instruments"]),
-            f"{line['ok']}/{line['ok'] + line['failed']}"
-            + (f", {line['skipped']} skipped" if line["skipped"] else ""),
-            written(line["success_rate"], "{:.0%}".format),
-            *(written(line[key], gigabytes) for key in peaks.values()),
-        ]
-        for line in summary
-    ]
+    lines = pd.DataFrame(summary)
+    tried, skipped = lines.ok + lines.failed, lines.skipped.map(", {} skipped".format)
+    lines["cases"] = lines.ok.astype(str) + "/" + tried.astype(str)
+    lines["cases"] += skipped.where(lines.skipped > 0, "")
+    columns: dict[str, Shown] = {
+        "trainer": ("trainer", str),
+        "instruments": ("instruments", ", ".join),
+        "cases\nok": ("cases", str),
+        "success": ("success_rate", "{:.0%}".format),
+        "peak\nmemory GB": ("peak_memory_bytes", gigabytes),
+    }
+    if lines.logical_peak_memory_bytes.notna().any():
+        columns["logical\npeak GB"] = ("logical_peak_memory_bytes", gigabytes)
     failures = [failure for line in summary for failure in line["failures"]]
     reasons = [f"{failure['error']}: {failure['message']}" for failure in failures]
-    headers = ["trainer", "instruments", "cases\nok", "success", *peaks]
-    return Table("Cases by trainer", headers, cells, (*reasons, *notes))
+    return Table.of("Cases by trainer", lines, columns, [*reasons, *notes])
 
 
 def write_renderings(

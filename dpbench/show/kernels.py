@@ -23,7 +23,7 @@ from dpbench.results.kernels import (
 )
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP
-from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
+from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
 from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order
 from dpbench.show.view import TOP
 
@@ -109,22 +109,27 @@ def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -
 
 def speed_table(speeds: Sequence[KernelSpeed], title: str) -> list[Table]:
     """A table of launches, the slowest first; none if there are none."""
-    cells = [
-        [
-            wrapped(short_name(speed.name)),
-            f"{speed.seconds * 1e6:.0f}",
-            *(f"{part:.0f}" for part in (speed.sm, speed.memory, speed.dram, speed.l2_hit)),
-            f"{speed.occupancy:.0f}/{speed.occupancy_limit:.0f}",
-            (speed.stall or ABSENT).replace("_", "_\n"),
-        ]
-        for speed in sorted(speeds, key=lambda speed: -speed.seconds)
-    ]
+    if not speeds:
+        return []
+    launches = pd.DataFrame(map(vars, sorted(speeds, key=lambda speed: -speed.seconds)))
+    whole = "{:.0f}".format
+    achieved, allowed = launches.occupancy.map(whole), launches.occupancy_limit.map(whole)
+    columns: dict[str, Shown] = {
+        "kernel": ("name", lambda name: wrapped(short_name(name))),
+        "µs": ("seconds", lambda seconds: whole(seconds * 1e6)),
+        "SM": ("sm", whole),
+        "mem": ("memory", whole),
+        "DRAM": ("dram", whole),
+        "L2\nhit": ("l2_hit", whole),
+        "occ.": ("occupied", str),
+        "top stall": ("stall", lambda stall: stall.replace("_", "_\n")),
+    }
     note = (
         "In % of the hardware's peak; occ.: occupancy achieved / that the launch allows. Each "
         "kernel ran once a pass, its caches warm from the pass before."
     )
-    headers = ["kernel", "µs", "SM", "mem", "DRAM", "L2\nhit", "occ.", "top stall"]
-    return [Table(f"{title}: Speed of Light", headers, cells, (note,))] if cells else []
+    launches = launches.assign(occupied=achieved + "/" + allowed)
+    return [Table.of(f"{title}: Speed of Light", launches, columns, [note])]
 
 
 def account_table(title: str, account: pd.DataFrame) -> Table:

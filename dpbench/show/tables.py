@@ -352,13 +352,10 @@ def _throughput_table(group: Group) -> list[Table]:
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     """Counters that were asked for by their own names, as the tool gives them."""
-    step = summary[(summary.phase == STEP) & (summary.unit != "B/s")]
+    own = summary.metric.str.contains("__") & (summary.unit != "B/s")
+    step = summary[own & (summary.phase == STEP)]
     cells = [
-        [
-            Case.from_row(row).id,
-            str(row["metric"]),
-            f"{row['value']:.6g} {row['unit']}",
-        ]
-        for row in step[step.metric.str.contains("__")].to_dict("records")
+        [Case.from_row(row).id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]
+        for row in step.to_dict("records")
     ]
     return [Table("Other counters, per step", ["case", "counter", "value"], cells)] if cells else []
