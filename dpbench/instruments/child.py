@@ -28,7 +28,7 @@ from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, last_record
 from dpbench.process.schedule import Steps
-from dpbench.registry import MODELS, TRAINERS, arguments, child_python_path
+from dpbench.registry import arguments, child_python_path, import_paths
 from dpbench.results.rows import Measurement
 
 PATIENCE_SECONDS = 3.0
@@ -72,11 +72,9 @@ class Child(Running):
     ) -> None:
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
-        self._mark = f"{secrets.token_hex(8)} "
+        self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
-        if path := child_python_path(
-            TRAINERS.import_path(case.trainer), MODELS.import_path(case.model)
-        ):
+        if path := child_python_path(*import_paths(case)):
             added["PYTHONPATH"] = path
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
@@ -90,7 +88,7 @@ class Child(Running):
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **added, MARK: self._mark},
+                env={**inherited, **added, MARK: self.mark},
             )
 
     def rows(self) -> list[Measurement]:
@@ -111,7 +109,7 @@ class Child(Running):
         finally:
             self.group.end()
         lines = log_lines(self.log)
-        record, code = last_record(lines, self._mark), self.group.process.returncode
+        record, code = last_record(lines, self.mark), self.group.process.returncode
         error = record.get("error")
         if record and not error and not code:
             return record
