@@ -50,12 +50,11 @@ _fused_rms_norm = getattr(getattr(_aten, "_fused_rms_norm", None), "default", No
 """None where torch has no such operator yet: CUDA decomposes RMSNorm there, too."""
 
 WIDEST_FLASH_HEAD = 256
-HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """In here operators, modes and libraries choose as they do on CUDA, or say that they cannot."""
+    """In here operators and modes choose as they do on CUDA, or say that they cannot."""
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
         stack.callback(library._destroy)
@@ -104,9 +103,6 @@ def replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
     setattr(place, name, value)
 
 
-# --- operators -------------------------------------------------------------------------------
-
-
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """What an operator is made of, as PyTorch's own C++ has it."""
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -141,14 +137,11 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    same_width = query.shape[-1] == value.shape[-1]
+    width = query.shape[-1]
+    same_width = width == value.shape[-1]
     same_heads = query.dim() == 4 and query.shape[1] == key.shape[1] == value.shape[1]
-    flash = (
-        attn_mask is None
-        and same_width
-        and query.dtype in HALF
-        and query.shape[-1] <= WIDEST_FLASH_HEAD
-    )
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    flash = attn_mask is None and same_width and half and width <= WIDEST_FLASH_HEAD
     efficient = same_heads and query.dtype is not torch.float64
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     operands = (query, key, value, attn_mask)
@@ -183,9 +176,6 @@ INSTEAD: dict[OpOverload, Callable[..., Any]] = {
     _attention: _scaled_dot_product_attention,
 }
 """What runs for an operator that is made of others on the CPU and is one on CUDA."""
-
-
-# --- what changes the bytes in a way that cannot be followed -----------------------------------
 
 
 def _remember_what_was_asked(init: Callable[..., None]) -> Callable[..., None]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import ATTENTIONS, Case
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
@@ -20,11 +19,9 @@ from dpbench.results.rows import STEP, Measurement
 REPORT_MAGIC = b"NVR\0"
 """The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
 
-DEVICE = "device__attribute_display_name"
-"""What a report calls the name of the GPU."""
-
+DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
 KERNELS, SPEED_OF_LIGHT = "kernels", "sol"
-"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few kernels."""
+"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few."""
 
 
 def report_path(case: Case, folder: str = "") -> Path:
@@ -98,18 +95,11 @@ def case_of(path: Path) -> Case:
 
     Reports of kernels lie one folder deeper; see `report_path`.
     """
-    name = re.fullmatch(r"report_(?P<trainer>\w+)_bs(?P<bs>\d+)_seq(?P<seq>\d+)", path.stem)
-    place = path.resolve().parent
-    if place.name in (KERNELS, SPEED_OF_LIGHT):
-        place = place.parent
-    folder = place.name.split("-")
-    if name is None or len(folder) < 2:
-        raise ForeignReport(f"{path}: expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
-    rest = {part in ATTENTIONS: part for part in folder[2:]}
-    attention, model = rest.get(True, "sdpa"), rest.get(False, "simple")
+    place = path.resolve()
+    if place.parent.name in (KERNELS, SPEED_OF_LIGHT):
+        place = place.parent.with_name(place.name)
     try:
-        numbers = int(name["bs"]), int(name["seq"])
-        return Case(name["trainer"], *numbers, folder[0], folder[1], attention, model)
+        return Case.from_report_path(place)
     except ConfigurationError as error:
         raise ForeignReport(f"{path}: {error}") from error
 
