@@ -73,7 +73,8 @@ class Child(Running):
         errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
-        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
+        self.errors: dict[str, type[InstrumentError]] = {"OutOfMemory": CaseOutOfMemory}
+        self.errors |= errors or {}
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self._mark = f"{secrets.token_hex(8)} "
         added = child_environment()
