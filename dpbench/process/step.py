@@ -26,7 +26,7 @@ from dpbench.case import OUTSIDE, Case
 from dpbench.errors import DpbenchError
 from dpbench.process.build import build, pick_device
 from dpbench.process.messages import MEASURING, NVTX_DOMAIN, NVTX_END, WAITING
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import import_named
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
 
@@ -192,7 +192,7 @@ def alone(device: torch.device, purpose: str) -> AbstractContextManager[None]:
 
 def import_everything(case: Case) -> None:
     """Import what a case needs before it holds the GPU, so that others measure meanwhile."""
-    TRAINERS[case.trainer], MODELS[case.model]
+    import_named(case)
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
 
 

@@ -107,6 +107,26 @@ def test_a_measured_time_stands_beside_the_least() -> None:
     assert found.bytes_per_second == 0.5e12
 
 
+def test_a_phase_that_waits_for_its_launches_is_bound_by_no_roof() -> None:
+    counted = {
+        phase: {"dram_read_bytes": 1e12, "dram_write_bytes": 0.0}
+        | {"gpu_busy_cycles": busy, "gpu_elapsed_cycles": 100.0}
+        for phase, busy in {"forward": 69.0, "noise": 71.0}.items()
+    }
+    found = of(logical(forward=(1e12, 1e12), noise=(0.0, 1e12)), rows("cupti", HERE, counted))
+    assert dict(found.bound_by) == {
+        "forward": "launches, busy 69%",
+        "noise": BANDWIDTH,
+        STEP: BANDWIDTH,
+    }
+
+
+def test_bytes_of_ncu_come_before_those_of_cupti() -> None:
+    counted = rows("cupti", HERE, {"forward": {"dram_read_bytes": 1e12, "dram_write_bytes": 0.0}})
+    found = of(logical(forward=(1e12, 1e12)), counted, dram(forward=4e12))
+    assert found.bytes["forward"] == 4e12
+
+
 def test_a_timed_case_without_counters_keeps_its_logical_bytes() -> None:
     found = of(logical(forward=(1e12, 1e12)), times(forward=4.0)).loc["forward"]
     assert (found.bytes_are, found.device, found.share) == (COUNTED_BYTES, HERE, 0.25)
@@ -128,12 +148,12 @@ def test_rows_of_one_card_are_refused_under_the_roofs_of_another(
 
 @pytest.mark.parametrize("measured", [dram(forward=1e12), times(forward=1.0)])
 def test_operations_that_were_not_counted_are_an_error(measured: list[Measurement]) -> None:
-    with pytest.raises(ConfigurationError, match="no operations were counted for dpsgd batch 8"):
+    with pytest.raises(ConfigurationError, match="no operations were counted for dpsgd-bs8-"):
         of(measured)
 
 
 def test_operations_of_one_phase_that_were_not_counted_are_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="sequence 256, phase clip: count the same case"):
+    with pytest.raises(ConfigurationError, match="seq256-1b-fp32, phase clip: count the same case"):
         of(logical(forward=(1e12, 1e12)), dram(forward=1e12, clip=1e12))
 
 

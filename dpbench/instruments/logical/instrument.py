@@ -25,14 +25,14 @@ from typing import Any, ClassVar
 import torch
 
 from dpbench.case import ALL_PHASES, Case
-from dpbench.errors import DpbenchError
+from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child
 from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.stand_ins import users_line
 from dpbench.process.build import build
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import is_builtin, portable
 from dpbench.results.operators import OperatorCount, guesses
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.settings import Settings
@@ -83,7 +83,7 @@ class Logical(Instrument):
 
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
-        if TRAINERS.is_builtin(case.trainer) and MODELS.is_builtin(case.model):
+        if is_builtin(case):
             return Counting(self, case)
         return CountingApart(self, case)
 
@@ -133,9 +133,8 @@ class CountingApart(Child):
     def __init__(self, instrument: Logical, case: Case) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
         directory = instrument.directory or Path(self._scratch.name)
-        names = {"trainer": TRAINERS.argument(case.trainer), "model": MODELS.argument(case.model)}
         super().__init__(
-            [sys.executable, "-m", __package__, json.dumps(asdict(case) | names)],
+            [sys.executable, "-m", __package__, json.dumps(portable(case))],
             case=case,
             log=(directory / case.report_path).with_suffix(".logical.log"),
             timeout=instrument.timeout,
@@ -156,7 +155,8 @@ def _counted_apart(child: Child) -> list[Measurement]:
 
 def _in_one_line(error: Exception) -> str:
     """An error's name and words, and the user's line that it came from."""
-    words, line = " ".join(str(error).split()), users_line(error.__traceback__)
+    words, line = " ".join(str(error).split()), own_line(error.__traceback__)
+    line = line or users_line(error.__traceback__)
     if "view and is being modified inplace" in words:
         words = (
             "Opacus hooks every layer, and what a hooked layer returns must not be changed in "

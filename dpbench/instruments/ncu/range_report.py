@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import ATTENTIONS, Case
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
@@ -96,18 +95,11 @@ def case_of(path: Path) -> Case:
 
     Reports of kernels lie one folder deeper; see `report_path`.
     """
-    name = re.fullmatch(r"report_(?P<trainer>\w+)_bs(?P<bs>\d+)_seq(?P<seq>\d+)", path.stem)
-    place = path.resolve().parent
-    if place.name in (KERNELS, SPEED_OF_LIGHT):
-        place = place.parent
-    folder = place.name.split("-")
-    if name is None or len(folder) < 2:
-        raise ForeignReport(f"{path}: expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
-    rest = {part in ATTENTIONS: part for part in folder[2:]}
-    attention, model = rest.get(True, "sdpa"), rest.get(False, "simple")
+    place = path.resolve()
+    if place.parent.name in (KERNELS, SPEED_OF_LIGHT):
+        place = place.parent.with_name(place.name)
     try:
-        numbers = int(name["bs"]), int(name["seq"])
-        return Case(name["trainer"], *numbers, folder[0], folder[1], attention, model)
+        return Case.from_report_path(place)
     except ConfigurationError as error:
         raise ForeignReport(f"{path}: {error}") from error
 

@@ -259,6 +259,12 @@ def level(y: float, dash: str) -> Json:
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": drawn}
 
 
+def upright(x: float, dash: str) -> Json:
+    """A line from bottom to top of a panel."""
+    drawn = {"color": NEUTRAL, "dash": dash, "width": 1.5}
+    return {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": x, "x1": x, "line": drawn}
+
+
 def axis(title: str, **settings: Any) -> Json:
     """An axis with its unit in the title."""
     return {"title": {"text": title, "standoff": 8}, "automargin": True, **settings}
@@ -280,7 +286,7 @@ def name_axis(names: Sequence[str]) -> Json:
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows by cell of the grid, in the order in which they come, with the title of each."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
-        yield f"{title}, batch {batch} × sequence {seq}", group
+        yield f"{title}, {cell_label(batch, seq)}", group
 
 
 # --- tables and text -------------------------------------------------------------------------
@@ -328,9 +334,9 @@ def fate(error: str) -> str:
     return "skipped" if error == NOT_TRIED else "failed"
 
 
-def cell_label(batch_size: int, seq_len: int) -> str:
+def cell_label(batch_size: object, seq_len: object) -> str:
     """How the page names a cell of the grid."""
-    return f"batch {batch_size} × sequence {seq_len}"
+    return f"batch {batch_size}" + (f" × sequence {seq_len}" if seq_len else "")
 
 
 def plain(text: str, longest: int = LONGEST) -> str:
