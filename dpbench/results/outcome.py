@@ -41,7 +41,7 @@ def belongs(part: str, instruments: Iterable[str]) -> bool:
 
 
 NOT_TRIED = "DoesNotFit"
-"""The error of a case that was skipped, `dpbench.instruments.fit.DoesNotFit`; others failed."""
+"""The error of a case that was skipped, `dpbench.runner.DoesNotFit`; others failed."""
 
 
 @dataclass(frozen=True)
