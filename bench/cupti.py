@@ -169,6 +169,9 @@ def grid(options: argparse.Namespace) -> bool:
     of_ncu = {outcome.case: outcome.seconds for outcome in by_ncu.outcomes}
     all_steps = 0.0
     for outcome in by_cupti.outcomes:
+        if outcome.error:
+            print(f"{outcome.case.id:34} {outcome.message}")
+            continue
         steps = step_seconds_of(by_cupti, outcome.case)
         all_steps += sum(steps)
         beside = f"{of_ncu[outcome.case]:9.1f}" if outcome.case in of_ncu else f"{'-':>9}"

@@ -24,8 +24,8 @@ from dpbench.training.base import Batch
 from dpbench.training.dpsgd import DPSGDTrainer, mark_phases
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
 
-COLUMNS = 2**26
-"""Columns of the flat buffer that one launch takes: 32-bit indices reach over a batch of 32."""
+ELEMENTS = 2**30
+"""The most elements of one buffer: cuBLAS indexes a matrix with 32 bits."""
 
 
 def split_flat(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -60,23 +60,34 @@ def replace(optimizer: DPOptimizer, **methods: Callable[[DPOptimizer], None]) ->
     mark_phases(optimizer)
 
 
-class ForeachDPSGDTrainer(DPSGDTrainer):
-    """Flat clipping on one buffer ``[B, P]`` that holds every per-sample gradient.
+def split_parameters(parameters: list[nn.Parameter], columns: int) -> list[list[nn.Parameter]]:
+    """Parameters in groups of at most so many elements, but one that has more is a group alone."""
+    groups: list[list[nn.Parameter]] = [[]]
+    for parameter in parameters:
+        if groups[-1] and sum(p.numel() for p in (*groups[-1], parameter)) > columns:
+            groups.append([])
+        groups[-1].append(parameter)
+    return groups
 
-    The hooks copy into the buffer, where Opacus copies into zeros; so norms and the clipped sum
+
+class ForeachDPSGDTrainer(DPSGDTrainer):
+    """Flat clipping on a few buffers ``[B, P]`` that hold every per-sample gradient.
+
+    The hooks copy into a buffer, where Opacus copies into zeros; so norms and the clipped sum
     are a few launches over the whole model, whatever the number of its parameters.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        parameters: list[nn.Parameter] = self.optimizer.params
-        self.flat = torch.empty(
-            batch_size,
-            sum(p.numel() for p in parameters),
-            dtype=parameters[0].dtype,
-            device=parameters[0].device,
-        )
-        self.slots = dict(zip(parameters, split_flat(self.flat, parameters), strict=True))
+        self.groups = split_parameters(self.optimizer.params, ELEMENTS // batch_size)
+        self.flats = [
+            group[0].new_empty(batch_size, sum(p.numel() for p in group)) for group in self.groups
+        ]
+        self.slots = {
+            parameter: slot
+            for group, flat in zip(self.groups, self.flats, strict=True)
+            for parameter, slot in zip(group, split_flat(flat, group), strict=True)
+        }
         replace(self.optimizer, clip_and_accumulate=self.clip_and_accumulate)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -91,17 +102,13 @@ class ForeachDPSGDTrainer(DPSGDTrainer):
             param._current_grad_sample = self.slots[param].copy_(grad_sample)  # type: ignore[attr-defined]
 
     def clip_and_accumulate(self, optimizer: DPOptimizer) -> None:
-        """``p.grad`` becomes the sum of clipped gradients, a view of one tensor ``[P]``."""
-        parts = self.flat.split(COLUMNS, dim=1)
-        norms = torch.stack([torch.linalg.vector_norm(part, dim=1) for part in parts]).norm(dim=0)
-        factors = (optimizer.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
-        total = torch.empty_like(self.flat[0])
-        for part, summed in zip(parts, total.split(COLUMNS), strict=True):
-            torch.mv(part.t(), factors, out=summed)
-        for parameter, gradient in zip(
-            optimizer.params, split_flat(total, optimizer.params), strict=True
-        ):
-            parameter.grad = gradient
+        """``p.grad`` becomes the sum of clipped gradients, a view of its group's."""
+        norms = torch.stack([torch.linalg.vector_norm(flat, dim=1) for flat in self.flats])
+        factors = (optimizer.max_grad_norm / (norms.norm(dim=0) + 1e-6)).clamp(max=1.0)
+        for group, flat in zip(self.groups, self.flats, strict=True):
+            summed = split_flat(torch.mv(flat.t(), factors), group)
+            for parameter, gradient in zip(group, summed, strict=True):
+                parameter.grad = gradient
 
 
 class ForeachGhostClippingTrainer(DPGhostClippingTrainer):

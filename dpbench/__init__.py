@@ -11,7 +11,7 @@ from typing import Any
 _HOMES = {
     "dpbench.case": ("Case", "Grid", "GRIDS", "MODEL_SIZES", "ModelSize", "PHASES"),
     "dpbench.errors": ("ConfigurationError", "DpbenchError"),
-    "dpbench.registry": ("MODELS", "TRAINERS"),
+    "dpbench.registry": ("MODELS", "TRAINERS", "WORKLOADS"),
     "dpbench.training.base": ("Batch", "TrainerBase"),
     "dpbench.training.standard": ("StandardTrainer",),
     "dpbench.training.dpsgd": ("DPSGDTrainer",),
@@ -19,6 +19,7 @@ _HOMES = {
         "DPFastGradientClippingTrainer",
         "DPGhostClippingTrainer",
     ),
+    "dpbench.workloads.base": ("Workload",),
     "dpbench.workloads.transformer": ("SimpleBigModel",),
     "dpbench.workloads.data": ("get_random_dataloader",),
     "dpbench.training.phases": ("in_phase", "phase"),

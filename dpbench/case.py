@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from numbers import Integral
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError, unknown
 
@@ -18,6 +21,12 @@ products. ``bf16``: parameters, activations and gradients are bfloat16."""
 
 ATTENTIONS = ("sdpa", "dp_mha")
 """``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
+
+TRANSFORMER = "transformer"
+"""The workload of whose parameters four are axes with options of their own."""
+
+OF_TRANSFORMER = {"seq_len": 0, "model_size": "", "attention": "", "model": ""}
+"""These axes, and what they are in the cases of other workloads."""
 
 BASELINE_TRAINER = "standard"
 
@@ -76,44 +85,154 @@ MODEL_SIZES = {
 }
 
 
+Parameter = int | float | bool | str
+
+
+def parameters_of(text: str) -> dict[str, Parameter]:
+    """The parameters in a text such as ``depth=50,image_size=64``."""
+    return {name: _read(value) for name, value in _pairs(text.split(",") if text else [])}
+
+
+def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
+    """Parameters as one text, the same however they were given."""
+    if isinstance(given, Mapping):
+        pairs = [(str(name), _written(value)) for name, value in given.items()]
+    else:
+        texts = [given] if isinstance(given, str) else given
+        pairs = _pairs(part for text in texts if text for part in text.split(","))
+    for name, value in pairs:
+        if not name.isidentifier() or not value or "," in value:
+            raise ConfigurationError(
+                f"a parameter is NAME=VALUE without commas, not {name}={value}"
+            )
+    return ",".join(
+        f"{name}={_written(_read(value))}" for name, value in sorted(dict(pairs).items())
+    )
+
+
+def parameter_grid(given: Iterable[str] | Mapping[str, object]) -> tuple[str, ...]:
+    """Every combination of parameters; one that is given several values takes each in turn."""
+    if isinstance(given, Mapping):
+        pairs = [
+            (name, each)
+            for name, value in given.items()
+            for each in (value if isinstance(value, list) else [value])
+        ]
+    else:
+        pairs = list(_pairs(part for text in given for part in text.split(",")))
+    values: dict[str, list[object]] = {}
+    for name, value in pairs:
+        values.setdefault(name, []).append(value)
+    found = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+    return tuple(dict.fromkeys(map(parameters_text, found)))
+
+
+def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
+    pairs = [(name.strip(), value.strip()) for name, _, value in (p.partition("=") for p in parts)]
+    if wrong := [name for name, value in pairs if not value]:
+        raise ConfigurationError(f"a parameter is NAME=VALUE, not {wrong[0]!r}")
+    return pairs
+
+
+def _read(text: str) -> Parameter:
+    """A number or a boolean, if it is written as one."""
+    try:
+        value = json.loads(text.lower())
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text
+
+
+def _written(value: object) -> str:
+    return json.dumps(value) if isinstance(value, int | float) else str(value)
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration to measure.
 
-    Whether there is such a trainer or model is for `dpbench.registry` to say: a case from a saved
-    run may name what this process does not know.
+    Whether there is such a trainer or workload is for `dpbench.registry` to say: a case from a
+    saved run may name what this process does not know.
 
     Args:
         trainer: a short name; `dpbench.registry.resolve` makes one of any other spelling.
         batch_size: examples in a step, B.
-        seq_len: tokens in an example, T.
+        seq_len: tokens in an example, T, of the transformer; so are the other `OF_TRANSFORMER`.
         model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
         precision: one of `PRECISIONS`.
         attention: one of `ATTENTIONS`.
         model: a short name, as for the trainer.
+        workload: a short name, as for the trainer.
+        set: parameters of another workload, as a mapping or as text: ``depth=50,image_size=64``.
     """
 
     trainer: str
     batch_size: int
-    seq_len: int
+    seq_len: int = 0
     model_size: str = "1b"
     precision: str = "fp32"
     attention: str = "sdpa"
     model: str = "simple"
+    workload: str = TRANSFORMER
+    set: str | Mapping[str, object] = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batch_size", _positive("batch size", self.batch_size))
-        object.__setattr__(self, "seq_len", _positive("sequence length", self.seq_len))
-        ModelSize.parse(self.model_size)
+        object.__setattr__(self, "set", parameters_text(self.set))
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
+        if self.workload != TRANSFORMER:
+            self._leave_out_the_transformers()
+            return
+        object.__setattr__(self, "seq_len", _positive("sequence length", self.seq_len))
+        ModelSize.parse(self.model_size)
         if self.attention not in ATTENTIONS:
             raise unknown("attention", self.attention, ATTENTIONS)
+        if self.set:
+            raise ConfigurationError(
+                f"the transformer's parameters have options of their own "
+                f"({', '.join(OF_TRANSFORMER)}): drop set {self.set}, or name its workload"
+            )
+
+    def _leave_out_the_transformers(self) -> None:
+        """Blank the axes that only the transformer has, so that no table shows them."""
+        for name, blank in OF_TRANSFORMER.items():
+            value = getattr(self, name)
+            if value not in (blank, getattr(Case, name)):
+                raise ConfigurationError(
+                    f"{name} is the transformer's, and workload {self.workload} takes its own "
+                    f"parameters (set): drop {name} {value}"
+                )
+            object.__setattr__(self, name, blank)
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
         """The case that a row is about; what else is in the row is left alone."""
-        return cls(**{axis: row[axis] for axis in AXES})
+        return cls(**{axis: row[axis] if axis in row else ADDED[axis] for axis in AXES})
+
+    @classmethod
+    def from_report_path(cls, path: Path) -> Case:
+        """The case whose `report_path` this is."""
+        name = re.fullmatch(r"report_(\w+)_bs(\d+)(?:_seq(\d+))?", path.stem)
+        folder = re.fullmatch(rf"(.+?)-({'|'.join(PRECISIONS)})((?:-.+)?)", path.parent.name)
+        if name is None or folder is None:
+            raise ConfigurationError("expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
+        axes: dict[str, Any] = {"trainer": name[1], "batch_size": int(name[2])}
+        if name[3] is not None:
+            axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
+        else:
+            workload, _, parameters = unquote(folder[1]).partition(",")
+            axes |= {"workload": workload, "set": parameters}
+        for part in filter(None, folder[3].split("-")):
+            axes["attention" if part in ATTENTIONS else "model"] = part
+        return cls(**axes, precision=folder[2])
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What the workload is built with."""
+        if self.workload == TRANSFORMER:
+            return {name: getattr(self, name) for name in OF_TRANSFORMER}
+        return parameters_of(str(self.set))
 
     @property
     def size(self) -> ModelSize:
@@ -128,28 +247,43 @@ class Case:
     @property
     def id(self) -> str:
         """A name for test ids and messages, e.g. ``dpsgd-bs8-seq256-1b-fp32``."""
-        if self.model == SCRIPT:
+        if self.workload == SCRIPT:
             return self.trainer
-        return f"{self.trainer}-bs{self.batch_size}-seq{self.seq_len}-{self.configuration}"
+        length = f"-seq{self.seq_len}" if self.seq_len else ""
+        return f"{self.trainer}-bs{self.batch_size}{length}-{self.configuration}"
 
     @property
     def configuration(self) -> str:
         """Everything but trainer, batch size and sequence length, e.g. ``1b-fp32``."""
-        parts = [self.model_size, self.precision]
-        if self.attention != "sdpa":
-            parts.append(self.attention)
-        if self.model != "simple":
-            parts.append(self.model)
-        return "-".join(parts)
+        return self._configuration(trained_in(vars(self)))
+
+    def _configuration(self, trained: str) -> str:
+        usual = (("attention", ("sdpa", "")), ("model", ("simple", "")))
+        rest = [
+            getattr(self, name) for name, usually in usual if getattr(self, name) not in usually
+        ]
+        return "-".join([trained, self.precision, *rest])
 
     @property
     def report_path(self) -> Path:
         """Where this case's report lies below the report directory."""
-        name = f"report_{self.trainer}_bs{self.batch_size}_seq{self.seq_len}.ncu-rep"
-        return Path(self.configuration) / name
+        trained = quote(trained_in(vars(self)), safe="=,+").replace("-", "%2D")
+        length = f"_seq{self.seq_len}" if self.seq_len else ""
+        name = f"report_{self.trainer}_bs{self.batch_size}{length}.ncu-rep"
+        return Path(self._configuration(trained)) / name
+
+
+def trained_in(axes: Mapping[Any, Any]) -> str:
+    """What is trained, in short: the transformer's size, or the workload and its parameters."""
+    if axes.get("workload", TRANSFORMER) == TRANSFORMER:
+        return str(axes.get("model_size", ""))
+    return ",".join(filter(None, (str(axes["workload"]), str(axes.get("set", "")))))
 
 
 AXES = tuple(f.name for f in fields(Case))
+
+ADDED: dict[str, Any] = {f.name: f.default for f in fields(Case)[AXES.index("workload") :]}
+"""Axes that files of older versions lack, and what they were then."""
 
 
 @dataclass(frozen=True)
@@ -159,27 +293,32 @@ class Grid:
     name: str
     trainer: tuple[str, ...]
     batch_size: tuple[int, ...]
-    seq_len: tuple[int, ...]
+    seq_len: tuple[int, ...] = ()
     model_size: tuple[str, ...] = ("1b",)
     precision: tuple[str, ...] = ("fp32",)
     attention: tuple[str, ...] = ("sdpa",)
     model: tuple[str, ...] = ("simple",)
+    workload: tuple[str, ...] = (TRANSFORMER,)
+    set: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            if not getattr(self, axis):
+            needed = axis not in OF_TRANSFORMER or TRANSFORMER in self.workload
+            if needed and not getattr(self, axis):
                 raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
         self.cases()  # refuses values that no case can have
 
     def cases(self) -> list[Case]:
         """The cases, each once, those that share a baseline together, trainers in order."""
         _, *outer = AXES
-        cases = [
-            Case(trainer, *values)
-            for values in product(*(getattr(self, axis) for axis in outer))
-            for trainer in self.trainer
+        cells = [
+            dict(zip(outer, values, strict=True))
+            for values in product(*(getattr(self, axis) or ("",) for axis in outer))
         ]
-        return list(dict.fromkeys(cases))
+        for cell in cells:
+            if cell["workload"] != TRANSFORMER:
+                cell.update(OF_TRANSFORMER)
+        return list(dict.fromkeys(Case(name, **cell) for cell in cells for name in self.trainer))
 
     def narrow(self, **axes: Iterable[Any] | None) -> Grid:
         """Replace the values along the named axes; None leaves an axis alone."""
@@ -208,21 +347,54 @@ class Grid:
 
 def _axes(table: Mapping[str, Any]) -> dict[str, Any]:
     """The axes of a grid file's table."""
-    axes = {}
+    axes: dict[str, Any] = {}
     for key, value in table.items():
         if key not in AXES:
             raise unknown("key", key, AXES)
-        wanted = int if key in ("batch_size", "seq_len") else str
+        if key == "set":
+            axes[key] = _parameters(value)
+            continue
+        wanted = int if key in COUNTS else str
         values = value if isinstance(value, list) else [value]
         if not values or any(type(v) is not wanted for v in values):
             raise ConfigurationError(
                 f"{key} must be {wanted.__name__} or a list of {wanted.__name__}, not {value!r}"
             )
         axes[key] = tuple(values)
-    if missing := [key for key in ("trainer", "batch_size", "seq_len") if key not in axes]:
+    check_belongs(axes, axes.get("workload", (TRANSFORMER,)))
+    needed = ["trainer", "batch_size"]
+    if TRANSFORMER in axes.get("workload", (TRANSFORMER,)):
+        needed.append("seq_len")
+    if missing := [key for key in needed if key not in axes]:
         raise ConfigurationError(f"missing {', '.join(missing)}")
     return axes
 
+
+def _parameters(value: object) -> tuple[str, ...]:
+    """The combinations of a grid file's ``set = {image_size = [64, 224]}``."""
+    each = (
+        [v if isinstance(v, list) else [v] for v in value.values()]
+        if isinstance(value, dict)
+        else [[]]
+    )
+    if not all(each) or any(not isinstance(v, Parameter) for values in each for v in values):
+        raise ConfigurationError(
+            f"set must be a table of numbers, strings or lists of them, not {value!r}"
+        )
+    return parameter_grid(value)  # type: ignore[arg-type]
+
+
+def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
+    """Refuse axes of the transformer where none is trained."""
+    wrong = [axis for axis in given if axis in OF_TRANSFORMER]
+    if wrong and TRANSFORMER not in workloads:
+        raise ConfigurationError(
+            f"{wrong[0]} is the transformer's: {workloads[0]} takes its own parameters (set)"
+        )
+
+
+COUNTS = ("batch_size", "seq_len")
+"""The axes that are whole numbers."""
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 
@@ -232,9 +404,9 @@ GRIDS = {
 }
 
 SCRIPT = "script"
-"""The model of a case that is somebody's script or loop; no more than its name is known."""
+"""The workload of a case that is somebody's script or loop; no more than its name is known."""
 
 
 def script_case(name: str) -> Case:
     """The case of a script or loop that is called so."""
-    return Case(name, batch_size=1, seq_len=1, model_size="1x1x1x1", model=SCRIPT)
+    return Case(name, batch_size=1, workload=SCRIPT)

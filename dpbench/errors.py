@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
 
 
 class DpbenchError(Exception):
@@ -25,3 +30,17 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
     return ConfigurationError(
         f"unknown {kind} {str(name)!r}; choose from {', '.join(known)}{hint and f' ({hint})'}"
     )
+
+
+def own_line(trace: TracebackType | None) -> str:
+    """The innermost line of an error in code that is neither installed nor dpbench's."""
+    paths = sysconfig.get_paths()
+    others = (
+        *(paths[name] for name in ("stdlib", "purelib", "platlib")),
+        str(Path(__file__).parent),
+    )
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        file = frame.f_code.co_filename
+        if not file.startswith((*others, "<")):
+            return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
+    return ""

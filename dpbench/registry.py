@@ -7,24 +7,28 @@ or hand it to a child process, without importing torch.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from dpbench.case import AXES, SCRIPT, Case, Grid
+from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, Case, Grid, check_belongs, parameter_grid
 from dpbench.errors import ConfigurationError, unknown
 
 
 class Registry(Mapping[str, Any]):
     """A mapping of names to classes that are imported on first use.
 
-    A class can be named in four ways: its short name (``dpsgd``), its class name
-    (``DPSGDTrainer``), an import target (``package.module:Class``), or a target with the short
-    name it shall have (``mine=package.module:Class``).
+    A class can be named in five ways: its short name (``dpsgd``), its class name
+    (``DPSGDTrainer``), an import target (``package.module:Class``), a target with the short
+    name it shall have (``mine=package.module:Class``), or by itself; so can an object that a
+    module has at its top level.
     """
 
     def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
@@ -32,10 +36,10 @@ class Registry(Mapping[str, Any]):
         self._targets = dict(targets)
         self._builtin = dict(targets)
 
-    def register(self, name: str, target: str | Callable[..., Any]) -> None:
+    def register(self, name: str, target: object) -> None:
         """Give a class, or an import target ``package.module:Class``, a short name."""
         if not isinstance(target, str):
-            target = f"{target.__module__}:{target.__qualname__}"
+            target = _target(self.kind, target)
         if target.startswith("__main__:") or "<locals>" in target:
             raise ConfigurationError(
                 f"{self.kind} {name!r}: {target} cannot be imported by the process that "
@@ -57,8 +61,10 @@ class Registry(Mapping[str, Any]):
             )
         self._targets[name] = target
 
-    def canonical(self, spelling: str) -> str:
+    def canonical(self, spelling: object) -> str:
         """The short name for any of the accepted spellings; registers import targets."""
+        if not isinstance(spelling, str):
+            spelling = _target(self.kind, spelling)
         if spelling in self._targets:
             return spelling
         for name, target in self._targets.items():
@@ -74,7 +80,7 @@ class Registry(Mapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self._targets  # the mapping's own would import the class
 
-    def __getitem__(self, spelling: str) -> Any:
+    def __getitem__(self, spelling: object) -> Any:
         module, _, attribute = self._targets[self.canonical(spelling)].partition(":")
         try:
             found: Any = importlib.import_module(module)
@@ -97,10 +103,10 @@ class Registry(Mapping[str, Any]):
         except ModuleNotFoundError as error:
             raise self._not_found(spelling, module, error) from error
 
-    def _not_found(self, spelling: str, module: str, error: ModuleNotFoundError) -> Exception:
+    def _not_found(self, spelling: object, module: str, error: ModuleNotFoundError) -> Exception:
         """The error to raise for a module that cannot be imported."""
-        if error.name == "opacus":
-            return ConfigurationError(f"{self.kind} {spelling!r} needs Opacus: pip install opacus")
+        if needed := _PACKAGES.get(str(error.name)):
+            return ConfigurationError(f"{self.kind} {spelling!r} needs {needed}")
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             return error  # the module is there, and what it imports is not
         return ConfigurationError(
@@ -142,8 +148,30 @@ class Registry(Mapping[str, Any]):
         return path.parents[module.count(".") + (path.name == "__init__.py")]
 
 
+_PACKAGES = {
+    "opacus": "Opacus: pip install opacus",
+    "transformers": "Transformers: pip install 'dpbench[huggingface]'",
+}
+"""What can be missing, and what helps."""
+
+
 def _class_name(target: str) -> str:
     return target.rpartition(":")[2]
+
+
+def _target(kind: str, named: object) -> str:
+    """The import target of a class, a function, or an object at the top level of a module."""
+    if isinstance(named, Callable):  # type: ignore[arg-type]
+        with suppress(AttributeError):
+            return f"{named.__module__}:{named.__qualname__}"  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+            if value is named and module.__name__ != "__main__":
+                return f"{module.__name__}:{name}"
+    raise ConfigurationError(
+        f"{kind} {named!r} has no name in a module: assign it at the top level of one, so that "
+        f"the process that measures can import it"
+    )
 
 
 TRAINERS = Registry(
@@ -160,29 +188,62 @@ TRAINERS = Registry(
 MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
 
+WORKLOADS = Registry(
+    "workload",
+    {
+        "transformer": "dpbench.workloads.transformer:Transformer",
+    },
+)
+"""Workloads by short name: subclasses of `dpbench.workloads.base.Workload`, or such objects."""
+
 INSTRUMENTS = Registry(
     "instrument",
     {
         "timing": "dpbench.instruments.timing:Timing",
-        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "ncu": "dpbench.instruments.ncu.instrument:Ncu",
         "cupti": "dpbench.instruments.cupti.instrument:Cupti",
-        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
+        "ncu_kernels": "dpbench.instruments.ncu.instrument:NcuKernels",
         "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",
         "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
+        "nsys": "dpbench.instruments.nsys.instrument:Nsys",
     },
 )
 """Instruments by name, in the order in which they measure. Others are named by import target, or
 by an entry point; see `dpbench.instruments.choose`."""
 
 
+def _named(case: Case) -> Iterator[tuple[str, Registry]]:
+    """The fields of a case that name something, as far as it has them, each with its registry."""
+    registries = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS}
+    return ((axis, made) for axis, made in registries.items() if axis != "model" or case.model)
+
+
 def resolve(case: Case) -> Case:
-    """The case with the short names of its trainer and model, whichever spelling it has."""
-    if case.model == SCRIPT:
+    """The case with the short names of all that it names, whichever spelling it has."""
+    if case.workload == SCRIPT:
         return case
-    return replace(
-        case, trainer=TRAINERS.canonical(case.trainer), model=MODELS.canonical(case.model)
-    )
+    names: dict[str, Any] = {
+        axis: registry.canonical(getattr(case, axis)) for axis, registry in _named(case)
+    }
+    case = replace(case, **names)
+    if case.set:
+        check_parameters(case)
+    return case
+
+
+def check_parameters(case: Case) -> None:
+    """Refuse parameters that the case's workload does not have; imports the workload."""
+    workload = WORKLOADS[case.workload]
+    if not isinstance(workload, type):
+        raise ConfigurationError(
+            f"workload {case.workload} is an object, which has its parameters: drop set {case.set}"
+        )
+    known = inspect.signature(workload).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    if wrong := [name for name in case.parameters if name not in known]:
+        raise unknown(f"parameter of workload {case.workload}", wrong[0], known or ("none",))
 
 
 def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
@@ -192,35 +253,59 @@ def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
         grid = _resolved(grid)
     except ConfigurationError as error:  # the built-in grids have none
         raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
+    if axes.get("set"):
+        axes["set"] = parameter_grid(axes["set"] or ())
+    if axes.get("workload"):
+        axes["workload"] = [WORKLOADS.canonical(name) for name in axes["workload"] or ()]
+    chosen = tuple(axes.get("workload") or grid.workload)
+    check_belongs([axis for axis, values in axes.items() if values is not None], chosen)
     return _resolved(grid.narrow(**axes))
 
 
 def _resolved(grid: Grid) -> Grid:
     axes = {axis: getattr(grid, axis) for axis in AXES}
-    axes["trainer"] = map(TRAINERS.canonical, grid.trainer)
-    axes["model"] = map(MODELS.canonical, grid.model)
+    for axis, registry in (("trainer", TRAINERS), ("model", MODELS), ("workload", WORKLOADS)):
+        axes[axis] = map(registry.canonical, axes[axis])
     return grid.narrow(**{axis: dict.fromkeys(values) for axis, values in axes.items()})
 
 
 def locate(cases: Iterable[Case]) -> None:
-    """Refuse cases of whose trainer or model the module is not there."""
-    named = {(case.trainer, case.model) for case in cases}
-    for trainer, model in sorted(named):
-        TRAINERS.locate(trainer)
-        MODELS.locate(model)
+    """Refuse cases of which a module is not there, or with parameters that their workload lacks."""
+    for case in {replace(case, batch_size=1): None for case in cases}:
+        for axis, registry in _named(case):
+            registry.locate(getattr(case, axis))
+        if case.set:
+            check_parameters(case)
+
+
+def import_named(case: Case) -> None:
+    """Import all that a case names."""
+    for axis, registry in _named(case):
+        registry[getattr(case, axis)]
+
+
+def is_builtin(case: Case) -> bool:
+    """Whether all that a case names came with dpbench."""
+    return all(registry.is_builtin(getattr(case, axis)) for axis, registry in _named(case))
+
+
+def import_paths(case: Case) -> list[Path | None]:
+    """Where what a case names was imported from, if not from dpbench."""
+    return [registry.import_path(getattr(case, axis)) for axis, registry in _named(case)]
+
+
+def portable(case: Case) -> dict[str, Any]:
+    """A case's fields, for a process in which nothing was registered."""
+    return asdict(case) | {axis: reg.argument(getattr(case, axis)) for axis, reg in _named(case)}
 
 
 def arguments(case: Case) -> list[str]:
     """A case as command-line options that any dpbench process understands."""
-    values = asdict(case) | {
-        "trainer": TRAINERS.argument(case.trainer),
-        "model": MODELS.argument(case.model),
-    }
-    defaults = {field.name: field.default for field in fields(case)}
+    blank = {field.name: (field.default, OF_TRANSFORMER.get(field.name)) for field in fields(case)}
     return [
         text
-        for name, value in values.items()
-        if value != defaults[name] or name == "model_size"
+        for name, value in portable(case).items()
+        if value not in blank[name] or (name == "model_size" and value)
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]
 

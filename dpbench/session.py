@@ -211,7 +211,7 @@ class Session:
 
         chosen = self.instruments if instruments is None else instruments
         on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
-        checks = on_gpu and case.model != SCRIPT and not self.settings.try_anyway
+        checks = on_gpu and case.workload != SCRIPT and not self.settings.try_anyway
         gpu = self.gpu if checks else None  # what it must fit
         fresh: list[Outcome] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 from dpbench.case import ALL_PHASES, ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
-from dpbench.registry import INSTRUMENTS, MODELS, TRAINERS, chosen_grid
+from dpbench.registry import INSTRUMENTS, MODELS, TRAINERS, WORKLOADS, chosen_grid
 
 NCU_SETS = ("basic", "detailed", "full")
 """Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""
@@ -53,17 +53,20 @@ def _option(
 AXIS_HELP = {
     "trainer": f"{', '.join(TRAINERS)}, their class names, or package.module:Class",
     "batch_size": "examples in a step",
-    "seq_len": "tokens in an example",
-    "model_size": f"{', '.join(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS",
+    "seq_len": "tokens in an example of the transformer",
+    "model_size": f"the transformer's: {', '.join(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS",
     "precision": ", ".join(PRECISIONS),
-    "attention": ", ".join(ATTENTIONS),
-    "model": f"{', '.join(MODELS)}, or package.module:Class",
+    "attention": f"the transformer's: {', '.join(ATTENTIONS)}",
+    "model": f"the transformer's: {', '.join(MODELS)}, or package.module:Class",
+    "workload": f"{', '.join(WORKLOADS)}, or package.module:Class",
+    "set": "a parameter of another workload, NAME=VALUE",
 }
 
 
 def _axis(name: str, of: type = str) -> Any:
     help = f"replaces the grid's, repeatable: {AXIS_HELP[name]}"
-    return _option(help, type=of, action="append", metavar=name.upper())
+    metavar = "NAME=VALUE" if name == "set" else name.upper()
+    return _option(help, type=of, action="append", metavar=metavar)
 
 
 def _number(help: str, default: int, **names: Any) -> Any:
@@ -113,6 +116,8 @@ class Settings:
     precision: list[str] | None = _axis("precision")
     attention: list[str] | None = _axis("attention")
     model: list[str] | None = _axis("model")
+    workload: list[str] | None = _axis("workload")
+    set: list[str] | None = _axis("set")
 
     # how it is measured
     instrument: list[str] | None = _option(

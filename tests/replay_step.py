@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dpbench.case import ADDED
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.commands.step import write_profile
@@ -45,7 +46,8 @@ def main() -> int:
     path, case = recording(options), chosen_case(options)
     record = json.loads(path.read_text(encoding="utf-8"))
     for name, value in {"case": vars(case), **asked(options)}.items():
-        if record[name] != value:
+        found = {**ADDED, **record[name]} if name == "case" else record[name]
+        if found != value:
             error = {"kind": "RuntimeError", "message": f"no recording of {name} {value}"}
             print_record(error=error)
             return 1

@@ -146,7 +146,8 @@ def test_a_step_that_fails_says_why_in_its_record(
     options = [*TINY, "--device=cpu", "--warmup=0", "--active=1"]
     with pytest.raises(RuntimeError):
         main(["step", "--trainer=outside:Crashing", *options])
-    message = "RuntimeError: the clipping kernel fell over"
+    message = "RuntimeError: the clipping kernel fell over "
+    message += '(outside.py:21: raise RuntimeError("the clipping kernel fell over"))'
     error = json.loads(capsys.readouterr().out)["error"]
     assert error == {"kind": "RuntimeError", "message": message}
     assert main(["step", "--trainer=outside:Greedy", *options]) == 1

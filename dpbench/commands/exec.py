@@ -162,7 +162,7 @@ def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple
     scripts = [
         outcome
         for outcome in run.outcomes
-        if outcome.case.model == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
+        if outcome.case.workload == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
     ]
     found = [
         _as_standard(outcome, rows)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpbench import registry
-from dpbench.case import AXES, Case, Grid
+from dpbench.case import AXES, COUNTS, OF_TRANSFORMER, TRANSFORMER, Case, Grid, check_belongs
 from dpbench.files import check_is_file
 from dpbench.settings import AXIS_HELP, declare
 
@@ -31,23 +31,34 @@ def chosen_grid(options: argparse.Namespace) -> Grid:
     return grid
 
 
-def add_case(parser: argparse.ArgumentParser) -> None:
-    """Declare one case; what `Case` has no default for has one here, but for the trainer."""
-    defaults = {"batch_size": 8, "seq_len": 256}
-    for axis in AXES:
-        default = defaults.get(axis, getattr(Case, axis, None))
+USUAL = {"batch_size": 8, "seq_len": 256}
+"""What `Case` has no default for, but for the trainer."""
+
+
+def add_case(parser: argparse.ArgumentParser, axes: Iterable[str] = AXES, **usual: Any) -> None:
+    """Declare one case, or these axes of it, with other defaults for some."""
+    for axis in axes:
+        default = {**USUAL, **usual}.get(axis) or getattr(Case, axis, None)
         parser.add_argument(
             f"--{axis.replace('_', '-')}",
-            type=int if axis in defaults else str,
-            default=default,
+            type=int if axis in COUNTS else str,
+            action="append" if axis == "set" else "store",
+            # Unasked for, the transformer's are left out of other workloads' cases.
+            default=None if axis in OF_TRANSFORMER or axis == "set" else default,
             required=default is None,
-            help=AXIS_HELP[axis] + (" (default %(default)s)" if default is not None else ""),
+            help=AXIS_HELP[axis] + (f" (default {default})" if default else ""),
         )
 
 
-def chosen_case(options: argparse.Namespace) -> Case:
-    """The case that the options of `add_case` describe."""
-    return registry.resolve(Case.from_row(vars(options)))
+def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
+    """The case that the options of `add_case` describe, with its defaults."""
+    given = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
+    workload = registry.WORKLOADS.canonical(given["workload"])
+    check_belongs(given, [workload])
+    for axis, value in {**USUAL, **usual}.items():
+        if axis not in OF_TRANSFORMER or workload == TRANSFORMER:
+            given.setdefault(axis, value)
+    return registry.resolve(Case(**{**given, "workload": workload}))
 
 
 def saved_run(name: str, storage: Path) -> Run:

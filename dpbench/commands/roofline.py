@@ -22,11 +22,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.case import AXES, Case
+from dpbench.case import AXES, Case, parameters_text
 from dpbench.commands.options import add_cases, chosen_grid, count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
-from dpbench.registry import resolve
+from dpbench.registry import WORKLOADS, resolve
 from dpbench.results.cards import CARDS, Roofs, find_card
 from dpbench.settings import declare
 
@@ -126,6 +126,10 @@ def _saved(options: argparse.Namespace) -> pd.DataFrame:
 
 def _spelled(axis: str, value: object) -> object:
     """A value of an axis as rows spell it."""
+    if axis == "set":
+        return parameters_text(str(value))
+    if axis == "workload":
+        return WORKLOADS.canonical(value)
     case: dict[str, object] = {"trainer": "standard", "batch_size": 1, "seq_len": 1, axis: value}
     return getattr(resolve(Case(**case)), axis)  # type: ignore[arg-type]
 

@@ -1,25 +1,31 @@
 """Check that every trainer trains, on a tiny model.
 
-Trains two steps of a tiny model with each trainer and says whether it worked. The exit code is
-0 if every trainer did.
+Trains two steps of a tiny model, or of a workload of your own, with each trainer and says whether
+it worked. The exit code is 0 if every trainer did.
 
 Examples:
   dpbench smoke
   dpbench smoke --trainer dpsgd --trainer mypackage.trainers:MyTrainer
+  dpbench smoke --workload mypackage.images:Digits --set image_size=28
 """
 
 from __future__ import annotations
 
 import argparse
 
-from dpbench.case import Case
-from dpbench.registry import TRAINERS, resolve
+from dpbench.case import AXES
+from dpbench.commands.options import add_case, chosen_case
+from dpbench.errors import own_line
+from dpbench.registry import TRAINERS
 from dpbench.settings import AXIS_HELP, declare
+
+SMALL = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    declare(parser.add_argument, "trainer", help=AXIS_HELP["trainer"])
+    declare(parser.add_argument, "trainer", help=AXIS_HELP["trainer"], dest="trainers")
+    add_case(parser, AXES[1:], **SMALL)
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu"
     )
@@ -30,14 +36,16 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.process.build import smoke_test
 
     failed = 0
-    for trainer in options.trainer or list(TRAINERS):
-        case = resolve(Case(trainer, batch_size=4, seq_len=32, model_size="tiny"))
+    for trainer in options.trainers or list(TRAINERS):
+        case = chosen_case(options, **SMALL, trainer=TRAINERS.canonical(trainer))
         name = TRAINERS[trainer].__name__
         try:
             smoke_test(case, device=options.device)
         except Exception as error:  # a smoke test reports whatever broke
             failed += 1
-            print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}")
+            line = own_line(error.__traceback__)
+            where = f" ({line})" if line else ""
+            print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}{where}")
         else:
             print(f"[TEST OK] {name} passed local test.")
     return 1 if failed else 0

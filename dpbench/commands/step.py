@@ -23,7 +23,7 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.process.messages import print_record
 from dpbench.process.schedule import Schedule, Steps
 from dpbench.settings import declare
@@ -83,6 +83,8 @@ def run(options: argparse.Namespace) -> int:
     except Exception as error:  # whoever started this process learns why from the record
         kind = type(error).__name__
         first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
+        if line := own_line(error.__traceback__):
+            first_line += f" ({line})"
         message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
         print_record(error={"kind": kind, "message": message})
         raise

@@ -28,7 +28,7 @@ from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, last_record
 from dpbench.process.schedule import Steps
-from dpbench.registry import MODELS, TRAINERS, arguments, child_python_path
+from dpbench.registry import arguments, child_python_path, import_paths
 from dpbench.results.rows import Measurement
 
 PATIENCE_SECONDS = 3.0
@@ -52,7 +52,7 @@ class Child(Running):
     with it, with its time-out, with `cancel`, and with this process.
 
     Args:
-        command: an argument list; never a shell string, because ids may hold brackets.
+        command: an argument list.
         case: whose command it is.
         log: the file to write.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
@@ -72,15 +72,12 @@ class Child(Running):
         read: Callable[[Child], list[Measurement]],
         errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
-        self.errors: Mapping[str, type[InstrumentError]]
-        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
+        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
-        self._mark = f"{secrets.token_hex(8)} "
+        self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
-        if path := child_python_path(
-            TRAINERS.import_path(case.trainer), MODELS.import_path(case.model)
-        ):
+        if path := child_python_path(*import_paths(case)):
             added["PYTHONPATH"] = path
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
@@ -94,7 +91,7 @@ class Child(Running):
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **added, MARK: self._mark},
+                env={**inherited, **added, MARK: self.mark},
             )
 
     def rows(self) -> list[Measurement]:
@@ -113,9 +110,9 @@ class Child(Running):
         try:
             self._wait()
         finally:
-            self.cancel()
+            self.group.end()
         lines = log_lines(self.log)
-        record, code = last_record(lines, self._mark), self.group.process.returncode
+        record, code = last_record(lines, self.mark), self.group.process.returncode
         error = record.get("error")
         if record and not error and not code:
             return record
@@ -123,16 +120,14 @@ class Child(Running):
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kind = self.errors.get(error["kind"], CaseFailed)
+        kind: type[InstrumentError] = self.errors.get(error["kind"], CaseFailed)
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
     def _wait(self) -> None:
-        clock = _Clock(self)
-        rest = ""
+        clock, rest, ended = _Clock(self), "", False
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             stream.readline()  # its command
-            ended = False
             while not ended:
                 ended = self.group.process.poll() is not None
                 *lines, rest = (rest + stream.read()).split("\n")
@@ -165,41 +160,41 @@ def is_ours(process_id: int) -> bool:
 class _Clock:
     """What a child does with its time: it sets up, waits for its GPU, and measures.
 
-    Each of these may take as long as the child's time-out says, waiting for each other process
-    apart.
+    Each of these may take as long as its time-out says, waiting for each other process apart.
     """
 
     def __init__(self, child: Child) -> None:
         self.child = child
-        self.start = self.deadline_from = time.monotonic()
+        self.since = time.monotonic()  # it began to do what it does
+        self.waits_since = 0.0
         self.holder = self.told = ""
         self.measuring = False
 
     def hear(self, line: str) -> None:
         if self.measuring or not (WAITING in line or MEASURING in line):
             return
-        now = self.deadline_from = time.monotonic()
-        if WAITING in line:
-            self.start = self.start if self.holder else now
+        self.since = time.monotonic()
+        self.measuring = MEASURING in line
+        if not self.measuring:
+            self.waits_since = self.waits_since or self.since
             self.holder = line.partition(WAITING)[2].strip()
-        else:
-            self.measuring = True
-            if self.told:
-                tell(f"{self.child.case.id} waited {now - self.start:.0f} s for its GPU")
+        elif self.told:
+            waited = self.since - self.waits_since
+            tell(f"{self.child.case.id} waited {waited:.0f} s for its GPU")
 
     def check(self) -> None:
         """Say whom the child waits for, once; raise what to end it with if its time is up."""
         case, timeout, log = self.child.case, self.child.timeout, self.child.log
-        waited = time.monotonic() - self.deadline_from
+        seconds = time.monotonic() - self.since
         waiting = self.holder and not self.measuring
-        if waiting and waited > PATIENCE_SECONDS and self.told != self.holder:
+        if waiting and seconds > PATIENCE_SECONDS and self.told != self.holder:
             process = re.search(r"held by process (\d+)", self.holder)
             if process and not is_ours(int(process[1])):
                 self.told = self.holder
                 tell(f"{case.id} waits for {self.holder}")
-        if waited > timeout and waiting:
-            raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
-        if waited > timeout:
+        if seconds > timeout:
+            if waiting:
+                raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
             raise CaseTimedOut(f"{case.id} did not finish within {timeout:g} s", log=log)
 
 

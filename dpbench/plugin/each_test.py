@@ -190,7 +190,7 @@ class EachTest:
         baselines = [
             self.session.measure(outcome.case.baseline, instruments)
             for outcome, instruments, _ in self._measured
-            if not outcome.error and outcome.case.model != SCRIPT  # nobody says what its is
+            if not outcome.error and outcome.case.workload != SCRIPT  # nobody says what its is
         ]
         return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
 

@@ -66,7 +66,7 @@ def visible_names() -> list[str]:
 
 def expected_cost(case: Case) -> int:
     """How long a case takes, in no unit: what takes longest is best begun first."""
-    return case.batch_size * case.seq_len * PASSES.get(case.trainer, 6)
+    return case.batch_size * max(case.seq_len, 1) * PASSES.get(case.trainer, 6)
 
 
 class CaseScheduling:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from dpbench import gpu
-from dpbench.case import Case
+from dpbench.case import TRANSFORMER, Case
 from dpbench.errors import ConfigurationError
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import TRAINERS, WORKLOADS
 from dpbench.training.base import Batch, TrainerBase
-from dpbench.workloads.data import get_random_dataloader
+from dpbench.workloads.base import Workload, batches_of
 
 SEED = 0
 """Every build of a case is the same: a profiler that needs several passes runs it again."""
@@ -35,22 +37,34 @@ def build(case: Case, device: torch.device, num_batches: int) -> tuple[TrainerBa
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
         torch.backends.cudnn.allow_tf32 = case.precision == "tf32"
+    workload = workload_of(case)
     with device:
-        model = MODELS[case.model](
-            case.size, attention=case.attention, max_seq_len=max(1024, case.seq_len)
-        )
-    if case.precision == "bf16":
-        model = model.to(torch.bfloat16)
-    trainer = TRAINERS[case.trainer](model, batch_size=case.batch_size)
-    loader = get_random_dataloader(
-        batch_size=case.batch_size,
-        seq_len=case.seq_len,
-        vocab_size=case.size.vocabulary,
-        device=device,
-        num_batches=num_batches,
-        seed=SEED,
+        model = workload.model()
+    dtype = torch.bfloat16 if case.precision == "bf16" else None
+    trainer = TRAINERS[case.trainer](
+        model.to(dtype), batch_size=case.batch_size, **_what_is_unusual(case, workload)
     )
-    return trainer, [(input_ids, labels) for input_ids, labels in loader]
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    return trainer, list(batches_of(workload, case.batch_size, num_batches, place))
+
+
+def workload_of(case: Case) -> Workload:
+    """The workload of a case, with its parameters."""
+    named = WORKLOADS[case.workload]
+    workload = named(**case.parameters) if isinstance(named, type) else named
+    if not isinstance(workload, Workload):
+        raise ConfigurationError(
+            f"workload {case.workload} must be a subclass of dpbench.Workload, or an object of one"
+        )
+    return workload
+
+
+def _what_is_unusual(case: Case, workload: Workload) -> dict[str, Any]:
+    """What a trainer must be told; one that takes no more than it always did trains as ever."""
+    return {} if case.workload == TRANSFORMER else {"workload": workload}
 
 
 def smoke_test(case: Case, *, device: str = "cpu") -> None:

@@ -16,12 +16,8 @@ from typing import Any
 WAITING = "dpbench: waiting for"
 """Printed before the process waits for its GPU, and whenever another process holds that."""
 
-MEASURING = "dpbench: measuring"
-"""Printed when it has its GPU."""
-
-NVTX_DOMAIN = "dpbench"
-"""The NVTX domain of the ranges by which a profiler knows a step's phases."""
-
+MEASURING = "dpbench: measuring"  # printed when it has its GPU
+NVTX_DOMAIN = "dpbench"  # the NVTX domain of the ranges by which a profiler knows a step's phases
 NVTX_END = "end"
 """The name of the last range of a run. Nsight Compute's reader takes a truncated report for a
 shorter one; a report without this range is incomplete."""
@@ -32,16 +28,13 @@ MARK = "DPBENCH_RECORD_MARK"
 
 def print_record(**record: Any) -> None:
     """Print the record of what this process did, or why it failed: plain JSON types."""
+    try:
+        version = metadata.version("dpbench")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        version = "0.0.0"
     mark = os.environ.get(MARK, "")
     own_line = "\n" if mark else ""  # a trainer may have left the last line open
-    print(own_line + mark + json.dumps({"dpbench": _version(), **record}), flush=True)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("dpbench")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        return "0.0.0"
+    print(own_line + mark + json.dumps({"dpbench": version, **record}), flush=True)
 
 
 def last_record(lines: Iterable[str], mark: str) -> dict[str, Any]:

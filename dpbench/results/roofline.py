@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES
+from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs
 from dpbench.results.frame import summarise
@@ -58,9 +58,8 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     if missing:  # an error, never zero
         case = missing[0]
         raise ConfigurationError(
-            f"no operations were counted for {case['trainer']} batch {case['batch_size']} sequence "
-            f"{case['seq_len']}, phase {case.get('phase', STEP)}: count the same case with the "
-            f"logical instrument"
+            f"no operations were counted for {Case.from_row(case).id}, phase "
+            f"{case.get('phase', STEP)}: count the same case with the logical instrument"
         )
     return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import ALL_PHASES, AXES, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
@@ -227,6 +227,11 @@ def _parsed(path: Path, data: bytes) -> dict[str, Any]:
             f"run file {path} has schema {schema}, and this dpbench reads up to {SCHEMA}; "
             f"upgrade dpbench"
         )
+    for part in ("rows", "cases", *PARTS):
+        entries = document.get(part)
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict):
+                entry.update(ADDED | entry)
     return dict(document)
 
 

@@ -38,7 +38,8 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     for key, group in rows.groupby(together):
         cell = dict(zip(together, key, strict=True))
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
-        what = f"{case.configuration}, batch {case.batch_size}, sequence {case.seq_len}"
+        what = f"{case.configuration}, batch {case.batch_size}"
+        what += f", sequence {case.seq_len}" if case.seq_len else ""
         with_what = f", against {against}" if against else ""
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import (
@@ -82,7 +82,8 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
 
     A view with columns gets one table a group, of these columns and nothing else.
     """
-    frame = frame[frame.instrument != "torch_profiler"]  # its tables: `show.profile`
+    # Tables of these: `show.profile`, `show.timeline`.
+    frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []
     view = view or View()
@@ -93,7 +94,7 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
         if not (view.columns or group.by_phase):
             listed += _phase_table(group, "dram_bytes", "DRAM GB")
             listed += _phase_table(group, "logical_bytes", "logical GB")
-            if any(row["model"] == SCRIPT for row in group.rows.values()):
+            if any(row["workload"] == SCRIPT for row in group.rows.values()):
                 listed += _phase_table(group, "step_time_seconds", "ms")
             listed += _busy_table(group)
             listed += [*against_logical(group), *_throughput_table(group)]
@@ -194,8 +195,11 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
     ] or ["trainer"]
     rows = _sorted(in_order(summary), keys)
     prefixes = {"batch_size": "bs", "seq_len": "seq"}  # as in `Case.id`
-    parts = [prefixes.get(axis, "") + rows[axis].astype(str) for axis in labels]
-    rows = rows.assign(label=[" ".join(names) for names in zip(*parts, strict=True)])
+    parts = [
+        (prefixes.get(axis, "") + rows[axis].astype(str)).where(rows[axis].astype(bool), "")
+        for axis in labels
+    ]
+    rows = rows.assign(label=[" ".join(filter(None, names)) for names in zip(*parts, strict=True)])
     for values, group in rows.groupby(keys, sort=False):
         shared = dict(zip(keys, values, strict=True))
         # What is the same everywhere is said once.
@@ -230,15 +234,15 @@ def _by_column(group: Group, name: str | None) -> list[str]:
 
 def title_of(shared: Mapping[str, Any]) -> str:
     """What some rows share, in words; the usual attention and model go without saying."""
-    if shared.get("model") == SCRIPT:
+    if shared.get("workload") == SCRIPT:
         return str(shared["device"])
-    size = " ".join(shared[axis] for axis in ("model_size", "precision") if axis in shared)
+    size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
     of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
     parts = [*of_test, shared.get("trainer", ""), size]
     usual = {"attention": "sdpa", "model": "simple"}
-    parts += [shared[axis] for axis, name in usual.items() if shared.get(axis, name) != name]
+    parts += [shared[axis] for axis, name in usual.items() if shared.get(axis) not in (name, None)]
     words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
-    parts += [f"{word} {shared[axis]}" for axis, word in words.items() if axis in shared]
+    parts += [f"{word} {shared[axis]}" for axis, word in words.items() if shared.get(axis)]
     return ", ".join([*filter(None, parts), shared["device"] or "unknown device"])
 
 
@@ -401,7 +405,7 @@ def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     step = summary[(summary.phase == STEP) & (summary.unit != "B/s")]
     cells = [
         [
-            f"{row['trainer']} bs{row['batch_size']} seq{row['seq_len']}",
+            Case.from_row(row).id,
             str(row["metric"]),
             f"{row['value']:.6g} {row['unit']}",
         ]

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-Batch = tuple[Tensor, Tensor]
-"""``(input_ids, labels)``, both int64 ``[B, T]``; labels are aligned with positions."""
+from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in
+from dpbench.workloads.transformer import Transformer, mean_cross_entropy
+
+__all__ = ["Batch", "TrainerBase", "mean_cross_entropy"]
 
 
 class TrainerBase(ABC):
     """Trains ``model`` one batch at a time; the subclass says how.
 
-    A subclass marks the parts of its step with `dpbench.phase`.
+    A subclass marks the parts of its step with `dpbench.phase`, and knows of what it trains only
+    `mean_loss` and `example_losses`.
 
     Args:
-        model: maps int64 token ids ``[B, T]`` to logits ``[B, T, V]``.
+        model: the workload's model.
         batch_size: examples in every batch, B; a DP trainer scales its noise by it.
         learning_rate: step size of the optimizer.
         noise_multiplier: σ; the noise added to the summed gradient has deviation σ·C.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
         optimizer: called as ``optimizer(parameters, lr=…)``; SGD without momentum by default.
+        workload: gives the losses; by default those of the transformer, whose batches are
+            ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
     """
 
     def __init__(
@@ -36,7 +41,9 @@ class TrainerBase(ABC):
         noise_multiplier: float = 1.0,
         max_grad_norm: float = 1.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        workload: Workload | None = None,
     ) -> None:
+        self.workload = workload or Transformer()
         self.batch_size = batch_size
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
@@ -48,11 +55,22 @@ class TrainerBase(ABC):
         """One optimization step.
 
         Args:
-            batch: ``(input_ids, labels)``, both int64 ``[B, T]`` with B = ``batch_size``.
+            batch: of the workload, with ``batch_size`` examples.
 
         Returns:
-            The mean cross-entropy over the batch before the update, detached, a scalar.
+            The mean loss over the batch before the update, detached, a scalar.
         """
+
+    def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """The loss of each example, ``[B]``, through the model or what wraps it."""
+        losses = self.workload.losses(model, self.unpack(batch))
+        return checked_losses(losses, self.workload, self.batch_size)
+
+    def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """The mean loss over the batch, a scalar, through the model or what wraps it."""
+        if type(self.workload).loss is Workload.loss:
+            return self.example_losses(model, batch).mean()
+        return self.workload.loss(model, self.unpack(batch))
 
     def unpack(self, batch: Batch) -> Batch:
         """The batch, if it has the size that this trainer was built for.
@@ -61,14 +79,9 @@ class TrainerBase(ABC):
             ValueError: it has another. DP noise is scaled by the batch size, so a smaller
                 last batch would silently get the wrong noise.
         """
-        if len(batch[0]) != self.batch_size:
+        if (examples := examples_in(batch)) != self.batch_size:
             raise ValueError(
                 f"{type(self).__name__} was built for batches of {self.batch_size} "
-                f"and got one of {len(batch[0])}"
+                f"and got one of {examples}"
             )
         return batch
-
-
-def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of logits ``[B, T, V]`` against labels ``[B, T]``, a scalar."""
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))

@@ -6,14 +6,19 @@ https://arxiv.org/abs/1607.00133, as Opacus implements it with hooks.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
+from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
-from dpbench.training.base import Batch, TrainerBase, mean_cross_entropy
+from dpbench.errors import ConfigurationError
+from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import in_phase, phase
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def mark_phases(optimizer: DPOptimizer) -> None:
@@ -32,12 +37,21 @@ def mark_phases(optimizer: DPOptimizer) -> None:
             setattr(optimizer, method, in_phase(name, getattr(optimizer, method)))
 
 
+def hooked(wrapper: Callable[..., M], model: nn.Module, **options: Any) -> M:
+    """A model with Opacus's hooks; one that cannot have them is refused in Opacus's words."""
+    try:
+        return wrapper(model, **options)
+    except NotImplementedError as error:
+        words = str(next(iter(ModuleValidator.validate(model)), error))
+        raise ConfigurationError(f"Opacus: {words.partition('. ')[0]}") from error
+
+
 class DPSGDTrainer(TrainerBase):
     """Opacus's ``GradSampleModule`` and ``DPOptimizer``; arguments as `TrainerBase`."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        self.grad_sample_module = GradSampleModule(self.model)
+        self.grad_sample_module = hooked(GradSampleModule, self.model)
         self.optimizer = DPOptimizer(
             self.plain_optimizer,
             noise_multiplier=self.noise_multiplier,
@@ -47,9 +61,8 @@ class DPSGDTrainer(TrainerBase):
         mark_phases(self.optimizer)
 
     def train_step(self, batch: Batch) -> Tensor:
-        input_ids, labels = self.unpack(batch)
         with phase("forward"):
-            loss = mean_cross_entropy(self.grad_sample_module(input_ids), labels)
+            loss = self.mean_loss(self.grad_sample_module, batch)
         with phase("backward"):
             loss.backward()
         with phase("optimizer"):

@@ -12,14 +12,11 @@ from typing import Any, ClassVar
 
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import (
-    DPLossFastGradientClipping,
-    DPTensorFastGradientClipping,
-)
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
 from dpbench.training.base import Batch, TrainerBase
-from dpbench.training.dpsgd import mark_phases
+from dpbench.training.dpsgd import hooked, mark_phases
 from dpbench.training.phases import phase
 
 
@@ -34,7 +31,8 @@ class DPFastGradientClippingTrainer(TrainerBase):
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        self.grad_sample_module = GradSampleModuleFastGradientClipping(
+        self.grad_sample_module = hooked(
+            GradSampleModuleFastGradientClipping,
             self.model,
             max_grad_norm=self.max_grad_norm,
             use_ghost_clipping=self.use_ghost_clipping,
@@ -46,14 +44,11 @@ class DPFastGradientClippingTrainer(TrainerBase):
             expected_batch_size=batch_size,
         )
         mark_phases(self.optimizer)
-        self.criterion = DPLossFastGradientClipping(
-            self.grad_sample_module, self.optimizer, nn.CrossEntropyLoss(), "mean"
-        )
 
     def train_step(self, batch: Batch) -> Tensor:
-        input_ids, labels = self.unpack(batch)
         with phase("forward"):
-            loss = self._loss(input_ids, labels)
+            losses = self.example_losses(self.grad_sample_module, batch)
+            loss = DPTensorFastGradientClipping(self.grad_sample_module, self.optimizer, losses)
         with phase("backward"):
             loss.backward()  # two passes: norms, then the weighted loss
         with phase("optimizer"):
@@ -61,13 +56,6 @@ class DPFastGradientClippingTrainer(TrainerBase):
             self.optimizer.zero_grad(set_to_none=True)
             mean_loss: Tensor = loss.detach()
         return mean_loss
-
-    def _loss(self, input_ids: Tensor, labels: Tensor) -> DPTensorFastGradientClipping:
-        """The loss by example; the logits are dropped before backward, as in other trainers."""
-        logits = self.grad_sample_module(input_ids)
-        return self.criterion(
-            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), shape=logits.shape
-        )
 
 
 class DPGhostClippingTrainer(DPFastGradientClippingTrainer):

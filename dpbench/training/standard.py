@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dpbench.training.base import Batch, TrainerBase, mean_cross_entropy
+from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 
 
@@ -12,9 +12,8 @@ class StandardTrainer(TrainerBase):
     """Minibatch gradient descent without privacy."""
 
     def train_step(self, batch: Batch) -> Tensor:
-        input_ids, labels = self.unpack(batch)
         with phase("forward"):
-            loss = mean_cross_entropy(self.model(input_ids), labels)
+            loss = self.mean_loss(self.model, batch)
         with phase("backward"):
             loss.backward()
         with phase("optimizer"):

@@ -8,12 +8,18 @@ each example (its hooks need the batch as the first dimension of every layer's i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench.case import ATTENTIONS, ModelSize
-from dpbench.errors import unknown
+from dpbench.errors import ConfigurationError, unknown
+from dpbench.registry import MODELS
+from dpbench.workloads.base import Batch, Workload
+from dpbench.workloads.data import get_random_dataloader
 
 
 class SelfAttention(nn.Module):
@@ -125,3 +131,60 @@ class SimpleBigModel(nn.Module):
         x = self.token_embedding(input_ids) + self.position_embedding(positions)
         logits: Tensor = self.head(self.final_norm(self.blocks(x)))
         return logits
+
+
+class Transformer(Workload):
+    """Next-token prediction on random tokens, by `SimpleBigModel` or a model called as it is.
+
+    Args:
+        seq_len: tokens in an example, T.
+        model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
+        attention: one of `ATTENTIONS`.
+        model: a name in `MODELS`, called as ``Model(size, attention=…, max_seq_len=…)``.
+    """
+
+    def __init__(
+        self,
+        *,
+        seq_len: int = 256,
+        model_size: str = "1b",
+        attention: str = "sdpa",
+        model: str = "simple",
+    ) -> None:
+        self.seq_len, self.attention, self.name = seq_len, attention, model
+        self.model_size, self.size = model_size, ModelSize.parse(model_size)
+
+    def model(self) -> nn.Module:
+        model: nn.Module = MODELS[self.name](
+            self.size, attention=self.attention, max_seq_len=max(1024, self.seq_len)
+        )
+        if not any(self.size.hidden in parameter.shape for parameter in model.parameters()):
+            raise ConfigurationError(
+                f"model {self.name} has no layer of width {self.size.hidden}: it ignores the size "
+                f"that it is given, and would be called {self.model_size}; say with --model-size "
+                f"what it is, VOCABULARYxHIDDENxLAYERSxHEADS, or make it a workload"
+            )
+        return model
+
+    def batches(self, batch_size: int) -> Iterable[Batch]:
+        return get_random_dataloader(
+            batch_size=batch_size, seq_len=self.seq_len, vocab_size=self.size.vocabulary
+        )
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return token_losses(model(batch[0]), batch[1])
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return mean_cross_entropy(model(batch[0]), batch[1])
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of logits ``[B, T, V]`` against labels ``[B, T]``, a scalar."""
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of each example, ``[B]``, as `mean_cross_entropy`."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    by_token = F.cross_entropy(flat, labels.reshape(-1), reduction="none")
+    return by_token.view(labels.shape).mean(dim=1)

@@ -41,7 +41,7 @@ def test_without_noise_every_update_is_the_mean_of_clipped_per_example_gradients
     trainer_class: type[TrainerBase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In three steps, of which the later ones would show what an earlier one left behind."""
-    monkeypatch.setattr(foreach, "COLUMNS", 100_000)  # several launches, the last one shorter
+    monkeypatch.setattr(foreach, "ELEMENTS", 100_000)  # several buffers
     threshold = float(PerExample.of(model(), batches(1)[0]).norms.median())
     options = {"learning_rate": 1.0, "noise_multiplier": 0.0, "max_grad_norm": threshold}
     trainer = trainer_class(model(), batch_size=BATCH_SIZE, **options)

@@ -10,7 +10,7 @@ from dpbench import Case, CaseReport
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = 0.005
+TOLERANCE = 0.01
 """By how much equal steps may differ."""
 
 PARAMETER_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}
@@ -36,7 +36,8 @@ def test_dram_bytes_against_standard_training(
 def test_phases_add_up_to_the_step(dpbench_case: Case, counters: Callable[..., CaseReport]) -> None:
     """No byte of a built-in trainer's step is moved outside its phases.
 
-    By ncu the step is their sum; by CUPTI it is another step, which was counted as a whole.
+    By ncu the step is their sum; by CUPTI it is another step, which was counted as a whole, and at
+    16 x 1024 two steps of standard training have differed by 0.6 %.
     """
     measured = counters(dpbench_case)
     phases = measured.phases.dram_bytes

@@ -14,7 +14,7 @@ from types import ModuleType
 import pandas  # noqa: F401  # before pytester, which forgets what its test imports
 import pytest
 
-from dpbench import MODELS, TRAINERS
+from dpbench import MODELS, TRAINERS, WORKLOADS
 from dpbench.instruments import INSTRUMENTS, child
 from tests.programs import program
 
@@ -166,7 +166,7 @@ def in_this_process(
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child, "sys", sys)
-        for registry in (TRAINERS, MODELS, INSTRUMENTS):
+        for registry in (TRAINERS, MODELS, WORKLOADS, INSTRUMENTS):
             patch.setattr(registry, "_targets", dict(registry._targets))
         try:
             return pytester.runpytest_inprocess(

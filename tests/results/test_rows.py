@@ -55,6 +55,8 @@ def test_row_is_flat_and_spells_everything_out() -> None:
         "precision": "fp32",
         "attention": "sdpa",
         "model": "simple",
+        "workload": "transformer",
+        "set": "",
         "instrument": "ncu",
         "phase": "step",
         "metric": "dram_read_bytes",

@@ -247,4 +247,6 @@ def test_throughput_table_fits_a_terminal() -> None:
 def test_counter_asked_for_by_its_own_name_is_shown_as_the_tool_gives_it() -> None:
     table = tables_of(rows("dpsgd", {"lts__t_sectors.sum": 1234567.0}))[-1]
     assert table.title == "Other counters, per step"
-    assert table.cells == [["dpsgd bs16 seq1024", "lts__t_sectors.sum", "1.23457e+06 sector"]]
+    assert table.cells == [
+        ["dpsgd-bs16-seq1024-1b-fp32", "lts__t_sectors.sum", "1.23457e+06 sector"]
+    ]

@@ -19,7 +19,8 @@ Transformers (Hugging Face)
     believes that it is being traced, and makes them.
 
 What would change the bytes, and cannot be followed here, is refused: autocast and gradient
-scalers (whose step is skipped or not, as the data has it), torch.compile.
+scalers (whose step is skipped or not, as the data has it), torch.compile, and shared keys in the
+flash kernel where torch's own for the CPU does not take them (before torch 2.9).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -49,12 +50,11 @@ _fused_rms_norm = getattr(getattr(_aten, "_fused_rms_norm", None), "default", No
 """None where torch has no such operator yet: CUDA decomposes RMSNorm there, too."""
 
 WIDEST_FLASH_HEAD = 256
-HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """In here operators, modes and libraries choose as they do on CUDA, or say that they cannot."""
+    """In here operators and modes choose as they do on CUDA, or say that they cannot."""
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
         stack.callback(library._destroy)
@@ -103,9 +103,6 @@ def replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
     setattr(place, name, value)
 
 
-# --- operators -------------------------------------------------------------------------------
-
-
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """What an operator is made of, as PyTorch's own C++ has it."""
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -140,19 +137,21 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    same_width = query.shape[-1] == value.shape[-1]
+    width = query.shape[-1]
+    same_width = width == value.shape[-1]
     same_heads = query.dim() == 4 and query.shape[1] == key.shape[1] == value.shape[1]
-    flash = (
-        attn_mask is None
-        and same_width
-        and query.dtype in HALF
-        and query.shape[-1] <= WIDEST_FLASH_HEAD
-    )
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    flash = attn_mask is None and same_width and half and width <= WIDEST_FLASH_HEAD
     efficient = same_heads and query.dtype is not torch.float64
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
+    if not same_heads and not shared_keys_are_fused():
+        raise UnsupportedOperation(
+            "this torch cannot follow shared keys (enable_gqa) in half precision without a GPU; "
+            "count with torch 2.9 or newer"
+        )
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
         return _as_composed(_attention, *operands, 0.0, is_causal, **options)
@@ -163,15 +162,20 @@ def _scaled_dot_product_attention(
     return _efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
 
 
+@cache
+def shared_keys_are_fused() -> bool:
+    """Whether the CPU's flash kernel takes fewer key than query heads, as CUDA's does."""
+    query = torch.empty(1, 2, 1, 8, dtype=torch.bfloat16)
+    key = query[:, :1]
+    return bool(torch._fused_sdp_choice(query, key, key, enable_gqa=True))
+
+
 INSTEAD: dict[OpOverload, Callable[..., Any]] = {
     _aten.dropout.default: _dropout,
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
 """What runs for an operator that is made of others on the CPU and is one on CUDA."""
-
-
-# --- what changes the bytes in a way that cannot be followed -----------------------------------
 
 
 def _remember_what_was_asked(init: Callable[..., None]) -> Callable[..., None]:

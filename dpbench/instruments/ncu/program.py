@@ -76,15 +76,11 @@ def find_ncu(path: str | None = None) -> str:
     """The ``ncu`` to use: the one named, or on ``PATH``, or where NVIDIA installs it."""
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
     usual = ["ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)]
-    for candidate in usual if path is None else [path]:
-        if found := shutil.which(candidate):
-            return found
-    missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
-    raise NcuNotFound(missing)
-
-
-ANSWER_SECONDS = 30.0
-"""How long an ``ncu`` has to answer a question; it takes a second or two."""
+    found = next(filter(None, map(shutil.which, usual if path is None else [path])), None)
+    if found is None:
+        missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
+        raise NcuNotFound(missing)
+    return found
 
 
 @cache
@@ -108,6 +104,6 @@ def known_counters(path: str, *options: str) -> frozenset[str]:
 def _answer(path: str, *question: str) -> str:
     """What an ``ncu`` prints; nothing if it is made for another machine, say, or hangs."""
     try:
-        return output_of([path, *question], timeout=ANSWER_SECONDS)
+        return output_of([path, *question], timeout=30)  # it takes a second or two
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import ATTENTIONS, Case
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
@@ -20,11 +19,9 @@ from dpbench.results.rows import STEP, Measurement
 REPORT_MAGIC = b"NVR\0"
 """The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
 
-DEVICE = "device__attribute_display_name"
-"""What a report calls the name of the GPU."""
-
+DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
 KERNELS, SPEED_OF_LIGHT = "kernels", "sol"
-"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few kernels."""
+"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few."""
 
 
 def report_path(case: Case, folder: str = "") -> Path:
@@ -66,20 +63,11 @@ class MetricMissing(InstrumentError):
 
 
 def read(
-    path: Path,
-    case: Case,
-    metrics: Iterable[NcuMetric] | None = None,
-    *,
-    tool: str = "ncu",
+    path: Path, case: Case, metrics: Iterable[NcuMetric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
-    """The rows of one report: each metric by phase and step, and for the whole step.
+    """The rows of a case's report: each metric by phase and step, and for the whole step.
 
-    Args:
-        path: an ``.ncu-rep`` file.
-        case: which case it measured.
-        metrics: what to read; by default every byte metric of which the report holds all
-            counters.
-        tool: what made the report, for the rows.
+    By default every byte metric of which the report holds all counters.
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
@@ -107,18 +95,11 @@ def case_of(path: Path) -> Case:
 
     Reports of kernels lie one folder deeper; see `report_path`.
     """
-    name = re.fullmatch(r"report_(?P<trainer>\w+)_bs(?P<bs>\d+)_seq(?P<seq>\d+)", path.stem)
-    place = path.resolve().parent
-    if place.name in (KERNELS, SPEED_OF_LIGHT):
-        place = place.parent
-    folder = place.name.split("-")
-    if name is None or len(folder) < 2:
-        raise ForeignReport(f"{path}: expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
-    rest = {part in ATTENTIONS: part for part in folder[2:]}
-    attention, model = rest.get(True, "sdpa"), rest.get(False, "simple")
+    place = path.resolve()
+    if place.parent.name in (KERNELS, SPEED_OF_LIGHT):
+        place = place.parent.with_name(place.name)
     try:
-        numbers = int(name["bs"]), int(name["seq"])
-        return Case(name["trainer"], *numbers, folder[0], folder[1], attention, model)
+        return Case.from_report_path(place)
     except ConfigurationError as error:
         raise ForeignReport(f"{path}: {error}") from error
 
@@ -147,28 +128,21 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
-    """The ncu action objects (ranges or kernels) of a report, in the order of the run.
-
-    Args:
-        path: an ``.ncu-rep`` file.
-        part: which of ``parts`` consecutive parts of the report to load, from 0.
-        parts: of about as many actions each.
-    """
-    with _opened(path) as ranges:
-        places = [(profiled, i) for profiled in ranges for i in range(profiled.num_actions())]
+    """The ncu action objects (ranges or kernels) of a report, or part of them, as they ran."""
+    with _opened(path) as places:
         start, end = (len(places) * border // parts for border in (part, part + 1))
         return [profiled.action_by_idx(i) for profiled, i in places[start:end]]
 
 
 def count_actions(path: Path) -> int:
     """How many ranges or kernels a report holds."""
-    with _opened(path) as ranges:
-        return sum(profiled.num_actions() for profiled in ranges)
+    with _opened(path) as places:
+        return len(places)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[list[Any]]:
-    """The library's groups of actions in a report, one a process that was profiled."""
+def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
+    """The places of a report's actions: the library has a group of them for each process."""
     import ncu_report
 
     try:
@@ -182,7 +156,8 @@ def _opened(path: Path) -> Iterator[list[Any]]:
         raise ReportUnreadable(f"{path}: not an Nsight Compute report")
     try:
         context = ncu_report.load_report(str(path))
-        yield [context.range_by_idx(i) for i in range(context.num_ranges())]
+        groups = map(context.range_by_idx, range(context.num_ranges()))
+        yield [(group, i) for group in groups for i in range(group.num_actions())]
     except Exception as error:  # the library raises bare RuntimeError and more
         raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
 

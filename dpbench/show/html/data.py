@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, BASELINE_TRAINER, Case, trained_in
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
@@ -53,8 +53,9 @@ class Source:
     @classmethod
     def of(cls, label: str, document: Mapping[str, Any]) -> Source:
         """The run of a document that was just made, or that `Run.load` has checked."""
-        frame = pd.DataFrame(document["rows"], columns=COLUMNS).astype({"value": float})
-        cases = document.get("cases") or [
+        rows = [ADDED | row for row in document["rows"]]
+        frame = pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
+        cases = [ADDED | case for case in document.get("cases", ())] or [
             {**case, "error": None, "message": ""}
             for case in frame[list(AXES)].drop_duplicates().to_dict("records")
         ]
@@ -123,9 +124,10 @@ def _subject(summary: pd.DataFrame) -> pd.DataFrame:
 
 def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     """What tells a row's configuration from the others on the page, without batch and sequence."""
-    title = rows.model_size.astype(str) + " " + rows.precision.astype(str)
+    trained = [trained_in(row) for row in rows[list(AXES)].to_dict("records")]
+    title = pd.Series(trained, index=rows.index, dtype=object) + " " + rows.precision.astype(str)
     for name, default in (("attention", "sdpa"), ("model", "simple")):
-        title = title.where(rows[name] == default, title + ", " + rows[name].astype(str))
+        title = title.where(rows[name].isin([default, ""]), title + ", " + rows[name].astype(str))
     subject = _subject(summary)
     devices = set(subject.device)
     if len(devices) > 1:

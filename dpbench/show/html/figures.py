@@ -280,7 +280,7 @@ def name_axis(names: Sequence[str]) -> Json:
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows by cell of the grid, in the order in which they come, with the title of each."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
-        yield f"{title}, batch {batch} × sequence {seq}", group
+        yield f"{title}, {cell_label(batch, seq)}", group
 
 
 # --- tables and text -------------------------------------------------------------------------
@@ -328,9 +328,9 @@ def fate(error: str) -> str:
     return "skipped" if error == NOT_TRIED else "failed"
 
 
-def cell_label(batch_size: int, seq_len: int) -> str:
+def cell_label(batch_size: object, seq_len: object) -> str:
     """How the page names a cell of the grid."""
-    return f"batch {batch_size} × sequence {seq_len}"
+    return f"batch {batch_size}" + (f" × sequence {seq_len}" if seq_len else "")
 
 
 def plain(text: str, longest: int = LONGEST) -> str:

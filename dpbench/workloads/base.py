@@ -1,0 +1,81 @@
+"""What is trained: the interface of a workload."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpbench.errors import ConfigurationError
+
+Batch: TypeAlias = Any
+"""A tensor, or any nest of tuples, lists and dictionaries of tensors, each ``[B, …]``."""
+
+
+class Workload(ABC):
+    """A model, its batches and its loss. Its constructor's arguments are its parameters."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The model; made where it will be trained, from a fixed seed."""
+
+    @abstractmethod
+    def batches(self, batch_size: int) -> Iterable[Batch]:
+        """Batches in the CPU's memory; if there are too few, they come again."""
+
+    @abstractmethod
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """The loss of each example ``[B]``; ``model`` is the model, or what wraps it."""
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """The mean of `losses`, a scalar; for those who have it in fewer operations."""
+        return self.losses(model, batch).mean()
+
+
+def examples_in(batch: Batch) -> int:
+    """How many examples a batch has: the first dimension of each of its tensors."""
+    tensors = pytree.tree_leaves(batch)
+    if wrong := [type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)]:
+        raise ConfigurationError(
+            f"a batch is a nest of tuples, lists, dictionaries and tensors, and has a {wrong[0]}"
+        )
+    firsts: set[Any] = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
+    if len(firsts) != 1 or None in firsts:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "none at all"
+        raise ConfigurationError(
+            f"the first dimension of each tensor of a batch must be the example; they are {shapes}"
+        )
+    found: int = firsts.pop()
+    return found
+
+
+def batches_of(
+    workload: Workload, batch_size: int, number: int, place: Callable[[Tensor], Tensor]
+) -> Iterator[Batch]:
+    """The first batches of a workload, each tensor put where ``place`` puts it."""
+    batches = cycle(workload.batches(batch_size))
+    for _ in range(number):
+        if (batch := next(batches, None)) is None:
+            raise ConfigurationError(f"{type(workload).__name__}.batches gave no batch")
+        if (examples := examples_in(batch)) != batch_size:
+            raise ConfigurationError(
+                f"{type(workload).__name__}.batches({batch_size}) gave a batch of {examples} "
+                f"examples; the first dimension of each tensor must be the example"
+            )
+        yield pytree.tree_map(place, batch)
+
+
+def checked_losses(losses: Tensor, workload: Workload, batch_size: int) -> Tensor:
+    """The losses of a batch, if they are one for each example."""
+    shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+    if shape != [batch_size]:
+        raise ConfigurationError(
+            f"{type(workload).__name__}.losses must give one loss for each of {batch_size} "
+            f"examples, [{batch_size}], and gave {shape}; do not take their mean"
+        )
+    return losses

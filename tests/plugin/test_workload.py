@@ -1,0 +1,71 @@
+"""Workloads in tests: by the options of pytest, and by class or object in the fixtures."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plugin.conftest import RunSuite
+
+WORKLOAD = """
+import torch
+from torch import nn
+from dpbench import DPSGDTrainer, Workload
+
+class Squares(Workload):
+    def __init__(self, *, width: int = 3):
+        self.width = width
+
+    def model(self):
+        return nn.Linear(self.width, 1)
+
+    def batches(self, batch_size):
+        return [torch.randn(batch_size, self.width)]
+
+    def losses(self, model, batch):
+        return model(batch)[:, 0] ** 2
+
+narrow = Squares(width=2)
+
+class MyTrainer(DPSGDTrainer):
+    pass
+"""
+
+
+def test_fixture_takes_classes_and_objects(project: RunSuite, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        mine=WORKLOAD,
+        test_suite="""
+        from dpbench import StandardTrainer
+        from mine import MyTrainer, Squares, narrow
+
+        def test_ratio(logical_io):
+            private = logical_io(MyTrainer, batch_size=4, workload=Squares, set={"width": 5})
+            plain = logical_io(StandardTrainer, batch_size=4, workload=Squares, set="width=5")
+            assert private.case.id == "MyTrainer-bs4-Squares,width=5-fp32"
+            assert private.ratio_to(plain) > 1
+
+        def test_object(logical_io):
+            assert logical_io("standard", batch_size=4, workload=narrow).case.workload == "narrow"
+        """,
+    )
+    project().assert_outcomes(passed=2)
+
+
+def test_options_choose_workload_and_parameters(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        mine=WORKLOAD,
+        test_suite="""
+        def test_counted(dpbench_case, logical_io):
+            assert logical_io(dpbench_case).logical_bytes > 0
+        """,
+    )
+    options = ["--dpbench-workload=mine:Squares", "--dpbench-batch-size=4"]
+    options += ["--dpbench-trainer=dpsgd"]
+    widths = ["--dpbench-set=width=4", "--dpbench-set=width=8"]
+    result = project(*options, *widths, "-v")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*test_counted?dpsgd-bs4-Squares,width=8-fp32?*"])
+    wrong = project("--dpbench-workload=mine:Squares", "--dpbench-seq-len=4")
+    wrong.stderr.fnmatch_lines(["*dpbench: seq_len is the transformer's: Squares takes its own*"])
