@@ -204,7 +204,8 @@ class EachTest:
             return report
         found: dict[str, Any] = {}
         if call.when == "call":
-            found |= item.stash.get(FOUND, {})
+            judged: dict[str, Any] = item.stash.get(FOUND, {})
+            found |= judged
             if found.get("regressions") or found.get("unjudged"):
                 report.outcome = "failed"  # also where an xfail mark expects another failure
                 vars(report).pop("wasxfail", None)
