@@ -254,6 +254,11 @@ METRICS = Metrics((
     Metric("timeline_seconds", by=_NSYS, middle=True),
     Metric("timeline_busy_seconds", by=_NSYS, middle=True),
     Metric("timeline_launches", by=_NSYS, middle=True),
+    # What a GPU exchanges with others and with the host; counted where there are others.
+    Metric("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, ("nvlrx__bytes.sum",)),
+    Metric("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, ("nvltx__bytes.sum",)),
+    Metric("pcie_read_bytes", "PCIe\nread", _CUPTI, ("pcie__read_bytes.sum",)),
+    Metric("pcie_write_bytes", "PCIe\nwrite", _CUPTI, ("pcie__write_bytes.sum",)),
     # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
     Metric("kernel_launches", by=_KERNELS, source="launches"),
     Metric("kernel_dram_read_bytes", by=_KERNELS, source="read_bytes"),

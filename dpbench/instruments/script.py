@@ -99,8 +99,6 @@ class RunningScript(Running):
         error = record.get("error")
         if interrupted:
             error = "interrupted; what was counted until then is kept"
-        elif code and not error:
-            error = f"the script {describe_exit(code)}; what was counted until then is kept"
         if error:
             failure = ScriptFailed(f"{self.case.id}: {error}")
             failure.rows = rows
@@ -196,6 +194,10 @@ def _what_is_wrong(
         return f"the script failed with {raised}{kept}"
     if finder.failure is not None:
         return f"its steps could not be recorded: {finder.failure}{kept}"
+    if code:
+        return (
+            f"the script ended by itself with exit status {code}{kept or ', before a step counted'}"
+        )
     if heard.heard:
         return None
     if finder.steps:
@@ -208,8 +210,6 @@ def _what_is_wrong(
             f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
             f"outside the main thread, where none can be found; let it train there"
         )
-    if code:
-        return f"the script ended by itself with exit status {code}, before its first step"
     if finder.processes:
         return (
             "the script took no step in its own process, but started others: training in them "

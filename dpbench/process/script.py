@@ -363,7 +363,7 @@ class StepFinder:
         self._undo.callback(after.remove)
 
     def _watch_modules(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(module: Any, *args: Any, **options: Any) -> Any:
+        def called(module: Any, /, *args: Any, **options: Any) -> Any:
             if self._settled or not self._begins_forward(module):
                 return call(module, *args, **options)
             evaluation = self._begin_forward()
@@ -388,26 +388,31 @@ class StepFinder:
                 return
 
     def _watch_opacus(self, module: ModuleType) -> None:
-        base, seen = module.DPOptimizer, set()
-
-        def made(init: Callable[..., None]) -> Callable[..., None]:
-            def initialised(self_: Any, *args: Any, **options: Any) -> None:
-                for cls in type(self_).__mro__:  # the user's own, too
-                    if cls not in seen and issubclass(cls, base):
-                        seen.add(cls)
-                        watch(cls)
-                init(self_, *args, **options)
-
-            return initialised
+        seen: set[type] = set()
 
         def watch(cls: type) -> None:
+            if cls in seen:
+                return
+            seen.add(cls)
             for name, phase in OPACUS.items():
                 if name in vars(cls):
                     self._replace(cls, name, self._in_phase(phase))
             if "step" in vars(cls):
                 self._replace(cls, "step", self._outer_update)
 
-        self._replace(base, "__init__", made)
+        def made(init: Callable[..., None]) -> Callable[..., None]:
+            def initialised(optimizer: Any, /, *args: Any, **options: Any) -> None:
+                watch_all()  # the script's own classes have come since
+                init(optimizer, *args, **options)
+
+            return initialised
+
+        def watch_all() -> None:
+            for cls in (module.DPOptimizer, *_derived(module.DPOptimizer)):
+                watch(cls)
+
+        watch_all()
+        self._replace(module.DPOptimizer, "__init__", made)
 
     def _watch_ghost_clipping(self, module: ModuleType) -> None:
         backward = self._in_phase("backward", begins=True)
@@ -420,6 +425,12 @@ class StepFinder:
 
     def _watch_fastdp(self, module: ModuleType) -> None:
         self._replace(module, "_per_block_clip_grad", self._in_phase("clip"))
+
+
+def _derived(cls: type[Any]) -> Iterator[type[Any]]:
+    for derived in cls.__subclasses__():
+        yield derived
+        yield from _derived(derived)
 
 
 class _AfterImport(MetaPathFinder):

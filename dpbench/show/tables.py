@@ -21,6 +21,7 @@ from dpbench.results.frame import (
     with_logical,
     with_ratios,
 )
+from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import (
@@ -33,11 +34,6 @@ from dpbench.show.view import (
     rates,
     shown_by_default,
 )
-
-BUSY = "gpu_busy_share"
-
-LAUNCH_BOUND = 0.7
-"""A step whose GPU is busy for less than this part of its time waits for its launches."""
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.ncu.program import ANSWER_SECONDS, NcuNotFound, find_ncu
+from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
 from dpbench.instruments.processes import ProcessGroup, output_of
 
 REPORT, RAW, EXPORTED = ".nsys-rep", ".qdstrm", ".sqlite"
@@ -76,7 +76,7 @@ def _candidates() -> Iterator[str]:
 def nsys_version(path: str) -> str:
     """The version that an ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
     try:
-        answer = output_of([path, "--version"], timeout=ANSWER_SECONDS)
+        answer = output_of([path, "--version"], timeout=30)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     match = re.search(r"version (\d+\.\d+\.\d+)", answer)
