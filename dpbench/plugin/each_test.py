@@ -234,8 +234,8 @@ class EachTest:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what the tests' processes found."""
         found: Mapping[str, Any] = getattr(report, "dpbench", {})
-        for case, by, test, info in found.get("tests", ()):
-            self.session.note_test((case, by), test, info)
+        for asked in found.get("tests", ()):
+            self.session.note_test(*asked)
         if found.keys() - {"tests"}:
             self._found.append(found)
         if found.get("reference"):  # xdist's controller has not seen what its workers collected
