@@ -13,9 +13,9 @@ import pytest
 
 from dpbench.errors import DpbenchError
 from dpbench.plugin import hooks
-from dpbench.plugin.asked import case_of, takes
+from dpbench.plugin.asked import NEEDS, case_of, measuring_fixtures, takes
 from dpbench.plugin.each_test import MARKER
-from dpbench.plugin.whole_session import NAME, NEEDS_NCU, WholeSession, read_settings
+from dpbench.plugin.whole_session import NAME, WholeSession, read_settings
 from dpbench.plugin.workers import Workers, expected_cost, useful_workers
 from dpbench.settings import declare
 
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """What ``-n auto`` means with ``--ncu``; None leaves it to xdist."""
+    """What ``-n auto`` means where cases are measured; None leaves it to xdist."""
     if not read_settings(config).measures or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
@@ -68,7 +68,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what measures under ncu unless ``--ncu`` was given: it takes minutes of a GPU.
+    """Skip what measures unless ``--ncu`` or ``--cupti`` was given: it takes minutes of a GPU.
 
     Tests of one case come one after the other: xdist workers then measure different cases,
     instead of waiting for each other's. They begin with the cases that take longest, so that no
@@ -85,15 +85,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return position.get(case, len(position)) if case else len(position)
 
     items.sort(key=place)
-    if not whole.settings.measures:
+    for fixture in NEEDS.keys() - measuring_fixtures(whole.settings):
         for item in items:
-            if takes(item, "ncu"):
-                item.add_marker(pytest.mark.skip(reason=NEEDS_NCU))
+            if takes(item, fixture):
+                item.add_marker(pytest.mark.skip(reason=f"needs {NEEDS[fixture]}"))
 
 
 @pytest.fixture
 def ncu(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
     """Measure a case: re-executes it under Nsight Compute, and unprofiled for its time.
+
+    With ``--cupti`` as well, time and peak memory are those of the process that CUPTI counts in.
 
     ``--dpbench-instrument`` adds other instruments, or without ``--ncu`` replaces these.
 
@@ -104,6 +106,18 @@ def ncu(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
             cell = {"batch_size": 8, "seq_len": 256, "model_size": "1b"}
             standard = ncu("standard", **cell)
             assert ncu("dpsgd_ghost", **cell).ratio_to(standard) < 3
+    """
+    whole: WholeSession = pytestconfig.pluginmanager.getplugin(NAME)
+    return whole.measure
+
+
+@pytest.fixture
+def counters(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
+    """Measure a case by hardware counters, whichever reads them: the same as ``ncu`` otherwise.
+
+    With ``--cupti`` the report is CUPTI's, with ``--ncu`` ncu's. With both it has the rows of
+    both; where they have the same number its values are ncu's, the reference, while time, peak
+    memory and busy shares are CUPTI's.
     """
     whole: WholeSession = pytestconfig.pluginmanager.getplugin(NAME)
     return whole.measure

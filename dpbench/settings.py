@@ -95,6 +95,10 @@ class Settings:
 
     # what is measured
     ncu: bool = _of_pytest("measure cases under NVIDIA Nsight Compute", pytest="--ncu")
+    cupti: bool = _of_pytest(
+        "measure cases by CUPTI in the process that trains; with --ncu as well, times are its own",
+        pytest="--cupti",
+    )
     grid: str = _option(f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID")
     trainer: list[str] | None = _axis("trainer")
     batch_size: list[int] | None = _axis("batch_size", int)
@@ -110,7 +114,8 @@ class Settings:
     instrument: list[str] | None = _option(
         f"{', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default timing and ncu, "
         "without a GPU logical",
-        pytest_help="the ncu fixture measures with this, without --ncu with nothing else: "
+        pytest_help="the ncu and counters fixtures measure with this, without --ncu and --cupti "
+        "with nothing else: "
         f"{', '.join(INSTRUMENTS)}, or package.module:Class; repeatable",
         action="append",
         metavar="NAME",
@@ -300,8 +305,8 @@ class Settings:
 
     @property
     def measures(self) -> bool:
-        """Whether pytest's ``ncu`` fixture measures."""
-        return self.ncu or bool(self.instrument)
+        """Whether one of pytest's fixtures measures."""
+        return self.ncu or self.cupti or bool(self.instrument)
 
     @property
     def profiles_kernels(self) -> bool:
@@ -341,7 +346,7 @@ class Settings:
             )
         if self.of_pytest and self.profiles_kernels and not self.measures:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
-        if self.of_pytest and self.profile and not self.ncu:
+        if self.of_pytest and self.profile and not (self.ncu or self.cupti):
             raise ConfigurationError(
                 "--dpbench-profile profiles the cases that --ncu measures; give both, or "
                 "--dpbench-instrument torch_profiler, which needs no Nsight Compute"

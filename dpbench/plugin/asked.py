@@ -14,12 +14,23 @@ import pytest
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.registry import locate
+from dpbench.settings import Settings
 
 FILE = "asked"
 """In the session's directory: what an xdist worker collected, for the controller."""
 
 FIXTURES = "dpbench.pytest_plugin"
 """The module of dpbench's fixtures."""
+
+NEEDS = {"ncu": "--ncu", "counters": "--cupti or --ncu"}
+"""The fixtures that measure, and the options without which their tests are skipped."""
+
+
+def measuring_fixtures(settings: Settings) -> list[str]:
+    """Those of `NEEDS` that measure in this session."""
+    if settings.ncu or settings.instrument:
+        return [*NEEDS]
+    return ["counters"] if settings.cupti else []
 
 
 def takes(item: pytest.Item, fixture: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from dpbench.case import Case
 from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError
-from dpbench.plugin.asked import case_of, takes
+from dpbench.plugin.asked import NEEDS, case_of, measuring_fixtures, takes
 from dpbench.session import Session
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ class EachTest:
     def _asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
         """What a test asks for according to its parameters and fixtures."""
         case = case_of(item)
-        by_ncu = [i.name for i in self.session.instruments] if takes(item, "ncu") else []
-        names = [*by_ncu, *(["logical"] if takes(item, "logical_io") else [])]
+        measures = any(takes(item, name) for name in measuring_fixtures(self.session.settings))
+        names = [i.name for i in self.session.instruments] if measures else []
+        names += ["logical"] if takes(item, "logical_io") else []
         return [(case, name) for name in names] if case else []
 
     @pytest.hookimpl(wrapper=True)
@@ -247,7 +248,7 @@ class EachTest:
 
 def _measures(item: pytest.Item) -> bool:
     """Whether a test takes a fixture that measures."""
-    return takes(item, "ncu") or takes(item, "logical_io")
+    return any(takes(item, fixture) for fixture in (*NEEDS, "logical_io"))
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from dpbench.files import printable
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.terminal import shown_on
-from dpbench.plugin.asked import AskedCases
+from dpbench.plugin.asked import NEEDS, AskedCases, measuring_fixtures
 from dpbench.plugin.each_test import EachTest
 from dpbench.registry import resolve
 from dpbench.session import Session
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dpbench.results.report import CaseReport
     from dpbench.show.layout import Table
 
-NEEDS_NCU = "needs --ncu"
 NAME = "dpbench-session"
 """The name of `WholeSession` among pytest's plugins."""
 
@@ -91,11 +90,12 @@ class WholeSession:
             self.terminal = _open_terminal()
 
     def _instruments(self) -> list[str]:
-        """The names of what the ``ncu`` fixture measures with."""
-        names = list(self.settings.instrument or ())
-        if self.settings.ncu:
-            names += ["ncu"] if self.settings.no_timing else ["timing", "ncu"]
-        return [*names, "torch_profiler"] if self.settings.profile else names
+        """The names of what the fixtures measure with; where CUPTI counts, its process is timed."""
+        settings = self.settings
+        names = [*(settings.instrument or ()), *(["cupti"] if settings.cupti else [])]
+        if settings.ncu:
+            names += ["ncu"] if settings.no_timing or "cupti" in names else ["timing", "ncu"]
+        return [*names, "torch_profiler"] if settings.profile else names
 
     # --- tests -------------------------------------------------------------------------------
 
@@ -108,8 +108,8 @@ class WholeSession:
         """
         if not self.runs_tests:
             return
-        fixtures = ("ncu", "logical_io") if self.settings.measures else ("logical_io",)
-        self.asked = AskedCases.of(session.items, fixtures)
+        fixtures = measuring_fixtures(self.settings)
+        self.asked = AskedCases.of(session.items, [*fixtures, "logical_io"])
         if self.asked.problem:
             session.items.clear()
         self._expect_cases()
@@ -122,7 +122,7 @@ class WholeSession:
             self.session.problem(self.asked.problem)
 
     def measure(self, case: Case | str, **fields: Any) -> CaseReport:
-        """What the ``ncu`` fixture returns is this; see there."""
+        """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
         with shown_on(self.terminal):
             return self.each_test.report(_case(case, fields), self.session.instruments)
 
@@ -155,15 +155,19 @@ class WholeSession:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def pytest_report_header(self) -> str | None:
+    def pytest_report_header(self) -> list[str]:
         """Say what will be measured, and with what."""
         if not self.session.instruments:
-            return None
+            return []
         count = sum(1 for _ in self.session.grid.cases())
         gpus = visible_gpus()
         times = f"{len(gpus)} x " if len(gpus) > 1 else ""
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
-        return f"dpbench: {self.session.grid.name}, {count} cases, {where}"
+        both = "dpbench: bytes counted by ncu and by CUPTI, of which tests are given ncu's"
+        return [
+            f"dpbench: {self.session.grid.name}, {count} cases, {where}",
+            *([both] if {"ncu", "cupti"} <= {i.name for i in self.session.instruments} else []),
+        ]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -198,10 +202,12 @@ class WholeSession:
         """A session that was to measure has measured something; others need not."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
         if self.measures and not any(o.rows and o.instruments == instruments for o in outcomes):
-            option = self.settings.option("ncu" if self.settings.ncu else "instrument")
+            asked = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
+            option = self.settings.option(asked)
+            fixture = " or ".join(measuring_fixtures(self.settings))
             self.session.problem(
                 f"{option} was given and nothing was measured; "
-                "select tests that use the ncu fixture, e.g. -m gpu"
+                f"select tests that use the {fixture} fixture, e.g. -m gpu"
             )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -210,11 +216,10 @@ class WholeSession:
             return
         say = terminalreporter.write_line
         session = self.session
-        waiting = sum(
-            NEEDS_NCU in str(report.longrepr) for report in terminalreporter.getreports("skipped")
-        )
-        if waiting:
-            say(f"dpbench: {waiting} tests measure with --ncu")
+        skipped = [str(report.longrepr) for report in terminalreporter.getreports("skipped")]
+        for options in NEEDS.values():
+            if waiting := sum(f"Skipped: needs {options}'" in reason for reason in skipped):
+                say(f"dpbench: {waiting} tests measure with {options}")
         outcomes = session.outcomes()
         if not outcomes and self.runs_tests:
             for path in self.settings.files.values():

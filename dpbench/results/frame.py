@@ -153,12 +153,17 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     """Counted bytes per second of unprofiled step time, for each byte metric of the step.
 
-    By ncu the two factors come from two processes, one profiled and one not; the instrument
-    column says so.
+    By ncu the two factors come from two processes, one profiled and one not, which may be CUPTI's;
+    the instrument column says so.
     """
     step = summary[summary.phase == STEP]
-    pairs = [("ncu", "timing"), ("cupti", "cupti")]
-    parts = [_throughputs(step, *pair) for pair in pairs]
+    cases = step.set_index([*AXES, "device"]).index
+    untimed = ~cases.isin(cases[step.instrument == "timing"])
+    parts = [
+        _throughputs(step, "ncu", "timing"),
+        _throughputs(step[untimed], "ncu", "cupti"),
+        _throughputs(step, "cupti", "cupti"),
+    ]
     return pd.concat([part for part in parts if not part.empty] or parts[:1], ignore_index=True)
 
 

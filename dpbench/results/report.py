@@ -11,7 +11,7 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.frame import summarise, to_frame
+from dpbench.results.frame import PREFERRED, of_one_instrument, summarise, to_frame
 from dpbench.results.kernels import KernelCount, kernel_frame, kernel_table
 from dpbench.results.operators import OperatorCount
 from dpbench.results.outcome import Outcome
@@ -60,7 +60,8 @@ class CaseReport:
     def value(self, metric: str, phase: str = STEP) -> float:
         """A metric of the step or of one phase: mean over the active steps, median for times.
 
-        Peak memory of a case that was both measured and counted is the measured one.
+        Peak memory of a case that was both measured and counted is the measured one; of what ncu
+        and CUPTI both counted, it is ncu's.
         """
         return self._value(metric, phase)[0]
 
@@ -75,6 +76,8 @@ class CaseReport:
             )
         if len(found) > 1:
             found = found[found.instrument != "logical"]
+        if {*found.instrument} <= {*PREFERRED}:
+            found = of_one_instrument(found)
         if len(found) > 1:
             by = " and ".join(found.instrument + " on " + found.device)
             raise ConfigurationError(
@@ -96,8 +99,10 @@ class CaseReport:
     def phases(self) -> pd.DataFrame:
         """Metrics by phase: one row per phase, one column per metric of the profiler or counter."""
         rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(BY_PHASE)]
-        wide = rows.drop_duplicates(["phase", "metric"]).pivot(
-            index="phase", columns="metric", values="value"
+        wide = (
+            of_one_instrument(rows)
+            .drop_duplicates(["phase", "metric"])
+            .pivot(index="phase", columns="metric", values="value")
         )
         return wide.reindex([name for name in ALL_PHASES if name in wide.index])
 

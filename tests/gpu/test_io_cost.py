@@ -10,14 +10,17 @@ from dpbench import Case, CaseReport
 
 pytestmark = pytest.mark.gpu
 
+TOLERANCE = 0.01
+"""By how much equal steps may differ."""
+
 PARAMETER_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}
 
 
 def test_dram_bytes_against_standard_training(
-    dpbench_case: Case, ncu: Callable[..., CaseReport]
+    dpbench_case: Case, counters: Callable[..., CaseReport]
 ) -> None:
     """A DP trainer moves more than the standard one; that one at least its parameters."""
-    measured = ncu(dpbench_case)
+    measured = counters(dpbench_case)
     if dpbench_case == dpbench_case.baseline:
         size = dpbench_case.size
         weights = 12 * size.layers * size.hidden**2 + 2 * size.vocabulary * size.hidden
@@ -25,14 +28,18 @@ def test_dram_bytes_against_standard_training(
         # gradients too. Less than that would mean that something was not counted.
         assert measured.dram_bytes > 4 * weights * PARAMETER_BYTES[dpbench_case.precision]
     else:
-        baseline = ncu(dpbench_case.baseline)
+        baseline = counters(dpbench_case.baseline)
         assert measured.dram_bytes > baseline.dram_bytes
         assert measured.ratio_to(baseline) > 1
 
 
-def test_phases_add_up_to_the_step(dpbench_case: Case, ncu: Callable[..., CaseReport]) -> None:
-    """No byte of a built-in trainer's step is moved outside its phases."""
-    measured = ncu(dpbench_case)
+def test_phases_add_up_to_the_step(dpbench_case: Case, counters: Callable[..., CaseReport]) -> None:
+    """No byte of a built-in trainer's step is moved outside its phases.
+
+    By ncu the step is their sum; by CUPTI it is another step, which was counted as a whole, and at
+    16 x 1024 two steps of standard training have differed by 0.6 %.
+    """
+    measured = counters(dpbench_case)
     phases = measured.phases.dram_bytes
-    assert phases.sum() == pytest.approx(measured.dram_bytes, rel=1e-9)
+    assert phases.sum() == pytest.approx(measured.dram_bytes, rel=TOLERANCE)
     assert phases["outside"] < 1e-3 * measured.dram_bytes

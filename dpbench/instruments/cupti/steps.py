@@ -161,10 +161,15 @@ class StepCounter:
         }
 
     def _check_alike(self) -> None:
-        """Refuse steps of different phases, or that moved other DRAM bytes."""
+        """Refuse to put together what different steps counted, if they moved other DRAM bytes.
+
+        With one pass nothing is put together: how far its steps differ is a spread, not an error.
+        """
         by_phase = [set(step) for step in self._counted if STEP not in step]
         if any(phases != by_phase[0] for phases in by_phase):
             raise StepsDiffer("the steps have different phases")
+        if self.passes == 1:
+            return
         totals = [_sum(step.values()) for step in self._counted]
         moved = [
             sum(total[name] for name in self._dram) for total in totals if {*self._dram} <= {*total}

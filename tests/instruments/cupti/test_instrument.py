@@ -17,7 +17,7 @@ from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentErro
 from dpbench.instruments.cupti import child
 from dpbench.instruments.cupti.errors import CountersForbidden, CuptiTooOld
 from dpbench.instruments.cupti.instrument import Cupti, cupti_rows
-from dpbench.results.frame import summarise, to_frame
+from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
 from dpbench.show.layout import as_text
@@ -124,9 +124,14 @@ def test_where_ncu_counted_too_the_tables_show_its_bytes(record: dict[str, Any])
     step = tables(to_frame([*rows, *by_ncu]))[0]
     assert step.cells[0][1:4] == ["10.0", "10.0", "20.0"]
     both = CaseReport.of(CASE, [*rows, *by_ncu])
-    with pytest.raises(ConfigurationError, match="make a report of one of them"):
-        _ = both.dram_bytes
+    assert both.dram_bytes == both.phases.dram_bytes["forward"] == 20 * GB
+    assert both.value("gpu_busy_share") == BUSY
     assert len(both.phases) == len(record["counted_phases"])
+    rates = throughputs(summarise(both.frame))
+    assert {*rates.instrument} == {
+        "ncu bytes / cupti seconds",
+        "cupti bytes / cupti seconds",
+    }
 
 
 # --- its process ---------------------------------------------------------------------------------

@@ -123,8 +123,13 @@ def test_steps_that_move_other_bytes_are_refused(scales: list[float]) -> None:
         counter.rounds()
 
 
+def test_with_one_pass_steps_may_move_other_bytes() -> None:
+    by_phase, whole = read_bytes(count_steps(FakeCupti(), [1, 1.01]))
+    assert (by_phase["forward"], whole[STEP]) == (2 * GB, 15.15 * GB)
+
+
 def test_what_the_cache_keeps_makes_no_difference() -> None:
-    by_phase, whole = read_bytes(count_steps(FakeCupti(), [0.001, 0.002]))
+    by_phase, whole = read_bytes(count_steps(FakeCupti(a_pass=12), [0.001, 0.001, 0.002, 0.002]))
     assert (by_phase["forward"], whole[STEP]) == (0.002 * GB, 0.03 * GB)
 
 

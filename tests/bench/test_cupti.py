@@ -1,0 +1,103 @@
+"""What the benchmark of CUPTI says of saved runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import cupti
+from dpbench import Case
+from dpbench.instruments.cupti.instrument import cupti_rows
+from dpbench.results.outcome import Outcome, document
+from dpbench.results.rows import Measurement
+
+CASES = [Case(trainer, 8, 256, "1b") for trainer in ("standard", "dpsgd")]
+NAMES = ("dram_read_bytes", "dram_write_bytes", *list(cupti.TOLERANCES)[1:])
+
+
+def counted(total: float) -> dict[str, float]:
+    return {**dict.fromkeys(NAMES, total), "range_time_seconds": 0.5}
+
+
+def by_cupti(case: Case, phases: float = 1e9) -> list[Measurement]:
+    """A case that moved 2 GB in two phases of a step; 2.5 s in 5 steps."""
+    record: dict[str, Any] = {
+        "device": "NVIDIA H200",
+        "torch": "2.11",
+        "cupti": "13.0",
+        "peak_memory_bytes": 1e9,
+        "phase_seconds": [{"forward": 0.2, "backward": 0.3}] * 2,
+        "counted_phases": {
+            name: {**counted(phases), "range_time_seconds": 0.25} for name in ("forward", "clip")
+        },
+        "counted_steps": [counted(2e9)],
+    }
+    return list(cupti_rows(case, record))
+
+
+def by_ncu(case: Case, factor: float = 1.0, metric: str = "") -> list[Measurement]:
+    """The same under ncu, one metric of it so many times as much."""
+    values = {name: 2e9 * (factor if name == metric else 1) for name in NAMES}
+    return [
+        Measurement(case, "ncu", phase, name, value, "B", 0, "NVIDIA H200", "ncu")
+        for name, value in values.items()
+        for phase in ("forward", "step")
+    ]
+
+
+def save(path: Path, rows: list[list[Measurement]], seconds: float = 6.0) -> Path:
+    session = {
+        "status": "complete",
+        "seconds": seconds,
+        "settings": {"cupti": {"steps": {"warmup": 1, "active": 2}}},
+    }
+    outcomes = [
+        Outcome(case, tuple(r), 3.0, instruments=(r[0].instrument,))
+        for case, r in zip(CASES, rows, strict=False)
+    ]
+    path.write_text(json.dumps(document(outcomes, {}, session)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("factor", "metric", "phases", "status"),
+    [
+        (1.0, "", 1e9, 0),
+        (1.009, "dram_read_bytes", 1e9, 0),  # 0.45 % of reads and writes together
+        (1.012, "dram_read_bytes", 1e9, 1),
+        (0.98, "l2_total_bytes", 1e9, 1),
+        (1.009, "global_load_bytes", 1e9, 0),
+        (1.0, "", 1.001e9, 1),
+    ],
+)
+def test_each_case_must_agree_and_its_phases_add_up(
+    factor: float, metric: str, phases: float, status: int, tmp_path: Path
+) -> None:
+    one = save(tmp_path / "cupti.json", [by_cupti(CASES[0]), by_cupti(CASES[1], phases)])
+    other = save(tmp_path / "ncu.json", [by_ncu(CASES[0]), by_ncu(CASES[1], factor, metric)])
+    assert cupti.main(["agree", str(one), str(other)]) == status
+
+
+def test_runs_of_different_cases_do_not_agree(tmp_path: Path) -> None:
+    one = save(tmp_path / "cupti.json", [by_cupti(CASES[0])])
+    other = save(tmp_path / "ncu.json", [by_ncu(Case("dpsgd", 16, 256, "1b"))])
+    assert cupti.main(["agree", str(one), str(other)]) == 1
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(5.9, 0), (6.1, 1)])
+def test_a_grid_may_take_little_more_than_its_steps(
+    seconds: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two cases of one warm-up, two timed, and two counted steps of half a second each."""
+    one = save(tmp_path / "cupti.json", [by_cupti(case) for case in CASES], seconds)
+    other = save(tmp_path / "ncu.json", [by_ncu(case) for case in CASES], 60.0)
+    assert cupti.main(["grid", str(one), "--saved", "--ncu", str(other)]) == status
+    last = capsys.readouterr().out.splitlines()[-2].split()
+    assert last == ["session", "5.0", str(seconds), "60.0"]
+
+
+def test_counted_steps_are_those_of_all_passes() -> None:
+    assert cupti.further_steps({"passes": 2, "counted_steps": [{}, {}, {}]}) == 8
