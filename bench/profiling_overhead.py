@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dpbench import TRAINERS, Case
 from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.program import find_ncu
-from dpbench.instruments.ncu.ranges import Ncu
 
 
 def seconds(command: list[str], case: Case, log: Path) -> float:

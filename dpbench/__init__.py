@@ -25,6 +25,7 @@ _HOMES = {
     "dpbench.training.phases": ("in_phase", "phase"),
     "dpbench.instruments.base": ("Instrument", "InstrumentError", "Running"),
     "dpbench.instruments.cupti.steps": ("count_ranges",),
+    "dpbench.instruments.observe": ("observe",),
     "dpbench.results.rows": ("Measurement",),
     "dpbench.results.report": ("CaseReport",),
 }

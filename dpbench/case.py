@@ -247,6 +247,8 @@ class Case:
     @property
     def id(self) -> str:
         """A name for test ids and messages, e.g. ``dpsgd-bs8-seq256-1b-fp32``."""
+        if self.model == SCRIPT:
+            return self.trainer
         length = f"-seq{self.seq_len}" if self.seq_len else ""
         return f"{self.trainer}-bs{self.batch_size}{length}-{self.configuration}"
 
@@ -400,3 +402,11 @@ GRIDS = {
     "grid1": Grid("grid1", _ALL_TRAINERS, batch_size=(8, 16), seq_len=(256, 1024)),
     "grid2": Grid("grid2", _ALL_TRAINERS, batch_size=(4, 8), seq_len=(512, 1024)),
 }
+
+SCRIPT = "script"
+"""The model of a case that is somebody's script or loop; no more than its name is known."""
+
+
+def script_case(name: str) -> Case:
+    """The case of a script or loop that is called so."""
+    return Case(name, batch_size=1, seq_len=1, model_size="1x1x1x1", model=SCRIPT)

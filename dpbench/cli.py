@@ -20,6 +20,7 @@ COMMANDS = (
     "smoke",
     "step",
     "run",
+    "exec",
     "show",
     "compare",
     "list",
@@ -82,8 +83,11 @@ def _discard(stream: TextIO) -> None:
 def _run(argv: Sequence[str] | None, name: list[str]) -> int:
     """Read the arguments and run their command; its name is added to the other."""
     directory = _current_directory()
-    arguments = [hyphenated(text) for text in (sys.argv[1:] if argv is None else argv)]
-    options = build_parser().parse_args(arguments)
+    written = sys.argv[1:] if argv is None else argv
+    options = build_parser().parse_args([hyphenated(text) for text in written])
+    for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are
+        if rest := getattr(options, name_of_rest, None):
+            setattr(options, name_of_rest, [*written[-len(rest) :]])
     name.append(options.command_name)
     if options.command_name in LOAD_TRAINERS and directory not in sys.path:
         sys.path.append(directory)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
+from dpbench.settings import names_tests
 
 if TYPE_CHECKING:
     from dpbench.results.gate import Verdict
@@ -168,7 +169,7 @@ def _named_run(settings: Settings, named: str) -> str:
     """What `Storage.find` takes: a number, or a path."""
     path = settings.directory / named
     option = settings.option("compare")
-    if path.is_dir() or path.suffix == ".py" or "::" in named:
+    if names_tests(named, settings.directory):
         raise ConfigurationError(
             f"{option} took {named!r} for a run: name tests before it, or write "
             f"{option}=NUM or {option}=FILE"

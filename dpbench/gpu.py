@@ -9,7 +9,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +20,13 @@ from dpbench.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVML knows it; ``memory_bytes`` is the whole card's, None if it does not say.
-
-    ``chip`` is named where it has counters of its own; see `chip_of`.
-    """
+    """A GPU as NVML knows it."""
 
     uuid: str
     name: str
-    memory_bytes: int | None
+    memory_bytes: int | None  # the whole card's, if it says so
     driver: str
-    chip: str = ""
+    chip: str = ""  # named where it has counters of its own, see chip_of
 
 
 def chip_of(major: int, minor: int) -> str:
@@ -75,33 +72,30 @@ def _asked_driver() -> tuple[list[Gpu], str]:
 
     Of several GPUs one may have failed: CUDA's numbers are unknown then, so none is named.
     """
-    with _nvml() as pynvml:
+    with _nvml() as nvml:
         try:
-            pynvml.nvmlInit()
-            count = pynvml.nvmlDeviceGetCount()
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-            gpus = [_described(handle) for handle in handles]
-        except pynvml.NVMLError as error:
+            nvml.nvmlInit()
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            gpus = [_described(nvml, handle) for handle in handles]
+        except nvml.NVMLError as error:
             return [], f"NVML says {str(error)!r}"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return select(gpus, visible, _mig_parents(handles, gpus)), ""
+        slices: dict[str, Gpu] = {}
+        for handle, gpu in zip(handles, gpus, strict=True):
+            with suppress(nvml.NVMLError):  # no MIG on this GPU, or no further slice
+                for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+                    slices[nvml.nvmlDeviceGetUUID(mig)] = gpu
+        return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), slices), ""
 
 
-def _described(handle: object) -> Gpu:
-    import pynvml
-
-    memory = capability = None
-    with suppress(pynvml.NVMLError):  # some integrated GPUs do not say
-        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    with suppress(pynvml.NVMLError):
-        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(
-        uuid=pynvml.nvmlDeviceGetUUID(handle),
-        name=pynvml.nvmlDeviceGetName(handle),
-        memory_bytes=memory,
-        driver=pynvml.nvmlSystemGetDriverVersion(),
-        chip=chip_of(*capability) if capability else "",
-    )
+def _described(nvml: Any, handle: object) -> Gpu:
+    memory, chip = None, ""
+    with suppress(nvml.NVMLError):  # some integrated GPUs do not say
+        memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    with suppress(nvml.NVMLError):
+        chip = chip_of(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+    return Gpu(uuid, name, memory, nvml.nvmlSystemGetDriverVersion(), chip)
 
 
 @contextmanager
@@ -126,48 +120,33 @@ class Use:
 
 def in_use(gpu: Gpu) -> Use:
     """How a GPU is used now; nothing is known of it if the driver does not say."""
-    with _nvml() as pynvml:
+    with _nvml() as nvml:
         try:
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-            free = int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except pynvml.NVMLError:
+            nvml.nvmlInit()
+            handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+            free = int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
+            running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        except nvml.NVMLError:
             return Use(None, ())
         return Use(free, tuple(process.pid for process in running))
 
 
-def select(gpus: list[Gpu], visible: str | None, mig: dict[str, Gpu] | None = None) -> list[Gpu]:
+def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None = None) -> list[Gpu]:
     """The GPUs that a ``CUDA_VISIBLE_DEVICES`` value picks; CUDA stops at an invalid entry."""
     if visible is None:
         return gpus
     chosen: list[Gpu] = []
-    for entry in visible.split(","):
-        entry = entry.strip()
-        found: list[Gpu] = []
+    for entry in map(str.strip, visible.split(",")):
         if entry.isdecimal():
-            found = gpus[int(entry) : int(entry) + 1]
+            fitting = gpus[int(entry) : int(entry) + 1]
         elif entry.startswith("GPU-"):
-            found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
-        elif mig and entry in mig:
-            found = [mig[entry]]
-        if len(found) != 1:
+            fitting = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        else:
+            fitting = [gpu for uuid, gpu in (mig or {}).items() if uuid == entry]
+        if len(fitting) != 1:
             break
-        chosen += found
+        chosen += fitting
     return chosen
-
-
-def _mig_parents(handles: list[object], gpus: list[Gpu]) -> dict[str, Gpu]:
-    """The GPU behind each MIG slice, by the slice's UUID."""
-    import pynvml
-
-    parents: dict[str, Gpu] = {}
-    for handle, gpu in zip(handles, gpus, strict=True):
-        with suppress(pynvml.NVMLError):  # no MIG on this GPU, or no further slice
-            for i in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
-                parents[pynvml.nvmlDeviceGetUUID(mig)] = gpu
-    return parents
 
 
 def child_environment() -> dict[str, str]:
@@ -191,10 +170,8 @@ def exclusive(
     The operating system releases the lock when the process ends, however it ends. Its file holds
     who has it, and stays: whoever waits for a removed file would not see who made the next.
 
-    Args:
-        gpu: which.
-        purpose: what others are told who wait for it, such as a case's id.
-        waiting: is told whom this process waits for, whenever that is another one.
+    Others who wait for it are told its ``purpose``, such as a case's id; ``waiting`` is told whom
+    this process waits for, whenever that is another one.
     """
     path = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock"
     create = 0 if path.exists() else os.O_CREAT  # which Linux may refuse for another user's file

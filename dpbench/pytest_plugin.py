@@ -13,7 +13,7 @@ import pytest
 
 from dpbench.errors import DpbenchError
 from dpbench.plugin import hooks
-from dpbench.plugin.asked import NEEDS, case_of, measuring_fixtures, takes
+from dpbench.plugin.asked import NEEDS, case_of, measuring_fixtures, takes, takes_any
 from dpbench.plugin.each_test import MARKER
 from dpbench.plugin.whole_session import NAME, WholeSession, read_settings
 from dpbench.plugin.workers import Workers, expected_cost, useful_workers
@@ -85,6 +85,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return position.get(case, len(position)) if case else len(position)
 
     items.sort(key=place)
+    only, skips = whole.settings.only, whole.settings.skip
+    for item in items if only or skips else ():
+        if takes_any(item) is not only:
+            option = "--dpbench-only" if only else "--dpbench-skip"
+            item.add_marker(pytest.mark.skip(reason=f"skipped by {option}"))
     for fixture in NEEDS.keys() - measuring_fixtures(whole.settings):
         for item in items:
             if takes(item, fixture):
@@ -127,8 +132,9 @@ def counters(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
 def logical_io(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
     """Count the logical bytes of a case; needs neither a GPU nor the case's memory.
 
-    Called with a `Case` or with a case's fields; returns a `CaseReport`. However many tests,
-    fixtures or xdist workers ask for a case, it is counted once a session::
+    Called with a `Case`, with a case's fields, or with a function that does one step of the test's
+    own; returns a `CaseReport`. However many tests, fixtures or xdist workers ask for a case, it is
+    counted once a session::
 
         def test_ghost_clipping_saves_bytes(logical_io):
             cell = {"batch_size": 8, "seq_len": 256, "model_size": "1b"}

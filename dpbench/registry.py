@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpbench.case import AXES, OF_TRANSFORMER, Case, Grid, check_belongs, parameter_grid
+from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, Case, Grid, check_belongs, parameter_grid
 from dpbench.errors import ConfigurationError, unknown
 
 
@@ -200,9 +200,9 @@ INSTRUMENTS = Registry(
     "instrument",
     {
         "timing": "dpbench.instruments.timing:Timing",
-        "ncu": "dpbench.instruments.ncu.ranges:Ncu",
+        "ncu": "dpbench.instruments.ncu.instrument:Ncu",
         "cupti": "dpbench.instruments.cupti.instrument:Cupti",
-        "ncu_kernels": "dpbench.instruments.ncu.kernels:NcuKernels",
+        "ncu_kernels": "dpbench.instruments.ncu.instrument:NcuKernels",
         "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",
         "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
@@ -220,6 +220,8 @@ def _named(case: Case) -> Iterator[tuple[str, Registry]]:
 
 def resolve(case: Case) -> Case:
     """The case with the short names of all that it names, whichever spelling it has."""
+    if case.model == SCRIPT:
+        return case
     names: dict[str, Any] = {
         axis: registry.canonical(getattr(case, axis)) for axis, registry in _named(case)
     }

@@ -24,10 +24,7 @@ from dpbench.results.rows import Measurement
 def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = None) -> Outcome:
     """Measure one case with each instrument; an error ends the case, not the caller.
 
-    Args:
-        case: what to measure.
-        instruments: how.
-        gpu: a case that cannot fit this GPU is not started, see `check_fits`; None to try it.
+    A case that cannot fit a GPU that is given is not started, see `check_fits`.
     """
     start = time.monotonic()
     rows: list[Measurement] = []
@@ -50,6 +47,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
                     entries += getattr(measurement, part)
     except DpbenchError as error:
         failure = {"error": type(error).__name__, "message": str(error)}
+        rows += getattr(error, "rows", ())
         if isinstance(error, InstrumentError) and isinstance(error.log, Path):
             failure |= {"log": str(error.log), "log_tail": log_tail(error)}
     except OSError as error:  # a full disk, say

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpbench.case import SCRIPT
 from dpbench.comparison import Comparison
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
@@ -80,8 +81,8 @@ class Session:
         """What got worse by more than it may, as plain rows."""
         self.unjudged: list[dict[str, Any]] = []
         """What limits could not judge, as plain rows."""
-        self.extra_info: dict[tuple[str, str], dict[str, Any]] = {}
-        """What tests added to their cases, by the case's id and what measured it."""
+        self._of_tests: dict[tuple[str, str], dict[str, Any]] = {}
+        """Which tests asked for a case, and added to it, by the case's id and what measured it."""
         self.unwritten: list[Outcome] = []
         """What other processes measured and could not write."""
         self.notes: list[str] = []
@@ -210,7 +211,8 @@ class Session:
 
         chosen = self.instruments if instruments is None else instruments
         on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
-        gpu = self.gpu if on_gpu and not self.settings.try_anyway else None
+        checks = on_gpu and case.model != SCRIPT and not self.settings.try_anyway
+        gpu = self.gpu if checks else None  # what it must fit
         fresh: list[Outcome] = []
 
         def measure_now(case: Case) -> Outcome:
@@ -229,9 +231,7 @@ class Session:
             return []  # without pandas: most sessions of most projects have nothing
         found = [*self.store.outcomes(), *self.unwritten]
         return [
-            replace(o, extra_info=info)
-            if (info := self.extra_info.get((o.case.id, "+".join(o.instruments))))
-            else o
+            replace(o, **self._of_tests.get((o.case.id, "+".join(o.instruments)), {}))
             for o in found
         ]
 
@@ -239,6 +239,14 @@ class Session:
     def unwritten_here(self) -> list[Outcome]:
         """What this process measured and could not leave for the others."""
         return [*self.store.unwritten.values()] if self.directory is not None else []
+
+    def note_test(
+        self, subject: tuple[str, str], test: Mapping[str, Any], extra_info: Mapping[str, Any]
+    ) -> None:
+        """A test asked for a case, by its id and what measured it, and added to it."""
+        known = self._of_tests.setdefault(subject, {"tests": (), "extra_info": {}})
+        known["tests"] = (*known["tests"], *([test] if test not in known["tests"] else []))
+        known["extra_info"] |= extra_info
 
     def explain(self, reasons: Mapping[str, str]) -> None:
         """Why cases that were asked for have no outcome, by id."""
@@ -271,7 +279,8 @@ class Session:
             with self.reporting_problems():
                 asked = 0 if complete else self.conditions.cases_asked
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                write_renderings(outcomes, self.view, **files, missing=missing)
+                view = self.view.of_tests(outcomes)
+                write_renderings(outcomes, view, **files, missing=missing)
 
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
@@ -318,7 +327,11 @@ class Session:
                 from dpbench.show.html.page import write_html
 
                 path, document = self.settings.html, self._document(outcomes, complete)
-                write_html(path, labelled([(path.stem, document)]), self.view.expected)
+                shown: list[tuple[str, Mapping[str, Any]]] = [(path.stem, document)]
+                if self.settings.histogram is not None and self.settings.compares:
+                    before = self.comparison.reference
+                    shown[:0] = [(before.name, before.document)] if before.sources else []
+                write_html(path, labelled(shown), self.view.expected)
         if self.file is not None:
             self._close(self.file, outcomes)
 
@@ -354,7 +367,8 @@ class Session:
         """Every table of the session, the comparison's last."""
         from dpbench.show.summary import summary_tables
 
-        return [*summary_tables(self.outcomes(), self.view), *self.comparison.tables]
+        outcomes = self.outcomes()
+        return [*summary_tables(outcomes, self.view.of_tests(outcomes)), *self.comparison.tables]
 
     @property
     def failed(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,14 @@ class Settings:
     cupti: bool = _of_pytest(
         "measure cases by CUPTI in the process that trains; with --ncu as well, times are its own",
         pytest="--cupti",
+    )
+    only: bool = _of_pytest(
+        "skip tests that take none of dpbench's fixtures; overrides {prefix}skip"
+    )
+    skip: bool = _of_pytest("skip tests that take one of dpbench's fixtures")
+    disable: bool = _of_pytest(
+        "measure, save and write nothing: a step is taken once, and a test that asks for a number "
+        "is skipped there"
     )
     grid: str = _option(f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID")
     trainer: list[str] | None = _axis("trainer")
@@ -197,11 +206,11 @@ class Settings:
         metavar="LABELS",
     )
     sort: str | None = _option(
-        "sort each table by a column, or by an axis of the case; ascending", metavar="COL"
+        "sort each table by a column, an axis of the case, or name; ascending", metavar="COL"
     )
     group_by: str | None = _option(
-        f"what shares a table, separated by commas: cell, device, phase, {', '.join(AXES)} "
-        "(default cell)",
+        f"what shares a table, separated by commas: cell, device, phase, {', '.join(AXES)}; name, "
+        "fullname, func, fullfunc, param or param:NAME of the test (default cell)",
         metavar="LABEL",
     )
     expect: tuple[str, ...] = _option(
@@ -218,6 +227,14 @@ class Settings:
     markdown: Path | None = _file("the tables")
     csv: Path | None = _file("every row as CSV")
     html: Path | None = _file("a page of charts and tables (needs dpbench[report])", command="")
+    histogram: str | None = _option(
+        "write the page of charts as PREFIX.html, beside the run that is compared with "
+        "(default dpbench_TIME)",
+        command="",
+        nargs="?",
+        const="",
+        metavar="PREFIX",
+    )
     github_benchmark: Path | None = _file(
         "the tables' columns for github-action-benchmark (customSmallerIsBetter)"
     )
@@ -277,6 +294,16 @@ class Settings:
                 if isinstance(value, Path):
                     value = directory / value
                 found[name] = tuple(value or ()) if declared.default == () else value
+        if found.get("disable"):
+            kept = ("only", "skip", "disable", "grid", *AXES, "compare_fail")
+            found = {name: found[name] for name in kept}
+        if (prefix := found.get("histogram")) is not None:
+            if found["html"]:
+                raise ConfigurationError(
+                    "--dpbench-histogram and --dpbench-html write one page: drop one"
+                )
+            named = prefix or f"dpbench_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+            found["html"] = directory / f"{named}.html"
         return cls(of_pytest=of_pytest, directory=directory, **found)
 
     def option(self, name: str) -> str:
@@ -344,6 +371,16 @@ class Settings:
             raise ConfigurationError(
                 f"{self.option('autosave')} names the run itself: drop {self.option('save')}"
             )
+        if self.disable and self.compare_fail:
+            raise ConfigurationError(
+                "--dpbench-disable measures nothing that --dpbench-compare-fail could judge: "
+                "drop one"
+            )
+        if (prefix := self.histogram) and names_tests(prefix, self.directory):
+            raise ConfigurationError(
+                f"--dpbench-histogram took {prefix!r} for a prefix: name tests before it, or "
+                f"write --dpbench-histogram=PREFIX"
+            )
         if self.of_pytest and self.profiles_kernels and not self.measures:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         if self.of_pytest and self.profile and not (self.ncu or self.cupti):
@@ -354,6 +391,12 @@ class Settings:
         check_distinct_files({self.option(name): path for name, path in self.files.items()})
         for path in self.files.values():
             check_writable_file(path)
+
+
+def names_tests(text: str, directory: Path) -> bool:
+    """Whether what an option took for its value names tests, which should stand before it."""
+    path = directory / text
+    return path.is_dir() or path.suffix == ".py" or "::" in text
 
 
 def check_timeout(seconds: float) -> None:

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
             session.finish(complete={*cases} <= {o.case for o in session.outcomes()})
-            _show(session)
+            show(session, "run")
         return 1 if session.failed else 0
 
 
@@ -111,7 +111,7 @@ def _instruments_here(settings: Settings, gpu: Gpu | None) -> tuple[str, ...]:
     return ("logical",)
 
 
-def _show(session: Session) -> None:
+def show(session: Session, command: str) -> None:
     """Print the tables and what there is to say; on GitHub they go into the step's summary, too."""
     from dpbench.show.comparison import grown_lines
     from dpbench.show.export import append_step_summary
@@ -126,7 +126,7 @@ def _show(session: Session) -> None:
         *(f"ERROR: {text}" for text in session.problems),
     ]
     for line in lines:
-        print(f"dpbench run: {line}", file=sys.stderr)
+        print(f"dpbench {command}: {line}", file=sys.stderr)
     print(as_text(tables, terminal_width()))
     if grown := grown_lines(session.regressions):
         print("\n".join(["", "What changed most:", *grown]))

@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
             f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
         )
     if runs:
-        tables = summary_tables(saved_run(runs[0], options.storage).outcomes, view)
+        outcomes = saved_run(runs[0], options.storage).outcomes
+        tables = summary_tables(outcomes, view.of_tests(outcomes))
     else:
         tables = _of_reports(map(Path, options.files), view)
     if not tables:

@@ -13,15 +13,22 @@ if TYPE_CHECKING:
     from dpbench.instruments.base import Instrument
     from dpbench.settings import Settings
 
-ENTRY_POINTS = "dpbench.instruments"
-
 ON_GPU = ("timing", "ncu")
 """What measures a case on a GPU: times without a profiler, and bytes with it."""
 
 
 def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
-    """The instruments with these names, as the settings have them, each once."""
-    _check(settings)
+    """The instruments with these names, as the settings have them, each once.
+
+    What makes no sense is refused, also for instruments that were not chosen.
+    """
+    from dpbench.instruments.ncu.metrics import resolve
+    from dpbench.process.schedule import Schedule, Steps
+
+    resolve(settings.metric_names)
+    Schedule.parse(settings.profile_schedule)
+    Steps(settings.warmup, settings.active)
+    Steps(settings.ncu_warmup, settings.ncu_active)
     asked = {_canonical(name) for name in names}
     if settings.profiles_kernels:
         asked.add("ncu_kernels")
@@ -30,23 +37,11 @@ def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
     return [_class(name).from_settings(settings) for name in INSTRUMENTS if name in asked]
 
 
-def _check(settings: Settings) -> None:
-    """Refuse what makes no sense, also for instruments that were not chosen."""
-    from dpbench.instruments.ncu.metrics import resolve
-    from dpbench.process.schedule import Schedule, Steps
-
-    resolve(settings.metric_names)
-    Schedule.parse(settings.profile_schedule)
-    Steps(settings.warmup, settings.active)
-    Steps(settings.ncu_warmup, settings.ncu_active)
-
-
 def _canonical(spelling: str) -> str:
-    """The short name for any spelling of an instrument's."""
     try:
         return INSTRUMENTS.canonical(spelling)
     except ConfigurationError:  # nothing of dpbench's own: look what else is installed
-        for entry in entry_points(group=ENTRY_POINTS):
+        for entry in entry_points(group="dpbench.instruments"):
             if entry.name not in INSTRUMENTS:
                 INSTRUMENTS.register(entry.name, entry.value)
         return INSTRUMENTS.canonical(spelling)

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 
 class Instrument(ABC):
-    """One way to measure a case. Implementations are small frozen dataclasses of options."""
+    """One way to measure a case. Implementations are small frozen dataclasses of options.
+
+    Attributes:
+        name: what its rows say as ``instrument``.
+        hardware: whether its numbers are those of a machine; what is counted is the same on all.
+    """
 
     name: ClassVar[str]
-    """What its rows say as ``instrument``."""
-
     hardware: ClassVar[bool] = True
-    """Whether its numbers are those of a machine; what is counted is the same on all."""
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -58,19 +60,19 @@ class Instrument(ABC):
 
 
 class Running(ABC):
-    """A measurement under way. What it saw beside its rows is there once they are."""
+    """A measurement under way. What it saw beside its rows is there once they are.
+
+    Attributes:
+        operators: what each operator did.
+        kernels: what each kernel moved.
+        speed_of_light: kernels against the hardware's limits.
+        notes: what was assumed for the rows.
+    """
 
     operators: Sequence[OperatorCount] = ()
-    """What each operator did; empty if the instrument sees none."""
-
     kernels: Sequence[KernelCount] = ()
-    """What each kernel moved; empty if the instrument sees none."""
-
     speed_of_light: Sequence[KernelSpeed] = ()
-    """Kernels against the hardware's limits; empty if the instrument does not look."""
-
     notes: Sequence[str] = ()
-    """What was assumed for the rows."""
 
     @abstractmethod
     def rows(self) -> list[Measurement]:
@@ -88,13 +90,20 @@ def check_place(directory: Path, *, on_gpu: bool) -> None:
 
 
 class InstrumentError(DpbenchError):
-    """A measurement failed. ``log`` is the case's log file, where there is one."""
+    """A measurement failed. ``log`` is the case's log file, where there is one.
+
+    ``rows`` is what had been measured until then.
+    """
 
     remedy: ClassVar[str] = ""
+    rows: Sequence[Measurement] = ()
 
     def __init__(self, message: str, *, log: Path | None = None) -> None:
-        super().__init__(f"{message}{self.remedy and f'; {self.remedy}'}")
+        super().__init__(message)  # alone, so that another process can send it on
         self.log = log
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}{self.remedy and f'; {self.remedy}'}"
 
 
 class CaseOutOfMemory(InstrumentError):

@@ -52,7 +52,7 @@ class Child(Running):
     with it, with its time-out, with `cancel`, and with this process.
 
     Args:
-        command: an argument list; never a shell string, because ids may hold brackets.
+        command: an argument list.
         case: whose command it is.
         log: the file to write.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
@@ -72,9 +72,8 @@ class Child(Running):
         read: Callable[[Child], list[Measurement]],
         errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
-        self.errors: Mapping[str, type[InstrumentError]]
-        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
+        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self._mark = f"{secrets.token_hex(8)} "
         added = child_environment()
@@ -111,7 +110,7 @@ class Child(Running):
         try:
             self._wait()
         finally:
-            self.cancel()
+            self.group.end()
         lines = log_lines(self.log)
         record, code = last_record(lines, self._mark), self.group.process.returncode
         error = record.get("error")
@@ -126,11 +125,9 @@ class Child(Running):
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
     def _wait(self) -> None:
-        clock = _Clock(self)
-        rest = ""
+        clock, rest, ended = _Clock(self), "", False
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             stream.readline()  # its command
-            ended = False
             while not ended:
                 ended = self.group.process.poll() is not None
                 *lines, rest = (rest + stream.read()).split("\n")
@@ -163,41 +160,41 @@ def is_ours(process_id: int) -> bool:
 class _Clock:
     """What a child does with its time: it sets up, waits for its GPU, and measures.
 
-    Each of these may take as long as the child's time-out says, waiting for each other process
-    apart.
+    Each of these may take as long as its time-out says, waiting for each other process apart.
     """
 
     def __init__(self, child: Child) -> None:
         self.child = child
-        self.start = self.deadline_from = time.monotonic()
+        self.since = time.monotonic()  # it began to do what it does
+        self.waits_since = 0.0
         self.holder = self.told = ""
         self.measuring = False
 
     def hear(self, line: str) -> None:
         if self.measuring or not (WAITING in line or MEASURING in line):
             return
-        now = self.deadline_from = time.monotonic()
-        if WAITING in line:
-            self.start = self.start if self.holder else now
+        self.since = time.monotonic()
+        self.measuring = MEASURING in line
+        if not self.measuring:
+            self.waits_since = self.waits_since or self.since
             self.holder = line.partition(WAITING)[2].strip()
-        else:
-            self.measuring = True
-            if self.told:
-                tell(f"{self.child.case.id} waited {now - self.start:.0f} s for its GPU")
+        elif self.told:
+            waited = self.since - self.waits_since
+            tell(f"{self.child.case.id} waited {waited:.0f} s for its GPU")
 
     def check(self) -> None:
         """Say whom the child waits for, once; raise what to end it with if its time is up."""
         case, timeout, log = self.child.case, self.child.timeout, self.child.log
-        waited = time.monotonic() - self.deadline_from
+        seconds = time.monotonic() - self.since
         waiting = self.holder and not self.measuring
-        if waiting and waited > PATIENCE_SECONDS and self.told != self.holder:
+        if waiting and seconds > PATIENCE_SECONDS and self.told != self.holder:
             process = re.search(r"held by process (\d+)", self.holder)
             if process and not is_ours(int(process[1])):
                 self.told = self.holder
                 tell(f"{case.id} waits for {self.holder}")
-        if waited > timeout and waiting:
-            raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
-        if waited > timeout:
+        if seconds > timeout:
+            if waiting:
+                raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
             raise CaseTimedOut(f"{case.id} did not finish within {timeout:g} s", log=log)
 
 

@@ -9,7 +9,6 @@ from dpbench.errors import DpbenchError
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import InstrumentError
 from dpbench.results.operators import guesses
-from dpbench.results.rows import STEP
 
 COUNTING_SECONDS = 60.0
 """After this, an outside trainer is taken not to be countable; a 1b case takes up to 7 s."""
@@ -32,25 +31,18 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
     """
     if gpu is None or gpu.memory_bytes is None:
         return
-    try:
-        needed = predicted_peak_bytes(case)
-    except DpbenchError:
-        return
-    if needed is not None and needed > gpu.memory_bytes:
-        raise DoesNotFit(
-            f"{case.id} does not fit: needs about {needed / 1e9:.0f} GB of "
-            f"{gpu.memory_bytes / 1e9:.0f} GB ({gpu.name})"
-        )
-
-
-def predicted_peak_bytes(case: Case) -> int | None:
-    """The most bytes that the tensors of a step take at once; None if that would be a guess."""
     from dpbench.instruments.logical.instrument import Logical  # loads torch
 
     counting = Logical(timeout=COUNTING_SECONDS).start(case)
     try:
         rows = counting.rows()
+    except DpbenchError:
+        return
     finally:
         counting.cancel()
-    peak = next(row for row in rows if (row.phase, row.metric) == (STEP, "peak_memory_bytes"))
-    return None if guesses(counting.operators) else int(peak.value)
+    needed = max(row.value for row in rows if row.metric == "peak_memory_bytes")
+    if needed > gpu.memory_bytes and not guesses(counting.operators):
+        raise DoesNotFit(
+            f"{case.id} does not fit: needs about {needed / 1e9:.0f} GB of "
+            f"{gpu.memory_bytes / 1e9:.0f} GB ({gpu.name})"
+        )

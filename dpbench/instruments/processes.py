@@ -14,35 +14,37 @@ GRACE_SECONDS = 5.0
 """How long a process group has to end by itself before it is killed."""
 
 GUARD = f"""
+read -r group || exit
 read -r ended && exit
-kill -s TERM -- "-$0" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$0"
+kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
 """
-"""A shell that waits for a line. Should its input end before one comes, then its parent is gone,
-however that came about (``kill -9``, say), and the shell ends the process group. ncu starts
-further processes, so a signal at the parent's death for its own children (``PR_SET_PDEATHSIG``)
-would not do."""
+"""A shell that is told of a process group, and waits for another line. Should its input end before
+that comes, then its parent is gone, however that came about (``kill -9``, say), and the shell ends
+the group. ncu starts further processes, so a signal at the parent's death for its own children
+(``PR_SET_PDEATHSIG``) would not do."""
 
 
 class ProcessGroup:
-    """A program in a process group of its own, with a guard that outlives this process.
-
-    Args:
-        command: an argument list.
-        options: of `subprocess.Popen`.
-    """
+    """A program in a process group of its own, with a guard that outlives this process."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, **options
-        )
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD, str(self.process.pid)],
+            ["/bin/sh", "-c", GUARD],
             stdin=subprocess.PIPE,  # no other child inherits our end of it
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
+            text=True,
         )
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True, **options
+            )
+        except BaseException:
+            self._guard.communicate()
+            raise
+        print(self.process.pid, file=self._guard.stdin, flush=True)
         self._ended = False
 
     def end(self) -> None:
@@ -59,7 +61,7 @@ class ProcessGroup:
         finally:
             self._signal(signal.SIGKILL)
             self.process.wait()
-            self._guard.communicate(b"ended\n")
+            self._guard.communicate("ended\n")
             self._ended = True
 
     def _signal(self, number: int) -> bool:
@@ -73,11 +75,7 @@ class ProcessGroup:
 
 
 def output_of(command: Sequence[str], *, timeout: float) -> str:
-    """What a program prints.
-
-    If it takes longer, or fails, that is a `subprocess.SubprocessError`; if it cannot be started,
-    an `OSError`.
-    """
+    """What a program prints; an `OSError` or `SubprocessError` if it does not end well in time."""
     group = ProcessGroup(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         output: str = group.process.communicate(timeout=timeout)[0]

@@ -17,21 +17,14 @@ from dpbench.settings import Settings
 
 @dataclass(frozen=True)
 class Timing(Instrument):
-    """Runs ``dpbench step`` by itself.
-
-    Args:
-        directory: where the cases' logs go.
-        device: ``cuda`` or ``cpu``.
-        steps: warm-up and active steps.
-        timeout: seconds after which a case is ended.
-    """
+    """Runs ``dpbench step`` by itself."""
 
     name: ClassVar[str] = "timing"
 
-    directory: Path
-    device: str = "cuda"
+    directory: Path  # where the cases' logs go
+    device: str = "cuda"  # or cpu
     steps: Steps = Steps(Settings.warmup, Settings.active)
-    timeout: float = Settings.timeout
+    timeout: float = Settings.timeout  # seconds after which a case is ended
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Timing:
@@ -54,18 +47,16 @@ class Timing(Instrument):
 
 def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
     """The rows of one record of ``dpbench step``."""
-    rows: list[Measurement] = []
-
-    def add(phase: str, metric: str, value: float, repeat: int) -> None:
-        where = record["device"], f"torch {record['torch']}"
-        name = Timing.name
-        rows.append(Measurement(case, name, phase, metric, value, unit(metric), repeat, *where))
-
+    values: list[tuple[str, str, float, int]] = []
     for repeat, seconds in enumerate(record["phase_seconds"]):
         total = sum(seconds.values())
-        for phase, value in {**seconds, STEP: total}.items():
-            add(phase, "step_time_seconds", value, repeat)
-        add(STEP, "samples_per_second", case.batch_size / total, repeat)
+        values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
+        values.append((STEP, "step_time_seconds", total, repeat))
+        values.append((STEP, "samples_per_second", case.batch_size / total, repeat))
     if record["peak_memory_bytes"] is not None:
-        add(STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0)
-    return rows
+        values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))
+    where = record["device"], f"torch {record['torch']}"
+    return [
+        Measurement(case, Timing.name, phase, metric, value, unit(metric), repeat, *where)
+        for phase, metric, value, repeat in values
+    ]

@@ -28,7 +28,7 @@ NEEDS = {"ncu": "--ncu", "counters": "--cupti or --ncu"}
 
 def measuring_fixtures(settings: Settings) -> list[str]:
     """Those of `NEEDS` that measure in this session."""
-    if settings.ncu or settings.instrument:
+    if settings.ncu or settings.instrument or settings.disable:
         return [*NEEDS]
     return ["counters"] if settings.cupti else []
 
@@ -42,6 +42,11 @@ def takes(item: pytest.Item, fixture: str) -> bool:
         if fixture not in definition.argnames:  # else it extends the one that it replaces
             return False
     return False
+
+
+def takes_any(item: pytest.Item) -> bool:
+    """Whether a test takes one of dpbench's fixtures that measure or count."""
+    return any(takes(item, fixture) for fixture in (*NEEDS, "logical_io"))
 
 
 def case_of(item: pytest.Item) -> Case | None:

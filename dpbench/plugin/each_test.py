@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.case import SCRIPT, Case, script_case
 from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError
-from dpbench.plugin.asked import NEEDS, case_of, measuring_fixtures, takes
+from dpbench.plugin.asked import case_of, measuring_fixtures, takes, takes_any
 from dpbench.session import Session
 
 if TYPE_CHECKING:
@@ -29,8 +29,23 @@ MARKER = (
     "with the latest complete run, as with --dpbench-compare-fail"
 )
 
+NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
+
 FOUND: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 """What judging a test found."""
+
+
+class Unmeasured:
+    """What fixtures return with ``--dpbench-disable``: a test that asks it for a number ends."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.extra_info: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by Python, not by the test
+            raise AttributeError(name)
+        pytest.skip(NOTHING_MEASURED)
 
 
 class EachTest:
@@ -40,8 +55,21 @@ class EachTest:
         self.session = session
         self.comparison = session.comparison
         self._measured: list[tuple[Outcome, Sequence[Instrument], CaseReport]] = []
+        self._test = ""
+        self._steps: list[Callable[[], object]] = []
+        """The test that is running, and the steps of its own that it has measured."""
         self._found: list[Mapping[str, Any]] = []
         """What the tests' processes found, in the controller."""
+
+    def case_of_step(self, step: Callable[[], object]) -> Case:
+        """The case of a step that the running test has defined, named after both."""
+        if step not in self._steps:
+            self._steps.append(step)
+        names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
+        place = self._steps.index(step)
+        again = names[:place].count(names[place])
+        name = f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}"
+        return script_case(name)
 
     def report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
         """The report of a case by these instruments, for the test that is running."""
@@ -72,17 +100,22 @@ class EachTest:
         return [(case, name) for name in names] if case else []
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """What a test asks for, its fixtures included, belongs to it."""
         self._measured.clear()
+        self._steps.clear()
+        self._test = item.nodeid
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Fail a test that passed if what it asked for got worse by more than it may."""
         own = self._limits_of(item)
+        disabled = self.session.settings.disable
         try:
             result = yield
+            if disabled and own:
+                pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
         except pytest.skip.Exception:
             if reason := self._judge(item, own, skipped=True):
                 pytest.fail(reason, pytrace=False)
@@ -112,8 +145,10 @@ class EachTest:
         self, item: pytest.Item, own: list[Threshold] | None, *, skipped: bool = False
     ) -> str:
         """Judge what a test asked for; returns the reason to fail it, if there is one."""
+        if self.session.settings.disable:
+            return ""
         chosen = self.comparison.limits if own is None else own
-        if own and not _measures(item) and "dpbench" not in [m.name for m in item.own_markers]:
+        if own and not takes_any(item) and "dpbench" not in [m.name for m in item.own_markers]:
             return ""  # its class or module has the marker, for others
         if not chosen or not (self._measured or own):
             return ""
@@ -155,7 +190,7 @@ class EachTest:
         baselines = [
             self.session.measure(outcome.case.baseline, instruments)
             for outcome, instruments, _ in self._measured
-            if not outcome.error
+            if not outcome.error and outcome.case.model != SCRIPT  # nobody says what its is
         ]
         return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
 
@@ -165,7 +200,7 @@ class EachTest:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Give the report what was found: as plain types it survives the way from a worker."""
         report = yield
-        if (call.when == "setup" and report.outcome == "passed") or not _measures(item):
+        if (call.when == "setup" and report.outcome == "passed") or not takes_any(item):
             return report
         found: dict[str, Any] = {}
         if call.when == "call":
@@ -180,14 +215,16 @@ class EachTest:
             asked = dict.fromkeys([*self._asked_by(item), *asked_for(outcomes)])
             found["general"] = [[asdict(case), name] for case, name in asked]
         if call.when == "call":
-            found["extra_info"] = [
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            said = {name: v.id if isinstance(v, Case) else str(v) for name, v in params.items()}
+            found["tests"] = [
                 (
                     outcome.case.id,
                     "+".join(outcome.instruments),
+                    {"test": item.nodeid, "params": said},
                     json.loads(json.dumps(measured.extra_info, default=str)),
                 )
                 for outcome, _, measured in self._measured
-                if measured.extra_info
             ]
         # A test that the command line's limits are for counts, also if it has asked for nothing.
         kept = {name: value for name, value in found.items() if value or name == "general"}
@@ -197,9 +234,9 @@ class EachTest:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what the tests' processes found."""
         found: Mapping[str, Any] = getattr(report, "dpbench", {})
-        for case, by, info in found.get("extra_info", ()):
-            self.session.extra_info.setdefault((case, by), {}).update(info)
-        if found.keys() - {"extra_info"}:
+        for case, by, test, info in found.get("tests", ()):
+            self.session.note_test((case, by), test, info)
+        if found.keys() - {"tests"}:
             self._found.append(found)
         if found.get("reference"):  # xdist's controller has not seen what its workers collected
             self.comparison.named = self.comparison.named or Path(found["reference"])
@@ -244,13 +281,3 @@ class EachTest:
                 if missing.as_json() not in self.session.unjudged:
                     self.session.unjudged.append(missing.as_json())
                 self.session.problem(f"{missing}{self.comparison.remedy}")
-
-
-def _measures(item: pytest.Item) -> bool:
-    """Whether a test takes a fixture that measures."""
-    return any(takes(item, fixture) for fixture in (*NEEDS, "logical_io"))
-
-
-def _plain(value: Any) -> Any:
-    """The value as it comes back from a JSON file; what JSON does not know becomes text."""
-    return json.loads(json.dumps(value, default=str))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import pytest
 
@@ -16,15 +16,20 @@ from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.instruments.terminal import shown_on
 from dpbench.plugin.asked import NEEDS, AskedCases, measuring_fixtures
-from dpbench.plugin.each_test import EachTest
+from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest, Unmeasured
+from dpbench.process.schedule import Steps
 from dpbench.registry import resolve
 from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
+    from dpbench.instruments.base import Instrument
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
     from dpbench.show.layout import Table
+
+Step = Callable[[], object]
+"""One training step, of a test's own."""
 
 NAME = "dpbench-session"
 """The name of `WholeSession` among pytest's plugins."""
@@ -79,6 +84,7 @@ class WholeSession:
         self.asked = AskedCases({})
         self.terminal: TextIO | None = None
         """What a person shall see while a test still runs: whom it waits for, progress."""
+        self._tried_out: set[Case] = set()
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -121,15 +127,54 @@ class WholeSession:
         if self.asked.problem:
             self.session.problem(self.asked.problem)
 
-    def measure(self, case: Case | str, **fields: Any) -> CaseReport:
+    def measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
-        with shown_on(self.terminal):
-            return self.each_test.report(_case(case, fields), self.session.instruments)
+        if callable(case) and not isinstance(case, type):  # a class is a trainer
+            steps = Steps(self.settings.warmup, self.settings.active)
+            return self._report_step(case, [i.name for i in self.session.instruments], steps)
+        return self._report(_case(case, fields), self.session.instruments)
 
-    def count(self, case: Case | str, **fields: Any) -> CaseReport:
+    def count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         """What the ``logical_io`` fixture returns is this; see there."""
-        counting = choose(["logical"], Settings(of_pytest=True))
-        return self.each_test.report(_case(case, fields), counting)
+        if callable(case) and not isinstance(case, type):  # a class is a trainer
+            return self._report_step(case, ["logical"], Steps(warmup=1, active=1))
+        return self._report(_case(case, fields), choose(["logical"], Settings(of_pytest=True)))
+
+    def _report_step(self, step: Step, names: Sequence[str], steps: Steps) -> CaseReport:
+        """The report of a function that does one step, in this process."""
+        from dpbench.instruments.own_step import OwnStep
+        from dpbench.instruments.recorders import RECORDERS
+
+        case = self.each_test.case_of_step(step)
+        if self.settings.disable:
+            step()
+            return cast("CaseReport", Unmeasured(case))
+        if wrong := [name for name in names if name not in RECORDERS]:
+            pytest.fail(
+                f"dpbench: {', '.join(wrong)} cannot measure a step of this process, for it starts "
+                f"one of its own: take logical_io(step), --cupti without --ncu, or "
+                f"--dpbench-instrument=timing",
+                pytrace=False,
+            )
+        return self.each_test.report(case, [OwnStep(name, step, steps) for name in names])
+
+    def _report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
+        if self.settings.disable:
+            return cast("CaseReport", self._tried(case))
+        with shown_on(self.terminal):
+            return self.each_test.report(case, instruments)
+
+    def _tried(self, case: Case) -> Unmeasured:
+        """A case whose step has been taken once, on tensors without data: any machine can."""
+        from dpbench.instruments.logical.instrument import Logical
+        from dpbench.runner import measure
+
+        if case not in self._tried_out:
+            outcome = measure(case, [Logical()])
+            if outcome.error:
+                pytest.fail(f"{outcome.error}: {outcome.message}", pytrace=False)
+            self._tried_out.add(case)
+        return Unmeasured(case)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end."""
@@ -157,6 +202,8 @@ class WholeSession:
 
     def pytest_report_header(self) -> list[str]:
         """Say what will be measured, and with what."""
+        if self.settings.disable:
+            return [f"dpbench: {NOTHING_MEASURED}"]
         if not self.session.instruments:
             return []
         count = sum(1 for _ in self.session.grid.cases())

@@ -19,16 +19,13 @@ COPY_BYTES = 4 * 2**30
 MATRIX = 8192
 """Side of the multiplied matrices: large enough to fill every card."""
 
-SECONDS = 0.5
-"""How long each measurement lasts at least; it is the median of several runs."""
-
 
 def measure_ceilings(
     device: str = "cuda",
     *,
     copy_bytes: int = COPY_BYTES,
     matrix: int = MATRIX,
-    seconds: float = SECONDS,
+    seconds: float = 0.5,
 ) -> dict[str, Any]:
     """Measure a device, alone among dpbench's processes.
 
@@ -36,7 +33,7 @@ def measure_ceilings(
         device: ``auto``, ``cuda`` or ``cpu``.
         copy_bytes: size of the buffer to copy; less if half the free memory is less.
         matrix: side of the square matrices.
-        seconds: how long each measurement lasts at least.
+        seconds: how long each measurement, the median of several runs, lasts at least.
 
     Returns:
         The fields of `dpbench.results.cards.Ceilings`.

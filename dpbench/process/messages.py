@@ -32,16 +32,13 @@ MARK = "DPBENCH_RECORD_MARK"
 
 def print_record(**record: Any) -> None:
     """Print the record of what this process did, or why it failed: plain JSON types."""
+    try:
+        version = metadata.version("dpbench")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        version = "0.0.0"
     mark = os.environ.get(MARK, "")
     own_line = "\n" if mark else ""  # a trainer may have left the last line open
-    print(own_line + mark + json.dumps({"dpbench": _version(), **record}), flush=True)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("dpbench")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        return "0.0.0"
+    print(own_line + mark + json.dumps({"dpbench": version, **record}), flush=True)
 
 
 def last_record(lines: Iterable[str], mark: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.profiler import schedule as torch_schedule
 from dpbench.case import OUTSIDE, Case
 from dpbench.process.build import build, pick_device
 from dpbench.process.schedule import Schedule
-from dpbench.process.step import alone_on, describe, import_everything
+from dpbench.process.step import alone_on, describe
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
 
@@ -39,7 +39,7 @@ class PhaseAnnotations:
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
         self.peaks: list[dict[str, int]] = []  # for each step, by phase, bytes
-        self.phase = OUTSIDE
+        self.phase = ""
         self.annotation: Any = None
 
     def start_step(self) -> None:
@@ -78,20 +78,7 @@ def profile_case(
         What was done, as plain JSON types; ``phase_peaks`` are bytes by phase for each recorded
         step, null on the CPU, whose allocator keeps no peaks.
     """
-    target = pick_device(device)
-    import_everything(case, nvtx=False)
-    return alone_on(case, target, lambda: _profile(case, target, schedule, directory))
-
-
-def _profile(
-    case: Case, device: torch.device, schedule: Schedule, directory: Path
-) -> dict[str, Any]:
-    trainer, batches = build(case, device, schedule.steps + 1)
-    annotations = PhaseAnnotations(device)
     planned = torch_schedule(**asdict(schedule))
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     cycles = count()
 
     def save(profiler: profile) -> None:
@@ -100,27 +87,31 @@ def _profile(
         operators = json.dumps(_operators(profiler))
         (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
 
-    with profile(
-        activities=activities,
-        schedule=planned,
-        on_trace_ready=save,
-        record_shapes=True,
-        profile_memory=True,
-        with_flops=True,
-    ) as profiler:
-        for number, batch in enumerate(batches[:-1]):
-            recorded = planned(number) in RECORDED
-            with observed_step(annotations if recorded else None):
-                loss = trainer.train_step(batch)
-            if annotations.on_cuda:  # or what still runs would count as the next step's
-                torch.cuda.synchronize()
-            profiler.step()
-    if device.type == "cuda":
-        _snapshot(trainer, batches[-1], directory / "memory_snapshot.pickle")
-    record = describe(case, device, trainer, loss)
-    record["schedule"] = asdict(schedule)
-    record["phase_peaks"] = annotations.peaks if annotations.on_cuda else None
-    return record
+    def run(target: torch.device) -> dict[str, Any]:
+        trainer, batches = build(case, target, schedule.steps + 1)
+        annotations = PhaseAnnotations(target)
+        with profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + annotations.on_cuda],
+            schedule=planned,
+            on_trace_ready=save,
+            record_shapes=True,
+            profile_memory=True,
+            with_flops=True,
+        ) as profiler:
+            for number, batch in enumerate(batches[:-1]):
+                with observed_step(annotations if planned(number) in RECORDED else None):
+                    loss = trainer.train_step(batch)
+                if annotations.on_cuda:  # or what still runs would count as the next step's
+                    torch.cuda.synchronize()
+                profiler.step()
+        if annotations.on_cuda:
+            _snapshot(trainer, batches[-1], directory / "memory_snapshot.pickle")
+        record = describe(case, target, trainer, loss)
+        record["schedule"] = asdict(schedule)
+        record["phase_peaks"] = annotations.peaks if annotations.on_cuda else None
+        return record
+
+    return alone_on(case, pick_device(device), run)
 
 
 def _operators(profiler: profile) -> list[dict[str, Any]]:

@@ -23,21 +23,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The arguments of ``torch.profiler.schedule``, in steps.
+    """The arguments of ``torch.profiler.schedule``, in steps."""
 
-    Args:
-        skip_first: steps before anything else; the first one initialises libraries.
-        wait: steps of each cycle that the profiler sleeps through.
-        warmup: steps of each cycle that it traces and throws away.
-        active: steps of each cycle that it records.
-        repeat: cycles.
-    """
-
-    skip_first: int = 1
-    wait: int = 0
-    warmup: int = 1
-    active: int = 1
-    repeat: int = 1
+    skip_first: int = 1  # before anything else; the first step initialises libraries
+    wait: int = 0  # of each cycle, those that the profiler sleeps through
+    warmup: int = 1  # those that it traces and throws away
+    active: int = 1  # those that it records
+    repeat: int = 1  # cycles
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from itertools import islice
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from dpbench.process.build import build, pick_device
 from dpbench.process.messages import MEASURING, NVTX_DOMAIN, NVTX_END, WAITING
 from dpbench.registry import import_named
 from dpbench.training.base import Batch, TrainerBase
-from dpbench.training.phases import PhaseListener, observed_step
+from dpbench.training.phases import observed_step
 
 
 class OutOfMemory(DpbenchError):
@@ -100,7 +100,7 @@ class PhaseTimes:
         steps: list[dict[str, float]] = [defaultdict(float) for _ in range(self.step + 1)]
         if self.on_cuda:
             torch.cuda.synchronize()
-        for (step, phase, start), (_, _, end) in zip(self.marks, self.marks[1:], strict=False):
+        for (step, phase, start), (_, _, end) in pairwise(self.marks):
             if phase:
                 elapsed = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
                 steps[step][phase] += elapsed
@@ -131,25 +131,41 @@ def run_case(
         What was done, as plain JSON types; seconds, bytes. ``peak_memory_bytes`` is what the
         allocator had handed out at most during the active steps; null on the CPU.
     """
-    target = pick_device(device)
-    import_everything(case, nvtx)
 
-    def run() -> dict[str, Any]:
+    def run(target: torch.device) -> dict[str, Any]:
         trainer, batches = build(case, target, warmup + active)
-        record = _run(case, target, trainer, batches, warmup, nvtx)
+        for batch in batches[:warmup]:
+            trainer.train_step(batch)
+        times = PhaseTimes(target)
+        ranges = NvtxRanges() if nvtx else None
+        if times.on_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        for batch in batches[warmup:]:
+            with observed_step(ranges or times):
+                loss = trainer.train_step(batch)
+        if ranges:
+            ranges.finish()
+        record = describe(case, target, trainer, loss)
+        record |= {"warmup": warmup, "active": active}
+        record["phase_seconds"] = None if nvtx else times.seconds()
+        record["peak_memory_bytes"] = torch.cuda.max_memory_allocated() if times.on_cuda else None
         return {**record, **(after(trainer, batches, record) if after else {})}
 
-    return alone_on(case, target, run)
+    return alone_on(case, pick_device(device), run)
 
 
-def alone_on(case: Case, device: torch.device, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def alone_on(
+    case: Case, device: torch.device, run: Callable[[torch.device], dict[str, Any]]
+) -> dict[str, Any]:
     """Run a case while no other dpbench process uses the GPU, and leave its memory free."""
+    import_everything(case)
     start = time.monotonic()
     with alone(device, case.id):  # before the first CUDA call
         waited = time.monotonic() - start
         print(f"{MEASURING}, after {waited:.1f} s", file=sys.stderr, flush=True)
         try:
-            return run()
+            return run(device)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the model, and its memory
             if isinstance(error, torch.OutOfMemoryError):
@@ -174,42 +190,10 @@ def alone(device: torch.device, purpose: str) -> AbstractContextManager[None]:
     return gpu.exclusive(card, purpose, lambda holder: say(f"{card.uuid}, held by {holder}"))
 
 
-def import_everything(case: Case, nvtx: bool) -> None:
+def import_everything(case: Case) -> None:
     """Import what a case needs before it holds the GPU, so that others measure meanwhile."""
     import_named(case)
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
-    if nvtx:
-        NvtxRanges()
-
-
-def _run(
-    case: Case,
-    device: torch.device,
-    trainer: TrainerBase,
-    batches: list[Batch],
-    warmup: int,
-    nvtx: bool,
-) -> dict[str, Any]:
-    for batch in islice(batches, warmup):
-        trainer.train_step(batch)
-    times = PhaseTimes(device)
-    listener: PhaseListener = NvtxRanges() if nvtx else times
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    loss = torch.tensor(float("nan"))
-    for batch in islice(batches, warmup, None):
-        with observed_step(listener):
-            loss = trainer.train_step(batch)
-    if isinstance(listener, NvtxRanges):
-        listener.finish()
-    record = describe(case, device, trainer, loss)
-    record |= {"warmup": warmup, "active": len(batches) - warmup}
-    record["phase_seconds"] = None if nvtx else times.seconds()
-    record["peak_memory_bytes"] = None
-    if device.type == "cuda":
-        record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    return record
 
 
 def describe(

@@ -8,13 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.metrics import RATIO, ratio_name
-from dpbench.results.frame import summarise, with_ratios
+from dpbench.metrics import RATIO
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
@@ -34,11 +32,11 @@ _MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
 
 @dataclass(frozen=True)
 class Pairs:
-    """The numbers of two long tables, and those that stand side by side.
+    """The numbers of two runs, and those that stand side by side.
 
     Args:
-        old: one row per case, instrument, device, metric (ratios among them) and phase.
-        new: the same of the other table.
+        old: of the one, as `numbers` gives them.
+        new: of the other.
         changes: the columns `CHANGES`; ``old`` and ``new`` are the places of a pair's two numbers
             in these tables, ``new`` NaN where the number is not there any more.
     """
@@ -48,17 +46,17 @@ class Pairs:
     changes: pd.DataFrame
 
 
-def pairs(before: pd.DataFrame, after: pd.DataFrame, *, across: bool = False) -> Pairs:
-    """The numbers of two long tables, side by side where case and instrument agree.
+def pairs(before: Run, after: Run, *, across: bool = False) -> Pairs:
+    """The numbers of two runs, side by side where case and instrument agree.
 
     Args:
-        before: a long table.
-        after: a long table.
+        before: a run.
+        after: a run.
         across: put beside each other also what different devices or instruments measured. The
             columns ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand
             beside DRAM bytes.
     """
-    old, new = _numbers(before), _numbers(after)
+    old, new = before.numbers, after.numbers
     shared = set(old.instrument) & set(new.instrument) if across else None
     left = _side(old.rename_axis("old"), shared)
     right = _side(new.rename_axis("new"), shared)
@@ -121,23 +119,6 @@ def _describe(run: Run) -> str:
     """Instruments and devices of a run, e.g. ``ncu on NVIDIA H200``."""
     names = {device: [n for d, n in run.sources if d == device] for device in run.devices}
     return "; ".join(f"{', '.join(n)} on {device}" for device, n in names.items())
-
-
-def _numbers(frame: pd.DataFrame) -> pd.DataFrame:
-    """A number per case, instrument, device, metric and phase; ratios as metrics of their own.
-
-    A number of which a repeat is none is left out: its sum or mean would be wrong.
-    """
-    keys = [*KEYS, "device"]
-    wrong = ~np.isfinite(frame.value.astype(float))
-    if wrong.any():
-        named = pd.MultiIndex.from_frame(frame[wrong][keys])
-        frame = frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
-    summary = with_ratios(summarise(frame))
-    ratios = summary[(summary.trainer != BASELINE_TRAINER) & summary.ratio.notna()]
-    names = {metric: ratio_name(metric) for metric in ratios.metric.unique()}
-    ratios = ratios.assign(metric=ratios.metric.map(names), value=ratios.ratio, unit="1")
-    return pd.concat([summary, ratios], ignore_index=True)[[*keys, "unit", "value"]]
 
 
 def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:

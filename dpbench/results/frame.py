@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER
-from dpbench.metrics import METRICS
+from dpbench.metrics import METRICS, ratio_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
@@ -53,10 +54,11 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
 def _shares(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
     """The rows of each metric that is the ratio of two."""
     keys = [column for column in frame.columns if column not in ("metric", "value")]
+    present = set(frame.metric)
     for metric in METRICS.values():
-        rows = frame[frame.metric.isin(metric.share_of)]
-        if rows.empty:
+        if not (metric.share_of and present.issuperset(metric.share_of)):
             continue
+        rows = frame[frame.metric.isin(metric.share_of)]
         rows = rows.assign(again=rows.groupby([*keys, "metric"]).cumcount())
         part, whole = (rows[rows.metric == name] for name in metric.share_of)
         both = part.merge(whole, on=[*keys, "again"], suffixes=("", "_of_whole"))
@@ -103,14 +105,11 @@ def _steps(summary: pd.DataFrame) -> pd.Series[int]:
 
     Whole steps can be counted more often than phases.
     """
-    keys = [*AXES, "instrument", "metric", "unit", "device"]
-    is_step = summary.phase == STEP
-    whole = summary[is_step][[*keys, "count"]].rename(columns={"count": "steps"})
-    phases = summary[~is_step].groupby(keys, as_index=False)["count"].max()
-    merged = summary[keys].merge(whole, on=keys, how="left", validate="m:1")
-    merged = merged.merge(phases, on=keys, how="left", validate="m:1").set_axis(summary.index)
-    counts = merged[["steps", "count"]].astype(float)  # of nothing, pandas 2 makes objects
-    return counts.steps.where(is_step, counts.min(axis=1, skipna=False)).fillna(0).astype(int)
+    like = summary.groupby([*AXES, "instrument", "metric", "unit", "device"]).ngroup()
+    is_step, counts = summary.phase == STEP, summary["count"].astype(float)
+    whole = counts.where(is_step).groupby(like).transform("max")
+    parts = counts.mask(is_step).groupby(like).transform("max")
+    return whole.where(is_step | (whole < parts), parts.where(whole.notna())).fillna(0).astype(int)
 
 
 def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:
@@ -126,6 +125,23 @@ def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:
     )
     merged["ratio"] = merged.value / merged.baseline.where(merged.baseline != 0)
     return merged.drop(columns="baseline")
+
+
+def numbers(frame: pd.DataFrame) -> pd.DataFrame:
+    """A number per case, instrument, device, metric and phase; ratios as metrics of their own.
+
+    A number of which a repeat is none is left out: its sum or mean would be wrong.
+    """
+    keys = [*AXES, "instrument", "metric", "phase", "device"]
+    wrong = ~np.isfinite(frame.value.astype(float))
+    if wrong.any():
+        named = pd.MultiIndex.from_frame(frame[wrong][keys])
+        frame = frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
+    summary = with_ratios(summarise(frame))
+    ratios = summary[(summary.trainer != BASELINE_TRAINER) & summary.ratio.notna()]
+    names = {metric: ratio_name(metric) for metric in ratios.metric.unique()}
+    ratios = ratios.assign(metric=ratios.metric.map(names), value=ratios.ratio, unit="1")
+    return pd.concat([summary, ratios], ignore_index=True)[[*keys, "unit", "value"]]
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:

@@ -109,7 +109,7 @@ def judge(
         across: compare also what different devices or instruments measured.
         first_run_ok: what the reference lacks may be measured for the first time.
     """
-    found = pairs(before.frame, after.frame, across=across)
+    found = pairs(before, after, across=across)
     subjects = None
     if asked is not None:
         subjects = {(*(getattr(case, axis) for axis in AXES), name) for case, name in asked}

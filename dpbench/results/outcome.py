@@ -51,7 +51,8 @@ class Outcome:
     ``error`` is the class of what went wrong, or None; rows measured before it are kept.
     ``instruments`` are the names of those that were to measure it; ``operators``, ``kernels`` and
     ``speed_of_light`` are what they saw each operator and kernel do, ``notes`` what they had to
-    assume. ``extra_info`` is what its tests added.
+    assume. ``tests`` are those that asked for it, each with its id as ``test`` and its ``params``
+    as text; ``extra_info`` is what they added.
     """
 
     case: Case
@@ -67,6 +68,7 @@ class Outcome:
     speed_of_light: tuple[KernelSpeed, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    tests: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def skipped(self) -> bool:
@@ -76,7 +78,7 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types; the inverse of `from_json`."""
         lists = {part: [entry.as_row() for entry in getattr(self, part)] for part in PARTS}
-        lists |= {"instruments": list(self.instruments), "notes": list(self.notes)}
+        lists |= {name: [*getattr(self, name)] for name in ("instruments", "notes", "tests")}
         return {**vars(self), **lists, "case": asdict(self.case), "rows": as_rows(self.rows)}
 
     @classmethod
@@ -84,7 +86,7 @@ class Outcome:
         """The outcome that `as_json` described."""
         made = {**PARTS, "rows": Measurement}
         tuples = {name: tuple(map(kind.from_row, data[name])) for name, kind in made.items()}
-        tuples |= {name: tuple(data[name]) for name in ("instruments", "notes")}
+        tuples |= {name: tuple(data[name]) for name in ("instruments", "notes", "tests")}
         return cls(**{**data, **tuples, "case": Case.from_row(data["case"])})
 
 
@@ -100,8 +102,9 @@ def document(
         data = outcome.as_json()
         for part in ("rows", "log_tail", *PARTS):
             del data[part]
-        if not outcome.extra_info:
-            del data["extra_info"]
+        for of_tests in ("extra_info", "tests"):
+            if not data[of_tests]:
+                del data[of_tests]
         cases.append({**data.pop("case"), **data})
     return {
         "schema": SCHEMA,

@@ -159,6 +159,13 @@ class Run:
         return pd.DataFrame(self.document["rows"], columns=COLUMNS).astype({"value": float})
 
     @cached_property
+    def numbers(self) -> pd.DataFrame:
+        """What is compared of it; see `dpbench.results.frame.numbers`."""
+        from dpbench.results.frame import numbers
+
+        return numbers(self.frame)
+
+    @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What became of each case, in the order of the document."""
         rows: dict[tuple[Case, str], list[Measurement]] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case, trained_in
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import (
@@ -23,7 +23,16 @@ from dpbench.results.frame import (
 )
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import Column, View, column, rates, shown_by_default
+from dpbench.show.view import (
+    NAME,
+    OF_TESTS,
+    PARAM,
+    Column,
+    View,
+    column,
+    rates,
+    shown_by_default,
+)
 
 BUSY = "gpu_busy_share"
 
@@ -76,13 +85,16 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
     frame = frame[frame.instrument != "torch_profiler"]  # its tables: `show.profile`
     if frame.empty:
         return []
-    summary, view = complete(frame), view or View()
+    view = view or View()
+    summary = view.under_tests(complete(frame))
     listed: list[Table] = []
     for group in groups(summary, view):
         listed += _step_table(group, view)
         if not (view.columns or group.by_phase):
-            listed += _phase_table(group, "dram_bytes", "DRAM")
-            listed += _phase_table(group, "logical_bytes", "logical")
+            listed += _phase_table(group, "dram_bytes", "DRAM GB")
+            listed += _phase_table(group, "logical_bytes", "logical GB")
+            if any(row["model"] == SCRIPT for row in group.rows.values()):
+                listed += _phase_table(group, "step_time_seconds", "ms")
             listed += _busy_table(group)
             listed += [*against_logical(group), *_throughput_table(group)]
     return listed if view.columns else [*listed, *_other_metrics(in_order(summary))]
@@ -209,6 +221,8 @@ def _by_column(group: Group, name: str | None) -> list[str]:
     """The labels by the numbers of a column; those that have none go last."""
     if name is None or name in AXES:
         return group.labels
+    if name == NAME:
+        return sorted(group.labels)
     shown = column(name)
     numbers = {
         label: max((row[shown.kind] for row in group.find(label, shown)), default=math.inf)
@@ -219,8 +233,11 @@ def _by_column(group: Group, name: str | None) -> list[str]:
 
 def title_of(shared: Mapping[str, Any]) -> str:
     """What some rows share, in words; the usual attention and model go without saying."""
+    if shared.get("model") == SCRIPT:
+        return str(shared["device"])
     size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
-    parts = [shared.get("trainer", ""), size]
+    of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
+    parts = [*of_test, shared.get("trainer", ""), size]
     usual = {"attention": "sdpa", "model": "simple"}
     parts += [shared[axis] for axis, name in usual.items() if shared.get(axis) not in (name, None)]
     words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
@@ -331,7 +348,7 @@ def _phase_table(group: Group, metric: str, name: str) -> Iterator[Table]:
         numbers = [(group.cell(label, value, p), group.cell(label, ratio, p)) for p in phases]
         cells.append([label, *(n if r == ABSENT else f"{n} ({r})" for n, r in numbers)])
     if phases:
-        title = f"{group.title}: {name} GB by phase (÷ standard)"
+        title = f"{group.title}: {name} by phase (÷ standard)"
         yield Table(title, [group.first_header, *phases], cells)
 
 

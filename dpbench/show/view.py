@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Kind, Metric, expectations
 from dpbench.settings import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dpbench.results.outcome import Outcome
 
 THROUGHPUT = "_throughput"
 """The end of the name of bytes per second."""
@@ -83,6 +89,15 @@ def shown_by_default(*, logical: bool) -> list[Column]:
 TOP = Settings.top
 """How many kernels a table shows unless told otherwise."""
 
+NAME = "name"
+"""The order by what stands in the first column."""
+
+OF_TESTS = ("name", "fullname", "func", "fullfunc", "param")
+PARAM = "param:"
+"""What of the tests that asked for them cases in a table have in common; or one parameter."""
+
+NO_TEST = "-"
+
 GROUPS = ("cell", "device", "phase", *AXES)
 """What can share a table: the cases with one baseline (``cell``), or with one value of an axis."""
 
@@ -104,7 +119,8 @@ class View:
 
     Without ``columns`` they are those of `shown_by_default`, with every table that goes with
     them; ``sort`` is a column's name or an axis. Rows of different devices never share a table.
-    ``expected`` says by metric between which ratios to standard the user expects it.
+    ``expected`` says by metric between which ratios to standard the user expects it. ``tests`` are
+    the cases with the labels of the tests that asked for them, if these make the groups.
     """
 
     columns: tuple[Column, ...] = ()
@@ -112,6 +128,7 @@ class View:
     group_by: tuple[str, ...] = ("cell",)
     top: int = TOP
     expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
+    tests: pd.DataFrame | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -126,11 +143,50 @@ class View:
         check_top(top)
         labels = _names(group_by) or ("cell",)
         for label in labels:
-            if label not in GROUPS:
-                raise unknown("group", label, GROUPS)
-        if sort is not None and sort not in AXES:
-            column(sort)
+            if label not in (*GROUPS, *OF_TESTS) and not label.startswith(PARAM):
+                raise unknown("group", label, (*GROUPS, *OF_TESTS, f"{PARAM}NAME"))
+        if sort not in (None, NAME, *AXES):
+            column(str(sort))
         return cls(tuple(map(column, _names(columns))), sort, labels, top, expectations(expect))
+
+    @property
+    def test_labels(self) -> list[str]:
+        """What of a test makes the groups."""
+        return [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
+
+    def of_tests(self, outcomes: Iterable[Outcome]) -> View:
+        """The view with what is known of the tests, if it groups by them."""
+        if not self.test_labels:
+            return self
+        import pandas as pd
+
+        rows = [
+            {**vars(outcome.case), "counted": name == "logical"}
+            | {label: label_of(test, label) for label in self.test_labels}
+            for outcome in outcomes
+            for name in outcome.instruments
+            for test in outcome.tests or [{"test": NO_TEST, "params": {}}]
+        ]
+        return replace(self, tests=pd.DataFrame(rows).drop_duplicates())
+
+    def under_tests(self, summary: pd.DataFrame) -> pd.DataFrame:
+        """A summary with the labels of tests as columns, each case once for each that it has."""
+        if self.tests is None:
+            return summary.assign(**dict.fromkeys(self.test_labels, NO_TEST))
+        counted = summary.assign(counted=summary.instrument == "logical")
+        return counted.merge(self.tests, on=[*AXES, "counted"], how="left")
+
+
+def label_of(test: Mapping[str, Any], label: str) -> str:
+    """What a test is called in a group, as pytest-benchmark has it."""
+    function, bracket, params = str(test["test"]).partition("[")
+    name = function.rpartition("::")[2]
+    if label.startswith(PARAM):
+        parameter = label.removeprefix(PARAM)
+        return f"{parameter}={test['params'].get(parameter, NO_TEST)}"
+    labels = {"func": name, "fullfunc": function, "name": f"{name}{bracket}{params}"}
+    labels |= {"fullname": f"{function}{bracket}{params}"}
+    return (labels | {"param": params.removesuffix("]") or NO_TEST})[label]
 
 
 def check_top(top: int) -> None:

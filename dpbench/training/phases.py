@@ -33,15 +33,44 @@ class PhaseListener(Protocol):
         """The step is over."""
 
 
-class _Step:
-    """One step under observation: the listener, and the phases that are open."""
+class OpenPhase:
+    """A phase from its begin to its end."""
 
-    def __init__(self, listener: PhaseListener) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Step:
+    """One step: who listens, if anybody does, and the phases that are open, the innermost last."""
+
+    def __init__(self, listener: PhaseListener | None = None) -> None:
         self.listener = listener
-        self.open = [OUTSIDE]
+        self._open = [OpenPhase(OUTSIDE)]
+
+    @property
+    def phase(self) -> str:
+        """The innermost phase."""
+        return self._open[-1].name
+
+    def enter(self, name: str) -> OpenPhase:
+        """Begin a phase inside those that are open."""
+        entered = OpenPhase(name)
+        self._open.append(entered)
+        self._switch()
+        return entered
+
+    def leave(self, entered: OpenPhase) -> None:
+        """End a phase with all that is inside it; nothing if it has ended."""
+        if entered in self._open:
+            del self._open[self._open.index(entered) :]
+            self._switch()
+
+    def _switch(self) -> None:
+        if self.listener:
+            self.listener.switch(self.phase)
 
 
-_step: ContextVar[_Step | None] = ContextVar("dpbench_step", default=None)
+_step: ContextVar[Step | None] = ContextVar("dpbench_step", default=None)
 
 
 @contextmanager
@@ -60,13 +89,11 @@ def phase(name: str) -> Iterator[None]:
     if step is None:
         yield
         return
-    step.open.append(name)
-    step.listener.switch(name)
+    entered = step.enter(name)
     try:
         yield
     finally:
-        step.open.pop()
-        step.listener.switch(step.open[-1])
+        step.leave(entered)
 
 
 def in_phase(name: str, function: Callable[P, R]) -> Callable[P, R]:
@@ -80,6 +107,11 @@ def in_phase(name: str, function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def hear(step: Step | None) -> None:
+    """Let `phase` tell this step from here on; nobody if it is None."""
+    _step.set(step)
+
+
 @contextmanager
 def observed_step(listener: PhaseListener | None) -> Iterator[None]:
     """Let ``listener`` hear the phases of the one step that runs inside."""
@@ -87,7 +119,7 @@ def observed_step(listener: PhaseListener | None) -> Iterator[None]:
         yield
         return
     listener.start_step()
-    token = _step.set(_Step(listener))
+    token = _step.set(Step(listener))
     try:
         yield
     finally:

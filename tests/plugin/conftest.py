@@ -169,7 +169,9 @@ def in_this_process(
         for registry in (TRAINERS, MODELS, WORKLOADS, INSTRUMENTS):
             patch.setattr(registry, "_targets", dict(registry._targets))
         try:
-            return pytester.runpytest_inprocess(*arguments, plugins=[imports])
+            return pytester.runpytest_inprocess(
+                *arguments, plugins=[imports], no_reraise_ctrlc=True
+            )
         finally:
             signal.signal(signal.SIGTERM, handler)
             imports.restore()

@@ -181,7 +181,7 @@ def test_session_that_lost_its_measuring_tests_or_their_instrument_has_not_passe
             pytest.exit("enough", returncode=0)
         """
     )
-    ended = project("-n0", limit, alone=True)
+    ended = project("-n0", limit)
     assert ended.ret != 0
     ended.stdout.fnmatch_lines(["ERROR: dpbench: the session ended before every test that*"])
 

@@ -27,7 +27,7 @@ def test_a_session_that_was_ended_is_interrupted(
     project: RunSuite, pytester: pytest.Pytester, ending: str
 ) -> None:
     pytester.makepyfile(test_suite=SUITE.format(last=DPSGD, ending=ending))
-    project("-n0", "--dpbench-save=ended", alone=True)
+    project("-n0", "--dpbench-save=ended")
     run = saved(pytester.path, 1)
     assert (run.status, run.cases_asked, len(run.outcomes)) == ("interrupted", 2, 1)
 

@@ -72,7 +72,7 @@ def test_only_cases_that_both_measured_are_compared() -> None:
 
 @pytest.mark.parametrize("across", [False, True])
 def test_nothing_is_compared_with_nothing(across: bool) -> None:
-    nothing, something = to_frame([]), measured(BEFORE)
+    nothing, something = run(to_frame([])), run(measured(BEFORE))
     for pair in ((nothing, something), (something, nothing)):
         assert pairs(*pair, across=across).changes.empty
 

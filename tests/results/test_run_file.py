@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.case import GRIDS, Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.ncu.ranges import Ncu
+from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.results.conditions import Conditions, premise_differences
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_document
 from dpbench.results.rows import STEP, Measurement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -66,14 +66,25 @@ class Cupti(Instrument):
 
 def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
     """The rows of one record of ``dpbench step --cupti``."""
-    tool = f"cupti {record['cupti']}, torch {record['torch']}"
     for row in timing_rows(case, dict(record)):
-        yield replace(row, instrument=Cupti.name, tool=tool)
+        yield replace(row, instrument=Cupti.name, tool=_tool(record))
     counted = [(phase, values, 0) for phase, values in record["counted_phases"].items()]
     counted += [(STEP, values, repeat) for repeat, values in enumerate(record["counted_steps"])]
+    yield from counted_rows(case, record, counted)
+
+
+def counted_rows(
+    case: Case,
+    record: Mapping[str, Any],
+    counted: Iterable[tuple[str, Mapping[str, float], int]],
+) -> Iterator[Measurement]:
+    """The rows of counted metrics, each with its phase and the step's number."""
+    device, tool = record["device"], _tool(record)
     for phase, values, repeat in counted:
         for metric, value in values.items():
             unit = METRICS[metric].unit if metric in METRICS else "B" if "bytes" in metric else "1"
-            yield Measurement(
-                case, Cupti.name, phase, metric, value, unit, repeat, record["device"], tool
-            )
+            yield Measurement(case, Cupti.name, phase, metric, value, unit, repeat, device, tool)
+
+
+def _tool(record: Mapping[str, Any]) -> str:
+    return f"cupti {record['cupti']}, torch {record['torch']}"

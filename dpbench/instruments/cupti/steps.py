@@ -150,6 +150,10 @@ class StepCounter:
         starts = range(0, self.steps, self.passes)
         return [self._metrics_of(self._counted[i : i + self.passes]) for i in starts]
 
+    def each(self) -> list[ByPhase]:
+        """The metrics of each step so far; they need not be alike, if one pass is enough."""
+        return [self._metrics_of([step]) for step in self._counted]
+
     def _metrics_of(self, steps: Iterable[ByPhase]) -> ByPhase:
         values: ByPhase = {}
         for step in steps:

@@ -19,7 +19,8 @@ Transformers (Hugging Face)
     believes that it is being traced, and makes them.
 
 What would change the bytes, and cannot be followed here, is refused: autocast and gradient
-scalers (whose step is skipped or not, as the data has it), torch.compile.
+scalers (whose step is skipped or not, as the data has it), torch.compile, and shared keys in the
+flash kernel where torch's own for the CPU does not take them (before torch 2.9).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -153,6 +154,11 @@ def _scaled_dot_product_attention(
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
+    if not same_heads and not shared_keys_are_fused():
+        raise UnsupportedOperation(
+            "this torch cannot follow shared keys (enable_gqa) in half precision without a GPU; "
+            "count with torch 2.9 or newer"
+        )
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
         return _as_composed(_attention, *operands, 0.0, is_causal, **options)
@@ -161,6 +167,14 @@ def _scaled_dot_product_attention(
         bias = torch.zeros_like(attn_mask, dtype=query.dtype)
         bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
     return _efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
+
+
+@cache
+def shared_keys_are_fused() -> bool:
+    """Whether the CPU's flash kernel takes fewer key than query heads, as CUDA's does."""
+    query = torch.empty(1, 2, 1, 8, dtype=torch.bfloat16)
+    key = query[:, :1]
+    return bool(torch._fused_sdp_choice(query, key, key, enable_gqa=True))
 
 
 INSTEAD: dict[OpOverload, Callable[..., Any]] = {

@@ -63,7 +63,7 @@ class Count:
 
 
 class LiveMemory:
-    """Bytes of the tensors alive now, and the most there were at once.
+    """Bytes of the tensors alive ``now``, and the most there were at once.
 
     A tensor's memory is its storage, from the operator that returns it until nothing refers to
     it any more. (PyTorch's ``MemTracker`` keeps one peak for all phases, and rounds sizes as the
@@ -72,40 +72,29 @@ class LiveMemory:
 
     def __init__(self) -> None:
         self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def see(self, tensor: Tensor) -> None:
         """Take note of a tensor's storage and its present size."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        if key not in self._sizes:
-            self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
-        self.now += size - self._sizes.get(key, 0)
-        self._sizes[key] = size
-        self.peak = max(self.peak, self.now)
+        before, reference = self._known.get(key, (0, None))
+        if size != before or reference is None:
+            reference = reference or weakref.ref(storage, lambda _: self._freed(key))
+            self._known[key] = size, reference
+            self.now += size - before
+            self.peak = max(self.peak, self.now)
 
     def _freed(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-        del self._references[key]
+        self.now -= self._known.pop(key)[0]
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts by phase and operator while a step runs; a `PhaseListener`.
+    """Counts by phase and operator while a step runs, above a mode of fake tensors.
 
-    Outside an observed step it only keeps track of memory. `without_data` makes one. What it has
-    counted is about the last observed step:
-
-    Args:
-        fake: the mode beneath this one.
-
-    Attributes:
-        counts: by ``(phase, operator)``, the operator written ``aten.clone``.
-        peaks: by phase, the most bytes alive at once.
-        notes: what was assumed, and how often.
-        by_general_rule: operators that nobody has reviewed a rule for.
-        memory: the bytes alive now.
+    A `PhaseListener`: what it has counted is about the last observed step. Outside of one it only
+    keeps track of memory.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -119,10 +108,10 @@ class ByteCounter(TorchDispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        self.counts: dict[tuple[str, str], Count] = defaultdict(Count)
-        self.peaks: dict[str, int] = {}
-        self.notes: dict[str, int] = defaultdict(int)
-        self.by_general_rule: set[str] = set()
+        self.counts: dict[tuple[str, str], Count] = defaultdict(Count)  # by phase and operator
+        self.peaks: dict[str, int] = {}  # by phase, the most bytes alive at once
+        self.notes: dict[str, int] = defaultdict(int)  # what was assumed, and how often
+        self.by_general_rule: set[str] = set()  # operators that nobody has reviewed a rule for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,23 +121,17 @@ class ByteCounter(TorchDispatchMode):
     def start_step(self) -> None:
         self._forget()
         self._values.asked.clear()
-        self._enter(OUTSIDE)
+        self.switch(OUTSIDE)
 
     def switch(self, phase: str) -> None:
-        self._leave()
-        self._enter(phase)
-
-    def end_step(self) -> None:
-        self._leave()
-        self._phase = None
-
-    def _enter(self, phase: str) -> None:
+        self.end_step()
         self._phase = phase
         self.memory.peak = self.memory.now
 
-    def _leave(self) -> None:
+    def end_step(self) -> None:
         if self._phase is not None:
             self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.memory.peak)
+        self._phase = None
 
     def __torch_dispatch__(
         self,
@@ -184,7 +167,10 @@ class ByteCounter(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
             if self._phase is None and func in CONSTANTS and out.numel() <= SMALL:
-                return self._constant(func, args, kwargs)
+                with no_dispatch():  # its values are known, until something unknown is written
+                    real = func(*args, **kwargs)
+                converter = self._fake.fake_tensor_converter
+                return converter.from_real_tensor(self._fake, real, make_constant=True)
             return out
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if func is torch.ops.aten._local_scalar_dense.default:
@@ -200,18 +186,12 @@ class ByteCounter(TorchDispatchMode):
             self.notes[f"{label(func)}: {note}"] += 1
         return out
 
-    def _constant(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A tensor whose values are known, until something unknown is written to it."""
-        with no_dispatch():
-            real = func(*args, **kwargs)
-        converter = self._fake.fake_tensor_converter
-        return converter.from_real_tensor(self._fake, real, make_constant=True)
-
     def _record(
         self, phase: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         read, written = rules.traffic(func, args, kwargs, out)
-        flops = flops_of(func, args, kwargs, out)
+        formula = flop_formula(func)
+        flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
         if not (read or written or flops):
             return
         name = label(func)
@@ -269,18 +249,13 @@ def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
     return asked
 
 
-def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating-point operations of a call by PyTorch's own formulas (`torch.utils.flop_counter`).
-
-    They know matrix products, convolutions and attention, count a multiply-add as two, and do
-    not halve causal attention. Everything else has none.
-    """
-    formula = _flop_formula(func)
-    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
-
-
 @cache
-def _flop_formula(func: OpOverload) -> Callable[..., int] | None:
+def flop_formula(func: OpOverload) -> Callable[..., int] | None:
+    """PyTorch's own formula for an operator's floating-point operations, if it has one.
+
+    There are some for matrix products, convolutions and attention (`torch.utils.flop_counter`).
+    They count a multiply-add as two, and do not halve causal attention.
+    """
     aten = torch.ops.aten
     same = {  # the CPU's fused attention takes its operands in the same order as CUDA's
         aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
@@ -288,6 +263,6 @@ def _flop_formula(func: OpOverload) -> Callable[..., int] | None:
             aten._scaled_dot_product_flash_attention_backward
         ),
     }
-    packet = func.overloadpacket
-    found: Callable[..., int] | None = flop_registry.get(same.get(packet, packet))
-    return found
+    formula: Callable[..., int] | None
+    formula = flop_registry.get(same.get(func.overloadpacket, func.overloadpacket))
+    return formula

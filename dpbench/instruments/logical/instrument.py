@@ -47,18 +47,14 @@ MOST_STEPS = 3
 
 @dataclass(frozen=True)
 class LogicalResult:
-    """All that counting a case yields.
+    """All that counting a case yields: its rows are by phase and for the step.
 
-    Args:
-        rows: ``logical_read_bytes``, ``logical_write_bytes``, ``flops`` and
-            ``peak_memory_bytes``, by phase and for the step.
-        operators: the same bytes and flops by phase and operator, most bytes first.
-        notes: what was assumed about values that do not exist without data, and which operators
-            were counted by the general rule, beside the heavy ones: the tables name those.
+    Its notes are what was assumed about values that do not exist without data, and which operators
+    were counted by the general rule, beside the heavy ones: the tables name those.
     """
 
     rows: tuple[Measurement, ...]
-    operators: tuple[OperatorCount, ...]
+    operators: tuple[OperatorCount, ...]  # by phase and operator, most bytes first
     notes: tuple[str, ...]
 
 
@@ -71,17 +67,15 @@ class Logical(Instrument):
     the next. Without data every further step repeats the steady one, so one is enough. If none of
     `MOST_STEPS` is, the last counts, and a note says so.
 
-    Args:
-        timeout: seconds that a process of its own may take, which trainers and models from
-            outside are counted in: they may end it, or never end.
-        directory: where the logs of such processes go; None to keep none.
+    Trainers and models from outside are counted in a process of their own: they may end it, or
+    never end.
     """
 
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
 
-    timeout: float = 600.0
-    directory: Path | None = None
+    timeout: float = 600.0  # seconds that such a process may take
+    directory: Path | None = None  # where its log goes, if it is kept
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Logical:
@@ -133,32 +127,30 @@ class Counting(Running):
         return list(result.rows)
 
 
-class CountingApart(Running):
+class CountingApart(Child):
     """A case that is counted in a process of its own: what it does to that, nobody else feels."""
 
     def __init__(self, instrument: Logical, case: Case) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
         directory = instrument.directory or Path(self._scratch.name)
-        self._child = Child(
+        super().__init__(
             [sys.executable, "-m", __package__, json.dumps(portable(case))],
             case=case,
             log=(directory / case.report_path).with_suffix(".logical.log"),
             timeout=instrument.timeout,
-            read=self._read,
+            read=_counted_apart,
         )
 
-    def rows(self) -> list[Measurement]:
-        return self._child.rows()
-
-    def _read(self, child: Child) -> list[Measurement]:
-        record = child.record()
-        self.operators = tuple(OperatorCount.from_row(row) for row in record["operators"])
-        self.notes = tuple(record["notes"])
-        return [Measurement.from_row(row) for row in record["rows"]]
-
     def cancel(self) -> None:
-        self._child.cancel()
+        super().cancel()
         self._scratch.cleanup()
+
+
+def _counted_apart(child: Child) -> list[Measurement]:
+    record = child.record()
+    child.operators = tuple(OperatorCount.from_row(row) for row in record["operators"])
+    child.notes = tuple(record["notes"])
+    return [Measurement.from_row(row) for row in record["rows"]]
 
 
 def _in_one_line(error: Exception) -> str:
@@ -181,11 +173,7 @@ def alive(counter: ByteCounter) -> int:
 
 @contextmanager
 def new_objects_collected() -> Iterator[None]:
-    """Let the garbage collector look only at objects made in here.
-
-    Importing PyTorch and Opacus leaves so many that collecting after each step would take as
-    long as a small case.
-    """
+    """Let the garbage collector look only at new objects: PyTorch's own take as long as a case."""
     if gc.get_freeze_count():  # someone else has frozen objects, and thawing would thaw theirs
         yield
         return
@@ -205,18 +193,20 @@ def untouched_torch() -> Iterator[None]:
         (torch.backends.cudnn, "deterministic"),
         (torch.backends.cudnn, "benchmark"),
     )
-    with ExitStack() as stack:
+    with (
+        ExitStack() as stack,
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        warnings.catch_warnings(),
+    ):
         for place, name in switches:
             stack.callback(setattr, place, name, getattr(place, name))
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
         if torch.get_default_device().type != "cpu":  # costs a call for each operator
             stack.enter_context(torch.device("cpu"))
-        stack.enter_context(warnings.catch_warnings())
         # Opacus's fast gradient clipping deep-copies gradients, and copying looks at the address.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         # Opacus puts full backward hooks on embeddings, whose inputs never need gradients.
@@ -239,9 +229,9 @@ def _result(case: Case, counter: ByteCounter) -> LogicalResult:
 
 def _rows(case: Case, counter: ByteCounter) -> Iterator[Measurement]:
     tool = f"torch {torch.__version__}"
-    for phase in (*(phase for phase in ALL_PHASES if phase in counter.peaks), STEP):
+    peaks = {phase: counter.peaks[phase] for phase in ALL_PHASES if phase in counter.peaks}
+    for phase, peak in {**peaks, STEP: max(peaks.values())}.items():
         counts = [c for (where, _), c in counter.counts.items() if phase in (where, STEP)]
-        peak = max(counter.peaks.values()) if phase == STEP else counter.peaks[phase]
         for metric, value, unit in (
             ("logical_read_bytes", sum(c.read_bytes for c in counts), "B"),
             ("logical_write_bytes", sum(c.write_bytes for c in counts), "B"),

@@ -145,14 +145,6 @@ REVIEWED = _names(
 not here, nor free, nor an overwriter is counted by the general rule and reported as such."""
 
 
-class Argument(NamedTuple):
-    """One argument in an operator's schema."""
-
-    name: str
-    read: bool  # False for out=
-    written: bool
-
-
 class Limits(NamedTuple):
     """At most how many bytes of an argument are read and written, where that is not all."""
 
@@ -180,23 +172,23 @@ def traffic(
     """The bytes that a finished call had to read and to write; ``out`` is what it returned."""
     if is_free(func):
         return 0, 0
-    arguments = schema_arguments(func)
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    arguments = _arguments(func)
+    given = {name: value for (name, *_), value in zip(arguments, args, strict=False)}
     given.update(kwargs)
     limits = _limits(operator_name(func), given, out)
     storages: set[int] = set()
     reads: dict[Region, int] = {}
     writes: dict[Region, int] = {}
-    for argument in arguments:
-        for tensor in tensors(given.get(argument.name)):
+    for name, is_read, is_written in arguments:
+        for tensor in tensors(given.get(name)):
             region, size = region_of(tensor)
             storages.add(region[0])
-            if argument.read:
-                most = limits.reads.get(argument.name, size)
-                reads[region] = max(reads.get(region, 0), min(size, most))
-            if argument.written:
-                most = limits.writes.get(argument.name, size)
-                writes[region] = max(writes.get(region, 0), min(size, most))
+            if is_read:
+                most = min(size, limits.reads.get(name, size))
+                reads[region] = max(reads.get(region, 0), most)
+            if is_written:
+                most = min(size, limits.writes.get(name, size))
+                writes[region] = max(writes.get(region, 0), most)
     for tensor in tensors(out):
         region, size = region_of(tensor)
         if region[0] not in storages:  # a new tensor, not an argument that is returned
@@ -246,15 +238,11 @@ def operator_name(func: OpOverload) -> str:
 
 
 @cache
-def schema_arguments(func: OpOverload) -> tuple[Argument, ...]:
-    """The arguments of an operator in the order of its schema."""
+def _arguments(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
+    """The arguments in an operator's schema, and whether they are read, and written."""
     return tuple(
-        Argument(
-            argument.name,
-            read=not argument.is_out,
-            written=argument.alias_info is not None and argument.alias_info.is_write,
-        )
-        for argument in func._schema.arguments
+        (each.name, not each.is_out, each.alias_info is not None and each.alias_info.is_write)
+        for each in func._schema.arguments
     )
 
 
@@ -278,10 +266,9 @@ def region_of(tensor: Tensor) -> tuple[Region, int]:
 def _layout(
     shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """The shape and stride of an index set in a form of its own, and its number of elements.
+    """An index set in a form that `view`, `expand` and `transpose` leave, and its size.
 
-    Two tensors that address the same elements of a storage through `view`, `expand` or
-    `transpose` have the same form: dimensions by falling stride, neighbours merged.
+    Dimensions by falling stride, neighbours merged.
     """
     if 0 in shape:
         return (), 0

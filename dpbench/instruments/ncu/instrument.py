@@ -1,21 +1,42 @@
-"""What the instruments that run a case under Nsight Compute have in common."""
+"""DRAM, L2 and global-memory bytes from hardware counters, through Nsight Compute.
+
+The case runs once more under ``ncu``. In application range replay (`Ncu`) each phase of each
+active step is one range, whose counters include copies and memsets. Kernel replay (`NcuKernels`)
+misses those, and tells one kernel from the other.
+"""
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tqdm import tqdm
+
+from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu.program import diagnose, ncu_version
-from dpbench.instruments.ncu.range_report import NothingProfiled, report_path
+from dpbench.instruments.ncu.kernel_report import PROFILING, kernel_counters, read_kernels
+from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
+from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
+from dpbench.instruments.ncu.range_report import (
+    KERNELS,
+    NothingProfiled,
+    ReportUnreadable,
+    launches_by_phase,
+    read,
+    report_path,
+)
+from dpbench.instruments.terminal import begin_line, place
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.process.schedule import Steps
+from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 EVERY_PHASE = f"regex:{NVTX_DOMAIN}@.*"
 """The NVTX filter that lets through whatever dpbench marked."""
@@ -27,24 +48,15 @@ class NcuInstrument(Instrument):
 
     One active step is enough: from step to step DRAM bytes differ by less than 0.2 %, and each
     further one adds seconds and, at 400 bytes a kernel launch, megabytes to the report.
-
-    Args:
-        directory: where reports and logs go, one folder a configuration.
-        path: the ``ncu`` program.
-        steps: warm-up and active steps.
-        timeout: seconds after which a case is ended.
     """
 
-    replay: ClassVar[str]
-    """ncu's replay mode."""
+    replay: ClassVar[str]  # ncu's mode
+    folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
 
-    folder: ClassVar[str] = ""
-    """Where the reports lie below a configuration's folder."""
-
-    directory: Path
-    path: str
+    directory: Path  # where reports and logs go, one folder a configuration
+    path: str  # the ncu program
     steps: Steps = Steps(warmup=1, active=1)
-    timeout: float = 1800.0
+    timeout: float = Settings.timeout  # seconds after which a case is ended
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=True)
@@ -57,20 +69,18 @@ class NcuInstrument(Instrument):
         return self.directory / report_path(case, self.folder)
 
     def command_under_ncu(
-        self, case: Case, collect: list[str], include: Iterable[str] = (EVERY_PHASE,)
+        self, case: Case, collect: Iterable[str], include: Iterable[str] = (EVERY_PHASE,)
     ) -> list[str]:
         """The whole argument list for one case, caches and clocks left alone.
 
-        Args:
-            case: what to run.
-            collect: options that say what to collect, and of which kernels.
-            include: NVTX filters; a range or kernel is profiled if one of them fits.
+        Options say what to ``collect``, and of which kernels; a range or kernel is profiled if one
+        of the NVTX filters ``include`` fits.
         """
         return [
             self.path,
             *("--config-file", "off"),  # a stray config.ncu-cfg would change the run
             *("--replay-mode", self.replay),
-            *("--cache-control", "none"),
+            *("--cache-control", "none"),  # a flush before each range would change the bytes
             *("--clock-control", "none"),
             *("--import-sass", "no"),  # 60 times smaller reports
             "--nvtx",
@@ -108,3 +118,123 @@ class NcuInstrument(Instrument):
     def tool(self, record: Mapping[str, Any]) -> str:
         """The versions behind the rows of a record."""
         return f"ncu {ncu_version(self.path)}, torch {record['torch']}"
+
+
+@dataclass(frozen=True)
+class Ncu(NcuInstrument):
+    """Counts the bytes of ranges."""
+
+    name: ClassVar[str] = "ncu"
+    replay: ClassVar[str] = "app-range"
+
+    metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Ncu:
+        return cls(
+            settings.ncu_dir,
+            find_ncu(settings.ncu_path),
+            Steps(settings.ncu_warmup, settings.ncu_active),
+            settings.timeout,
+            tuple(resolve(settings.metric_names, gpu.chip_here())),
+        )
+
+    def command(self, case: Case) -> list[str]:
+        return self.command_under_ncu(case, ("--metrics", ",".join(counters(self.metrics))))
+
+    def start(self, case: Case) -> Child:
+        """Start a process whose rows are each byte metric, by phase and for the whole step."""
+        return self.launch(case, self.command(case))
+
+    def read(self, process: Child) -> list[Measurement]:
+        tool = self.tool(self.record_of(process))
+        return read(self.report(process.case), process.case, self.metrics, tool=tool)
+
+
+@dataclass(frozen=True)
+class OfKernels(NcuInstrument):
+    """Profiles one kernel at a time, in tens of ms each."""
+
+    replay: ClassVar[str] = "kernel"
+
+    phases: tuple[str, ...] = ()  # profile these only; every one if there is none
+
+    @property
+    def filters(self) -> list[str]:
+        """The NVTX filters that let through the phases of every active step."""
+        steps = range(self.steps.active)
+        named = [f"{NVTX_DOMAIN}@{i}.{phase}" for i in steps for phase in self.phases]
+        return named or [EVERY_PHASE]
+
+    def expected(self, case: Case) -> int | None:
+        """How many kernels there will be, if the case has a report of ranges that says so."""
+        try:
+            counts = launches_by_phase(self.directory / case.report_path)
+        except InstrumentError:
+            return None
+        return sum(counts[phase] for phase in self.phases or counts) * self.steps.active
+
+    def watched(self, process: Child, description: str, total: int | None) -> dict[str, Any]:
+        """`record_of`, with a progress bar on a terminal; none in an xdist worker, one of many."""
+        hidden = "PYTEST_XDIST_WORKER" in os.environ or not place().isatty()
+        if not hidden:
+            begin_line()
+        with tqdm(
+            total=total, desc=description, unit="kernel", leave=False, disable=hidden, file=place()
+        ) as bar:
+            process.watch = lambda line: bar.update(line.count(PROFILING))
+            return self.record_of(process)
+
+    def nothing_to_profile(self, case: Case) -> bool:
+        """Whether the phases launch no kernel: ghost clipping's clip is a copy, say."""
+        return bool(self.phases) and self.expected(case) == 0
+
+
+@dataclass(frozen=True)
+class NcuKernels(OfKernels):
+    """Counts the bytes of kernels."""
+
+    name: ClassVar[str] = "ncu_kernels"
+    folder: ClassVar[str] = KERNELS
+
+    counters: tuple[str, ...] = field(default_factory=kernel_counters)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> NcuKernels:
+        return cls(
+            settings.ncu_dir,
+            find_ncu(settings.ncu_path),
+            timeout=settings.timeout,
+            phases=settings.phases,
+            counters=kernel_counters(gpu.chip_here()),
+        )
+
+    def command(self, case: Case) -> list[str]:
+        return self.command_under_ncu(case, ["--metrics", ",".join(self.counters)], self.filters)
+
+    def start(self, case: Case) -> Child:
+        """Start a process whose rows are what its kernels add up to, by phase and step.
+
+        Its ``kernels`` are each kernel's share of that; none if the phases launch none.
+        """
+        return self.launch(case, self.command(case))
+
+    def read(self, process: Child) -> list[Measurement]:
+        case = process.case
+        try:
+            record = self.watched(process, f"{case.id}: kernels", self.expected(case))
+            report = read_kernels(self.report(case))
+        except (NothingProfiled, ReportUnreadable):
+            if not self.nothing_to_profile(case):
+                raise
+            process.notes = (f"no kernel in {', '.join(self.phases)}",)
+            return []
+        process.kernels = fold(report.launches)
+        return kernel_rows(
+            case,
+            process.kernels,
+            instrument=self.name,
+            device=report.device,
+            tool=self.tool(record),
+            whole=not self.phases,
+        )

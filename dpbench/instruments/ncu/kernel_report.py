@@ -6,15 +6,14 @@ large reports are read in parts, by processes that end.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +80,27 @@ def read_kernels(path: Path) -> KernelReport:
 
     A kernel outside every phase, in a report of whatever program, counts as `OUTSIDE`.
     """
-    total = check_complete(path)
-    if total <= PART:
-        plain = plain_actions(load_actions(path))
+    parts = min(-(-check_complete(path) // PART), os.cpu_count() or 1)
+    if parts == 1:
+        read = [read_part(path)]
     else:
-        parts = min(-(-total // PART), os.cpu_count() or 1)
-        with ThreadPoolExecutor(parts) as pool:
-            read = pool.map(lambda part: _read_part(path, part, parts), range(parts))
-            plain = list(chain.from_iterable(read))
-    return KernelReport(str(plain[0]["device"]), tuple(_launches(plain, path)))
+        try:
+            with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
+                read = list(pool.map(read_part, [path] * parts, range(parts), [parts] * parts))
+        except BrokenProcessPool as error:
+            raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
+    places: Counter[tuple[int, str]] = Counter()
+    launches = []
+    for launch in chain.from_iterable(part.launches for part in read):
+        place = launch.repeat, launch.phase
+        launches.append(replace(launch, ordinal=places[place]))
+        places[place] += 1
+    return KernelReport(read[0].device, tuple(launches))
+
+
+def read_part(path: Path, part: int = 0, parts: int = 1) -> KernelReport:
+    """One of so many parts of a report, whose launches do not know their ordinals yet."""
+    return kernels_of(load_actions(path, part, parts), path, first=part == 0)
 
 
 def check_complete(path: Path) -> int:
@@ -101,60 +112,47 @@ def check_complete(path: Path) -> int:
     if not total:
         raise NothingProfiled(f"{path}: the report holds no kernel")
     log = path.with_suffix(".log")
-    if log.exists() and (told := profiled_in(log)) != total:
-        raise ReportUnreadable(
-            f"{path}: the report of kernels is incomplete, it holds {total} of {told}"
-        )
+    if log.exists():
+        told = sum(line.count(PROFILING) for line in log_lines(log))
+        if told != total:
+            raise ReportUnreadable(
+                f"{path}: the report of kernels is incomplete, it holds {total} of {told}"
+            )
     return total
 
 
-def profiled_in(log: Path) -> int:
-    """How many kernels ncu says in its log to have profiled."""
-    return sum(line.count(PROFILING) for line in log_lines(log))
-
-
-def plain_actions(actions: Sequence[Any]) -> list[dict[str, Any]]:
-    """What is read of each action, as plain JSON types, or which of its counters is missing."""
+def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> KernelReport:
+    """The launches behind actions of a report, ``first`` if it begins with them."""
     counters = {field: _spelled(METRICS[name], actions[0]) for field, name in METRIC_OF.items()}
-    plain = []
+    names = [*chain.from_iterable(counters.values()), TIME, *GRID, DEVICE]
+    launches: list[KernelLaunch] = []
+    device = ""
     for action in actions:
-        names = [*chain.from_iterable(counters.values()), TIME, *GRID, DEVICE]
+        if not is_kernel(action):
+            raise WrongReplay(f"{path}: it holds ranges, not kernels; dpbench show reads it")
         metrics = {name: action.metric_by_name(name) for name in names}
-        values = {name: metric.value() for name, metric in metrics.items() if metric is not None}
-        found: dict[str, Any] = {"device": values.get(DEVICE), "label": label(action)}
-        found["kernel"] = full_name(action) if is_kernel(action) else None
-        found["missing"] = [name for name in names if name not in values]
-        if not found["missing"]:
-            found["grid"] = [int(values[name]) for name in GRID]
-            found["seconds"] = 1e-9 * values[TIME]
-            for field, summed in counters.items():
-                found[field] = float(sum(values[name] for name in summed))
-        plain.append(found)
-    return plain
+        if missing := [name for name, metric in metrics.items() if metric is None]:
+            if launches or not first or DEVICE in missing:  # the kernels before it have them
+                raise ReportUnreadable(
+                    f"{path}: the report of kernels is incomplete, it ends in a kernel"
+                )
+            raise MetricMissing(f"{path}: the report has no {missing[0]}")
+        values = {name: metric.value() for name, metric in metrics.items()}
+        device = str(values[DEVICE])
+        repeat, phase = phase_of(label(action))
+        x, y, z = (int(values[name]) for name in GRID)
+        sums = {field: float(sum(values[name] for name in of)) for field, of in counters.items()}
+        seconds = 1e-9 * values[TIME]
+        launches.append(
+            KernelLaunch(repeat, phase, 0, full_name(action), (x, y, z), seconds=seconds, **sums)
+        )
+    return KernelReport(device, tuple(launches))
 
 
 def _spelled(metric: Metric, action: Any) -> tuple[str, ...]:
     """The counters of a metric as the chip of a report has them."""
     there = (names for names in metric.spellings if all(map(action.metric_by_name, names)))
     return next(there, metric.counters)
-
-
-def _launches(plain: Iterable[dict[str, Any]], path: Path) -> Iterator[KernelLaunch]:
-    places: Counter[tuple[int, str]] = Counter()
-    for action in plain:
-        if action["kernel"] is None:
-            raise WrongReplay(f"{path}: it holds ranges, not kernels; dpbench show reads it")
-        if missing := action["missing"]:
-            if places or action["device"] is None:  # the kernels before it have them
-                raise ReportUnreadable(
-                    f"{path}: the report of kernels is incomplete, it ends in a kernel"
-                )
-            raise MetricMissing(f"{path}: the report has no {missing[0]}")
-        place = phase_of(action["label"])
-        numbers = {field: action[field] for field in (*METRIC_OF, "seconds")}
-        x, y, z = action["grid"]
-        yield KernelLaunch(*place, places[place], action["kernel"], (x, y, z), **numbers)
-        places[place] += 1
 
 
 def full_name(action: Any) -> str:
@@ -168,19 +166,3 @@ def phase_of(name: str | None) -> tuple[int, str]:
     if step.isdecimal() and phase in ALL_PHASES:
         return int(step), phase
     return 0, OUTSIDE
-
-
-def _read_part(path: Path, part: int, parts: int) -> list[dict[str, Any]]:
-    """One of several parts of a report, read by a process of its own."""
-    command = [sys.executable, "-m", __name__, str(path), str(part), str(parts)]
-    done = subprocess.run(command, capture_output=True, check=False)
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ReportUnreadable(f"{path}: not a readable report ({last})")
-    plain: list[dict[str, Any]] = json.loads(done.stdout)
-    return plain
-
-
-if __name__ == "__main__":
-    _path, _part, _parts = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    json.dump(plain_actions(load_actions(_path, _part, _parts)), sys.stdout)

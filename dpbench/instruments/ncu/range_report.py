@@ -65,20 +65,11 @@ class MetricMissing(InstrumentError):
 
 
 def read(
-    path: Path,
-    case: Case,
-    metrics: Iterable[NcuMetric] | None = None,
-    *,
-    tool: str = "ncu",
+    path: Path, case: Case, metrics: Iterable[NcuMetric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
-    """The rows of one report: each metric by phase and step, and for the whole step.
+    """The rows of a case's report: each metric by phase and step, and for the whole step.
 
-    Args:
-        path: an ``.ncu-rep`` file.
-        case: which case it measured.
-        metrics: what to read; by default every byte metric of which the report holds all
-            counters.
-        tool: what made the report, for the rows.
+    By default every byte metric of which the report holds all counters.
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
@@ -139,28 +130,21 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
-    """The ncu action objects (ranges or kernels) of a report, in the order of the run.
-
-    Args:
-        path: an ``.ncu-rep`` file.
-        part: which of ``parts`` consecutive parts of the report to load, from 0.
-        parts: of about as many actions each.
-    """
-    with _opened(path) as ranges:
-        places = [(profiled, i) for profiled in ranges for i in range(profiled.num_actions())]
+    """The ncu action objects (ranges or kernels) of a report, or part of them, as they ran."""
+    with _opened(path) as places:
         start, end = (len(places) * border // parts for border in (part, part + 1))
         return [profiled.action_by_idx(i) for profiled, i in places[start:end]]
 
 
 def count_actions(path: Path) -> int:
     """How many ranges or kernels a report holds."""
-    with _opened(path) as ranges:
-        return sum(profiled.num_actions() for profiled in ranges)
+    with _opened(path) as places:
+        return len(places)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[list[Any]]:
-    """The library's groups of actions in a report, one a process that was profiled."""
+def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
+    """The places of a report's actions: the library has a group of them for each process."""
     import ncu_report
 
     try:
@@ -174,7 +158,8 @@ def _opened(path: Path) -> Iterator[list[Any]]:
         raise ReportUnreadable(f"{path}: not an Nsight Compute report")
     try:
         context = ncu_report.load_report(str(path))
-        yield [context.range_by_idx(i) for i in range(context.num_ranges())]
+        groups = map(context.range_by_idx, range(context.num_ranges()))
+        yield [(group, i) for group in groups for i in range(group.num_actions())]
     except Exception as error:  # the library raises bare RuntimeError and more
         raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
 

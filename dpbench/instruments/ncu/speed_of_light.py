@@ -1,7 +1,7 @@
 """Many metrics of few kernels: the data of Nsight Compute's pages, and a table of the main ones.
 
 A third profiled process. Which kernels it profiles follows from the bytes that
-`dpbench.instruments.ncu.kernels` has counted: those that move most, each once for every shape in
+`dpbench.instruments.ncu.instrument` has counted: those that move most, each once for every shape in
 which it is launched.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from dpbench.case import Case
 from dpbench.instruments.base import Running
 from dpbench.instruments.child import Child
+from dpbench.instruments.ncu.instrument import OfKernels
 from dpbench.instruments.ncu.kernel_report import (
     GRID,
     TIME,
@@ -24,7 +25,6 @@ from dpbench.instruments.ncu.kernel_report import (
     phase_of,
     read_kernels,
 )
-from dpbench.instruments.ncu.kernels import OfKernels
 from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.ncu.range_report import (
     KERNELS,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dpbench.case import Case
@@ -39,18 +40,11 @@ class DeviceActivityMissing(InstrumentError):
 
 @dataclass(frozen=True)
 class Profile:
-    """What is known of a profiled case.
-
-    Args:
-        rows: of `profile_rows`.
-        launches: of `grouped`; sums over all steps.
-        operators: sums by operator, and by operator and input shapes, of each cycle; a summary
-            does not keep them.
-    """
+    """What is known of a profiled case."""
 
     rows: list[Measurement]
-    launches: list[dict[str, Any]]
-    operators: list[dict[str, Any]] = field(default_factory=list)
+    launches: list[dict[str, Any]]  # of `grouped`; sums over all steps
+    operators: list[dict[str, Any]] = field(default_factory=list)  # not in a summary
 
     @property
     def steps(self) -> int:
@@ -67,12 +61,9 @@ def prepare(directory: Path) -> None:
 
 
 def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profile:
-    """Write ``summary.json`` and TensorBoard's event file of what the profiler recorded.
+    """Write ``summary.json`` and TensorBoard's event file of what the profiler recorded there.
 
-    Args:
-        case: what was profiled.
-        record: what `dpbench.process.profiled.profile_case` returned.
-        directory: where it wrote.
+    The record is that of `dpbench.process.profiled.profile_case`.
     """
     traces = [trace.read(path) for path in _in_order(directory, "trace_*.json.gz")]
     calls = frozenset[str]().union(*(recorded.calls for recorded in traces))
@@ -83,13 +74,38 @@ def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profil
     ]
     profile = Profile(list(profile_rows(case, record, traces)), grouped(traces), operators)
     if find_spec("tensorboard") is not None:
-        from dpbench.instruments.torch_profiler.tensorboard_log import write_log
-
         write_log(case, record, profile.rows, directory)
     document = {"schema": SCHEMA, **record, "launches": profile.launches}
     document["rows"] = as_rows(profile.rows)
     (directory / SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return profile
+
+
+def write_log(
+    case: Case, record: dict[str, Any], rows: Iterable[Measurement], directory: Path
+) -> None:
+    """Write TensorBoard's event file: scalars ``METRIC/PHASE`` by step, and hyper-parameters.
+
+    Hyper-parameters are the case's fields and the versions; their metrics are those of the whole
+    step, as means over the recorded steps.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
+
+    ours = ".dpbench"  # the end of our files' names: an earlier log is replaced, others' stay
+    for earlier in directory.glob(f"events.out.tfevents.*{ours}"):
+        earlier.unlink()
+    of_step: dict[str, list[float]] = defaultdict(list)
+    # Not add_hparams: that would open a second event file, in a folder named after the time.
+    with SummaryWriter(str(directory), filename_suffix=ours) as writer:
+        for row in rows:
+            writer.add_scalar(f"{row.metric}/{row.phase}", row.value, row.repeat)
+            if row.phase == STEP:
+                of_step[f"{row.metric}/{STEP}"].append(row.value)
+        hyper_parameters = {**asdict(case), "device": record["device"], "torch": record["torch"]}
+        metrics = {name: fmean(values) for name, values in of_step.items()}
+        for summary in hparams(hyper_parameters, metrics):
+            writer.file_writer.add_summary(summary)
 
 
 def read_summary(directory: Path) -> Profile:
@@ -113,25 +129,19 @@ def operators_of(
     The two tools write kernels' names in ways of their own, so a kernel is found by its place
     among those of its phase. Both processes ran the same step; should they have launched
     different numbers of kernels in a phase, its operators are unknown.
-
-    Args:
-        directory: of a profile.
-        launches: the kernels, of whichever tool.
     """
-    kernels = [
-        launch
-        for launch in trace.read(directory / "trace_0.json.gz").launches
-        if launch.repeat == 0 and launch.kind == "kernel"
-    ]
-    seen = Counter(launch.phase for launch in kernels)
+    seen: dict[str, list[str | None]] = defaultdict(list)
+    for launch in trace.read(directory / "trace_0.json.gz").launches:
+        if launch.repeat == 0 and launch.kind == "kernel":
+            seen[launch.phase].append(launch.operator)
     counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
-    operators: dict[tuple[int, str, int], str] = {}
-    places: Counter[str] = Counter()
-    for kernel in kernels:
-        if kernel.operator and seen[kernel.phase] == counted[kernel.phase]:
-            operators[0, kernel.phase, places[kernel.phase]] = kernel.operator
-        places[kernel.phase] += 1
-    return operators
+    return {
+        (0, phase, place): operator
+        for phase, operators in seen.items()
+        if len(operators) == counted[phase]
+        for place, operator in enumerate(operators)
+        if operator
+    }
 
 
 def _in_order(directory: Path, pattern: str) -> list[Path]:
@@ -146,15 +156,15 @@ def profile_rows(
     """The rows of a profile, for each recorded step by phase and as a whole."""
     on_cuda = record["device"] != "cpu"
     repeats = count()
+    where = record["device"], f"torch {record['torch']}"
     for recorded in traces:
         if on_cuda and not any(launch.kind == "kernel" for launch in recorded.launches):
             raise DeviceActivityMissing(f"{case.id}: the trace holds no GPU activity")
         for step, cpu_seconds in enumerate(recorded.cpu_seconds):
             repeat = next(repeats)
-            growth = recorded.memory_growth[step]
-            metrics = {
+            metrics: dict[str, Mapping[str, float]] = {
                 "cpu_time_seconds": cpu_seconds,
-                "memory_growth_bytes": {phase: float(growth[phase]) for phase in growth},
+                "memory_growth_bytes": recorded.memory_growth[step],
             }
             if on_cuda:
                 metrics |= _device_metrics(recorded, step)
@@ -163,20 +173,11 @@ def profile_rows(
                 together = max if "memory" in metric else sum
                 whole = together([0.0, *by_phase.values()])
                 for phase, value in {**by_phase, STEP: whole}.items():
-                    yield Measurement(
-                        case,
-                        INSTRUMENT,
-                        phase,
-                        metric,
-                        value,
-                        unit(metric),
-                        repeat,
-                        record["device"],
-                        f"torch {record['torch']}",
-                    )
+                    numbers = phase, metric, value, unit(metric), repeat
+                    yield Measurement(case, INSTRUMENT, *numbers, *where)
 
 
-def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, dict[str, float]]:
+def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, float]]:
     """Seconds that the device worked and bytes that copies moved, by phase of one step."""
     launches = [launch for launch in recorded.launches if launch.repeat == step]
     phases = [*recorded.cpu_seconds[step], *(launch.phase for launch in launches)]
@@ -187,7 +188,7 @@ def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, dict[str, flo
         metrics["device_time_seconds"][launch.phase] += launch.seconds
         if launch.kind != "kernel":
             metrics[copy_metric(launch.name)][launch.phase] += launch.bytes
-    return metrics
+    return {**metrics}
 
 
 def copy_metric(name: str) -> str:
@@ -197,13 +198,16 @@ def copy_metric(name: str) -> str:
 
 def grouped(traces: list[trace.Trace]) -> list[dict[str, Any]]:
     """What the device did; ``count``, ``bytes`` and ``seconds`` are sums over recorded steps."""
-    folded: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0, 0, 0.0])
-    for recorded in traces:
-        for launch in recorded.launches:
-            key = (launch.phase, launch.kind, launch.name, launch.operator, launch.called_by)
-            total = folded[key]
-            total[0] += 1
-            total[1] += launch.bytes
-            total[2] += launch.seconds
-    names = ("phase", "kind", "name", "operator", "called_by", "count", "bytes", "seconds")
-    return [dict(zip(names, (*key, *total), strict=True)) for key, total in folded.items()]
+    folded: dict[tuple[Any, ...], list[trace.Launch]] = defaultdict(list)
+    names = ("phase", "kind", "name", "operator", "called_by")
+    for launch in chain.from_iterable(recorded.launches for recorded in traces):
+        folded[tuple(getattr(launch, name) for name in names)].append(launch)
+    return [
+        {
+            **dict(zip(names, key, strict=True)),
+            "count": len(launches),
+            "bytes": sum(launch.bytes for launch in launches),
+            "seconds": sum(launch.seconds for launch in launches),
+        }
+        for key, launches in folded.items()
+    ]

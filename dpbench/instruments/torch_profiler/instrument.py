@@ -21,28 +21,18 @@ from dpbench.process.schedule import Schedule
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
-NO_TENSORBOARD = "no TensorBoard log: pip install 'dpbench[tensorboard]'"
-
 
 @dataclass(frozen=True)
 class TorchProfiler(Instrument):
-    """Runs ``dpbench step --profile``.
-
-    Args:
-        directory: gets one folder a case, by the case's id; also TensorBoard's log directory.
-        device: ``cuda`` or ``cpu``.
-        schedule: which steps are recorded.
-        threshold: milliseconds of a step from which an operator is listed as a bottleneck.
-        timeout: seconds after which a case is ended.
-    """
+    """Runs ``dpbench step --profile``."""
 
     name: ClassVar[str] = INSTRUMENT
 
-    directory: Path = Settings.profile_dir
-    device: str = "cuda"
+    directory: Path = Settings.profile_dir  # gets a folder a case; TensorBoard's log directory
+    device: str = "cuda"  # or cpu
     schedule: Schedule = Schedule()
-    threshold: float = Settings.profile_threshold
-    timeout: float = Settings.timeout
+    threshold: float = Settings.profile_threshold  # ms of a step that make a bottleneck
+    timeout: float = Settings.timeout  # seconds after which a case is ended
 
     @classmethod
     def from_settings(cls, settings: Settings) -> TorchProfiler:
@@ -55,10 +45,11 @@ class TorchProfiler(Instrument):
         )
 
     def check(self) -> None:
-        """See `Instrument.check`; says in one line if TensorBoard's log will be missing."""
         check_place(self.directory, on_gpu=self.device == "cuda")
         if find_spec("tensorboard") is None:
-            print(f"dpbench: {NO_TENSORBOARD}", file=sys.stderr)
+            print(
+                "dpbench: no TensorBoard log: pip install 'dpbench[tensorboard]'", file=sys.stderr
+            )
 
     def command(self, case: Case) -> list[str]:
         return [
@@ -77,10 +68,5 @@ class TorchProfiler(Instrument):
             process.record()
             return read_summary(folder).rows
 
-        return child.Child(
-            self.command(case),
-            case=case,
-            log=folder / "step.log",
-            timeout=self.timeout,
-            read=read,
-        )
+        log = folder / "step.log"
+        return child.Child(self.command(case), case=case, log=log, timeout=self.timeout, read=read)

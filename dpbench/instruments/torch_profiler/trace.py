@@ -52,46 +52,30 @@ class TraceUnreadable(InstrumentError):
 
 @dataclass(frozen=True)
 class Launch:
-    """One thing that the device did.
+    """One thing that the device did."""
 
-    Args:
-        repeat: the recorded step, from 0.
-        phase: the phase in which it was launched.
-        kind: a kernel, a copy or a memset.
-        name: the kernel's demangled name, or e.g. ``Memcpy DtoD (Device -> Device)``.
-        seconds: how long the device took.
-        bytes: what a copy or memset moved; 0 for a kernel, whose trace does not say.
-        operator: the innermost operator around the launch, e.g. ``aten::mm``; None outside all.
-        called_by: the outermost one, e.g. ``aten::linear`` or ``AddmmBackward0``.
-    """
-
-    repeat: int
-    phase: str
+    repeat: int  # the recorded step, from 0
+    phase: str  # in which it was launched
     kind: Kind
-    name: str
-    seconds: float
-    bytes: int
-    operator: str | None
-    called_by: str | None
+    name: str  # the kernel's, demangled, or e.g. "Memcpy DtoD (Device -> Device)"
+    seconds: float  # how long the device took
+    bytes: int  # what a copy or memset moved; 0 for a kernel, whose trace does not say
+    operator: str | None  # the innermost around the launch, e.g. aten::mm, if there is one
+    called_by: str | None  # the outermost one, e.g. aten::linear or AddmmBackward0
 
 
 @dataclass(frozen=True)
 class Trace:
     """A recorded trace, by step and phase.
 
-    Args:
-        launches: what the device did, in the order of the launches; empty on the CPU.
-        cpu_seconds: for each step, how long the training thread was in each phase.
-        memory_growth: for each step, the most bytes by which allocations on the measured device
-            exceeded those at the step's start while it was in each phase.
-        calls: names of CUDA calls and of the profiler's overhead, which PyTorch lists among
-            operators.
+    Memory grows by as many bytes as allocations on the measured device exceeded, at most while
+    the step was in a phase, those at its start.
     """
 
-    launches: list[Launch]
-    cpu_seconds: list[dict[str, float]]
-    memory_growth: list[dict[str, int]]
-    calls: frozenset[str] = frozenset()
+    launches: list[Launch]  # in the order of the launches; empty on the CPU
+    cpu_seconds: list[dict[str, float]]  # of each step, of the training thread
+    memory_growth: list[dict[str, int]]  # of each step
+    calls: frozenset[str] = frozenset()  # CUDA's and the profiler's; for PyTorch, operators too
 
 
 def read(path: Path) -> Trace:
@@ -153,11 +137,11 @@ class _Timeline:
         return step, self.phases[place]["name"].removeprefix(ANNOTATION)
 
     def seconds(self) -> list[dict[str, float]]:
-        steps: list[dict[str, float]] = [defaultdict(float) for _ in self.step_starts]
+        steps: list[dict[str, float]] = [{} for _ in self.step_starts]
         for event in self.phases:
             step, phase = self.locate(float(event["ts"]))
-            steps[step][phase] += float(event["dur"]) / 1e6
-        return [dict(step) for step in steps]
+            steps[step][phase] = steps[step].get(phase, 0.0) + float(event["dur"]) / 1e6
+        return steps
 
 
 def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[Launch]:

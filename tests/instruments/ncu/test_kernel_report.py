@@ -13,8 +13,8 @@ from dpbench.case import OUTSIDE, Case
 from dpbench.instruments.ncu import kernel_report as ncu_kernel_report
 from dpbench.instruments.ncu.kernel_report import (
     KernelReport,
+    kernels_of,
     phase_of,
-    plain_actions,
     read_kernels,
 )
 from dpbench.instruments.ncu.range_report import (
@@ -170,7 +170,8 @@ def test_counters_are_read_by_the_names_that_a_chip_has(dpsgd_path: Path) -> Non
             return getattr(self.action, name)
 
     actions = load_actions(dpsgd_path)[:20]
-    assert plain_actions([Gb202(action) for action in actions]) == plain_actions(actions)
+    as_gb202 = kernels_of([Gb202(action) for action in actions], dpsgd_path)
+    assert as_gb202 == kernels_of(actions, dpsgd_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.7, 0.9999])

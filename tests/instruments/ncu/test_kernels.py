@@ -13,8 +13,8 @@ import pytest
 from dpbench import Case, ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
+from dpbench.instruments.ncu.instrument import NcuKernels
 from dpbench.instruments.ncu.kernel_report import read_kernels
-from dpbench.instruments.ncu.kernels import NcuKernels
 from dpbench.instruments.ncu.range_report import ReportUnreadable
 from dpbench.instruments.ncu.speed_of_light import SpeedOfLight, name_filter, read_speeds
 from dpbench.process.schedule import Steps

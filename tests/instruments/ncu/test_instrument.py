@@ -11,9 +11,9 @@ from dpbench import Case, ConfigurationError, InstrumentError
 from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.ncu import program as ncu
+from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu.range_report import NothingProfiled
-from dpbench.instruments.ncu.ranges import Ncu
 from dpbench.process.schedule import Steps
 from dpbench.runner import measure
 from dpbench.settings import Settings

@@ -1,0 +1,203 @@
+"""Measure the steps of a training script, unmodified, by phase.
+
+The script runs as Python would run it, with its arguments, once for each instrument. Its steps
+and their phases are found from outside; what belongs to no phase (batches, logs, evaluation) is
+outside. After --skip steps as many as --steps says are heard, and then the script is ended where
+its next step would begin, or goes on with --continue. Options of the script come after its name.
+
+By timing are times; by logical the bytes that each operator must read and write, counted on the
+tensors as they pass; by cupti DRAM bytes by hardware counters, on a GPU. --baseline names a saved
+run of another script, by whose numbers these are divided, phase by phase.
+
+Examples:
+  dpbench exec plain.py --batch-size 64
+  dpbench exec --instrument timing --skip 10 --steps 20 --continue train.py
+  dpbench exec --save plain plain.py
+  dpbench exec --baseline 1 private.py
+  dpbench exec --autosave --compare-fail logical_bytes:1% -m mypackage.train --lr 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case, Grid, script_case
+from dpbench.errors import ConfigurationError
+from dpbench.settings import Settings, declare
+
+if TYPE_CHECKING:
+    from dpbench.instruments.script import ScriptRun
+    from dpbench.results.outcome import Outcome
+    from dpbench.results.run import Run
+    from dpbench.session import Session
+
+DECLARED = {
+    "tables": ("columns", "sort", "expect"),
+    "files": ("json", "markdown", "csv", "github_benchmark"),
+    "saved runs": (
+        *("save", "autosave", "compare", "compare_fail", "compare_first_run_ok", "storage"),
+    ),
+}
+"""The options that are those of ``dpbench run``, by group."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.usage = "dpbench exec [options] (SCRIPT | -m MODULE) [ARGUMENT …]"
+    how = parser.add_argument_group("measuring")
+    how.add_argument(
+        "--instrument",
+        action="append",
+        metavar="NAME",
+        help="timing, logical or cupti; repeatable; default cupti, without a GPU logical",
+    )
+    how.add_argument(
+        "--skip",
+        type=int,
+        default=3,
+        metavar="N",
+        help="steps that come before those that count (default %(default)d)",
+    )
+    how.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="steps that count (default %(default)d)"
+    )
+    how.add_argument(
+        "--continue",
+        dest="go_on",
+        action="store_true",
+        help="let the script go on after these, instead of ending it",
+    )
+    how.add_argument(
+        "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
+    )
+    how.add_argument(
+        "--baseline",
+        metavar="NUM|FILE",
+        help="a saved run of another script: what ratios divide by, as the standard trainer",
+    )
+    for title, names in DECLARED.items():
+        declare(parser.add_argument_group(title).add_argument, *names)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
+    from dpbench.gpu import visible_gpus
+    from dpbench.session import Session
+
+    gpu = next(iter(visible_gpus()), None)
+    case, scripts = _chosen(options, "cupti" if gpu else "logical")
+    declared: dict[str, Any] = {
+        name: getattr(options, name) for names in DECLARED.values() for name in names
+    }
+    declared["compare_fail"] = tuple(declared["compare_fail"])
+    settings = Settings(device="cuda" if gpu else "cpu", **declared)
+    settings.check()
+    baseline = _baseline(options, [script.name for script in scripts])
+    session = Session(settings, scripts, gpu)
+    session.grid = Grid(case.trainer, **{axis: (getattr(case, axis),) for axis in AXES})
+    cases = [case, *(outcome.case for _, outcome in baseline)]
+    with closing(session):
+        session.comparison.asked = [(c, script.name) for c in cases for script in scripts]
+        session.begin()
+        session.expect([c.id for c in cases])
+        for _, outcome in baseline:
+            session.store.keep(outcome)
+        try:
+            for script in scripts:
+                outcome = session.measure(case, [script])
+                if outcome.error:
+                    print(f"dpbench exec: {outcome.message}", file=sys.stderr)
+        finally:  # what was counted until an interruption is kept and shown
+            found = {outcome.case for outcome in session.outcomes()}
+            session.finish(complete={*cases} <= found)
+            _show(session, baseline)
+        return 1 if session.failed else 0
+
+
+def _chosen(options: argparse.Namespace, usual: str) -> tuple[Case, list[ScriptRun]]:
+    """The case of the script, and how it is run for each instrument."""
+    from dpbench.instruments.script import ScriptRun
+
+    program = options.module or options.program
+    if not program:
+        raise ConfigurationError("name a script, or a module with -m; its options come after it")
+    if program[0].startswith("-"):
+        raise ConfigurationError(f"unknown option {program[0]}; options of a script come after it")
+    stem = program[0].rpartition(".")[2] if options.module else Path(program[0]).stem
+    name = options.name or stem
+    if name == BASELINE_TRAINER:
+        raise ConfigurationError(
+            f"{name!r} is what the baseline of ratios is called; give another --name"
+        )
+    scripts = [
+        ScriptRun(
+            instrument,
+            tuple(program),
+            bool(options.module),
+            skip=options.skip,
+            steps=options.steps,
+            go_on=options.go_on,
+        )
+        for instrument in dict.fromkeys(options.instrument or [usual])
+    ]
+    for script in scripts:
+        script.check()
+    return script_case(name), scripts
+
+
+def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple[Run, Outcome]]:
+    """What a saved run has of its script by these instruments, as the standard trainer's."""
+    if options.baseline is None:
+        return []
+    from dpbench.commands.options import saved_run
+
+    run = saved_run(options.baseline, options.storage)
+    scripts = [
+        outcome
+        for outcome in run.outcomes
+        if outcome.case.model == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
+    ]
+    found = [
+        _as_standard(outcome, rows)
+        for outcome in scripts
+        if (rows := [row for row in outcome.rows if row.instrument in instruments])
+    ]
+    if len({outcome.case.trainer for outcome in scripts}) != 1 or not found:
+        had = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
+        raise ConfigurationError(
+            f"--baseline {options.baseline}: {run.path} has no script's steps by "
+            f"{' or '.join(instruments)}; it has {had}"
+        )
+    return [(run, outcome) for outcome in found]
+
+
+def _as_standard(outcome: Outcome, rows: list[Any]) -> Outcome:
+    case = script_case(BASELINE_TRAINER)
+    note = f"is {outcome.case.trainer}, of a saved run"
+    return replace(
+        outcome,
+        case=case,
+        rows=tuple(replace(row, case=case) for row in rows),
+        notes=(note, *outcome.notes),
+    )
+
+
+def _show(session: Session, baseline: list[tuple[Run, Outcome]]) -> None:
+    """Print the tables and what there is to say."""
+    from dpbench.commands.run import show
+    from dpbench.results.conditions import premise_differences
+
+    for run in {id(run): run for run, _ in baseline}.values():
+        here = session.as_run(session.outcomes())
+        differences = [d for d in premise_differences(run, here) if "'s program " not in d]
+        session.notes.append(f"baseline: {run.name}, {run.path}")
+        if differences:
+            session.notes.append(f"different from the baseline: {'; '.join(differences)}")
+    show(session, "exec")

@@ -1,0 +1,225 @@
+"""A script's steps by one instrument: a process that runs it and hears them, and its rows.
+
+``python -m dpbench.instruments.script OPTIONS PROGRAM …`` is that process; the options are JSON.
+The program has the terminal, so what is found goes to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dpbench import gpu
+from dpbench.case import OUTSIDE, Case
+from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.files import check_is_file, write_text
+from dpbench.instruments.base import Instrument, InstrumentError, Running
+from dpbench.instruments.child import describe_exit
+from dpbench.instruments.processes import GRACE_SECONDS
+from dpbench.instruments.recorders import RECORDERS, Recorder, recorder
+from dpbench.process.messages import WAITING
+from dpbench.process.script import StepFinder, Stop, print_error, run_program
+from dpbench.results.operators import OperatorCount
+from dpbench.results.rows import Measurement
+
+
+class ScriptFailed(InstrumentError):
+    """The script failed, or its steps could not be found."""
+
+
+@dataclass(frozen=True)
+class ScriptRun(Instrument):
+    """Runs a script, unmodified, and hears some of its steps.
+
+    Args:
+        name: of which instrument.
+        program: a script or module, and its arguments.
+        is_module: whether it is a module.
+        skip: steps that come before those that count.
+        steps: how many count.
+        go_on: whether the script goes on after them; else it is ended.
+    """
+
+    name: str  # type: ignore[misc]
+    program: tuple[str, ...]
+    is_module: bool = False
+    skip: int = 3
+    steps: int = 5
+    go_on: bool = False
+
+    @property
+    def hardware(self) -> bool:  # type: ignore[override]
+        """See `Instrument`."""
+        return RECORDERS[self.name].hardware
+
+    def check(self) -> None:
+        """There are a script and a number of steps."""
+        recorder(self.name)
+        if self.skip < 0 or self.steps < 1:
+            raise ConfigurationError(
+                f"needs --skip >= 0 and --steps >= 1, not {self.skip} and {self.steps}"
+            )
+        if not self.is_module:
+            check_is_file(Path(self.program[0]))
+
+    def start(self, case: Case) -> RunningScript:
+        return RunningScript(self, case)
+
+
+class RunningScript(Running):
+    """A script that runs in a process of its own, on this terminal."""
+
+    def __init__(self, script: ScriptRun, case: Case) -> None:
+        self.script, self.case = script, case
+        self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
+        self._record = Path(self._directory.name) / "record.json"
+        options = asdict(script) | {"case": asdict(case), "record": str(self._record)}
+        program = options.pop("program")
+        command = [sys.executable, "-m", __name__, json.dumps(options), *program]
+        self._process = subprocess.Popen(command, env={**os.environ, **gpu.child_environment()})
+
+    def rows(self) -> list[Measurement]:
+        code, interrupted = self._wait()
+        try:
+            record = json.loads(self._record.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            record = {"error": f"the script {describe_exit(code)}, and nothing was counted"}
+        rows = [Measurement.from_row(row) for row in record.get("rows", ())]
+        self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
+        self.notes = tuple(record.get("notes", ()))
+        error = record.get("error")
+        if interrupted:
+            error = "interrupted; what was counted until then is kept"
+        elif code and not error:
+            error = f"the script {describe_exit(code)}; what was counted until then is kept"
+        if error:
+            failure = ScriptFailed(f"{self.case.id}: {error}")
+            failure.rows = rows
+            raise failure
+        return rows
+
+    def _wait(self) -> tuple[int, bool]:
+        """How the process ended, and whether it was interrupted: by Ctrl-C it is by itself."""
+        try:
+            return self._process.wait(), False
+        except KeyboardInterrupt:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_SECONDS)
+            self.cancel()
+            return self._process.wait(), True
+
+    def cancel(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+# --- in the process of the script ------------------------------------------------------------
+
+
+def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
+    """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`."""
+    case = Case(**options["case"])
+    heard = recorder(options["name"], options["steps"])
+    finder = StepFinder(heard, skip=options["skip"], go_on=options["go_on"])
+    code: int | str | None = 0
+    raised = ""
+    with ExitStack() as held:
+        for card in gpu.visible_gpus()[:1]:
+            held.enter_context(gpu.exclusive(card, case.id, _say_who_holds))
+        held.callback(heard.close)
+        finder.watch()
+        try:
+            run_program(program, is_module=options["is_module"])
+        except Stop:
+            pass
+        except SystemExit as error:
+            code = error.code
+        except KeyboardInterrupt as error:
+            print_error(error)
+            code, raised = 130, "KeyboardInterrupt"
+        except BaseException as error:
+            print_error(error)
+            code, raised = 1, f"{type(error).__name__}: {error}".partition("\n")[0]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        finder.close()
+        found: dict[str, Any] = {"error": None, "rows": [], "operators": [], "notes": finder.notes}
+        try:
+            found["rows"] = [row.as_row() for row in heard.rows(case)]
+            found["operators"] = [count.as_row() for count in heard.operators]
+            found["notes"] = [*heard.notes, *_notes(finder, heard)]
+            found["error"] = _what_is_wrong(finder, heard, options, raised, code)
+        except DpbenchError as error:
+            found["error"] = str(error)
+        write_text(Path(options["record"]), json.dumps(found))
+    return code
+
+
+def _say_who_holds(holder: str) -> None:
+    print(f"{WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
+
+
+def _notes(finder: StepFinder, heard: Recorder) -> list[str]:
+    notes = list(finder.notes)
+    if heard.heard and not heard.finished:
+        notes.append(f"{heard.heard} steps were heard where {heard.wanted} were asked for")
+    if finder.evaluations:
+        notes.append(
+            f"{finder.evaluations} calls of a model without gradients (evaluation) are in "
+            f"{OUTSIDE!r}"
+        )
+    return notes
+
+
+def _what_is_wrong(
+    finder: StepFinder,
+    heard: Recorder,
+    options: dict[str, Any],
+    raised: str,
+    code: int | str | None,
+) -> str | None:
+    """Why nothing was counted, or not what was asked for, in one line."""
+    kept = f"; {heard.heard} steps were counted until then" if heard.heard else ""
+    if raised:
+        return f"the script failed with {raised}{kept}"
+    if finder.failure is not None:
+        return f"its steps could not be recorded: {finder.failure}{kept}"
+    if heard.heard:
+        return None
+    if finder.steps:
+        return (
+            f"the script ended after {finder.steps} steps, and the first {options['skip']} do not "
+            f"count: let it take more, or give --skip {max(0, finder.steps - options['steps'])}"
+        )
+    if finder.steps_elsewhere:
+        return (
+            f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
+            f"outside the main thread, where none can be found; let it train there"
+        )
+    if code:
+        return f"the script ended by itself with exit status {code}, before its first step"
+    if finder.processes:
+        return (
+            "the script took no step in its own process, but started others: training in them "
+            "cannot be seen; let it train in its own, as one rank"
+        )
+    return (
+        "the script took no step that can be found: no torch.optim optimizer stepped after a "
+        "backward in its main thread, outside torch.compile"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run(json.loads(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,61 @@
+"""Scripts that train, as somebody might have written them."""
+
+from __future__ import annotations
+
+TRAINING = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if "--private" in sys.argv:
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+    model = GradSampleModule(model)
+    optimizer = DPOptimizer(
+        optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8
+    )
+for step in range(8):
+    data = torch.randn(8, 256)
+    loss = model(data).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if "--fails" in sys.argv and step == 4:
+        raise ValueError("the data is gone")
+    if "--exits" in sys.argv and step == 4:
+        sys.exit(3)
+print(f"loss {loss:.6f} {sys.argv[1:]} {__name__}")
+"""
+
+NO_STEP = "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\n"
+
+THREAD = """
+import threading
+import torch
+def train():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+
+RANKS = """
+import multiprocessing
+if __name__ == "__main__":
+    rank = multiprocessing.get_context("fork").Process(target=print, args=("a rank",))
+    rank.start()
+    rank.join()
+"""
+
+NEEDS_ARGUMENTS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("data")
+parser.parse_args()
+"""
