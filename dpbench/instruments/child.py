@@ -73,7 +73,10 @@ class Child(Running):
         errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
-        self.errors = {"OutOfMemory": CaseOutOfMemory, **(errors or {})}
+        self.errors: Mapping[str, type[InstrumentError]] = {
+            "OutOfMemory": CaseOutOfMemory,
+            **(errors or {}),
+        }
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self._mark = f"{secrets.token_hex(8)} "
         added = child_environment()

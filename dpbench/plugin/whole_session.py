@@ -314,9 +314,9 @@ class WholeSession:
             self.session.close()
 
 
-def _case(case: Case | str, fields: dict[str, Any]) -> Case:
+def _case(case: Case | str | type, fields: dict[str, Any]) -> Case:
     """A case, given as one or as its fields."""
-    return resolve(case if isinstance(case, Case) else Case(case, **fields))
+    return resolve(case if isinstance(case, Case) else Case(**{"trainer": case, **fields}))
 
 
 def _open_terminal() -> TextIO | None:
