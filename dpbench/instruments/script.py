@@ -27,7 +27,9 @@ from dpbench.instruments.child import describe_exit
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import RECORDERS, Recorder, recorder
 from dpbench.process.messages import WAITING
-from dpbench.process.script import StepFinder, Stop, print_error, run_program
+from dpbench.process.program import print_error, run_program
+from dpbench.process.script import StepFinder, Stop
+from dpbench.process.watched import watch
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
 
@@ -138,7 +140,7 @@ def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
         for card in gpu.visible_gpus()[:1]:
             held.enter_context(gpu.exclusive(card, case.id, _say_who_holds))
         held.callback(heard.close)
-        finder.watch()
+        watch(finder)
         try:
             run_program(program, is_module=options["is_module"])
         except Stop:
