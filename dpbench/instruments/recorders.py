@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dpbench.instruments.cupti.steps import StepCounter
     from dpbench.instruments.logical.counter import Count
     from dpbench.instruments.logical.running import RunningCounter
-    from dpbench.process.step import PhaseTimes
+    from dpbench.process.step import NvtxRanges, PhaseTimes
 
 
 class Recorder(ABC):
@@ -274,16 +274,56 @@ class CuptiRecorder(TimingRecorder):
             self._counter.close()
 
 
+class NvtxRecorder(Recorder):
+    """Marks phases as ranges for Nsight Compute, whose report has the numbers."""
+
+    name: ClassVar[str] = "ncu"
+
+    def __init__(self, wanted: int | None = None) -> None:
+        super().__init__(wanted)
+        self._ranges: NvtxRanges | None = None
+
+    def start_step(self) -> None:
+        from dpbench.process.step import NvtxRanges
+
+        self._ranges = self._ranges or NvtxRanges()
+        self._ranges.start_step()
+
+    def switch(self, phase: str) -> None:
+        if self._ranges:
+            self._ranges.switch(phase)
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self._ranges:
+            self._ranges.end_step()
+        if self.finished:
+            self.close()
+
+    def rows(self, case: Case) -> list[Measurement]:
+        return []
+
+    def close(self) -> None:
+        if self._ranges:
+            self._ranges.finish()
+            self._ranges = None
+
+
 RECORDERS: dict[str, type[Recorder]] = {
     recorder.name: recorder for recorder in (TimingRecorder, LogicalRecorder, CuptiRecorder)
 }
+"""Those whose numbers the process that trains has itself, by instrument."""
 
 
-def recorder(instrument: str, wanted: int | None = None) -> Recorder:
+def recorder(
+    instrument: str,
+    wanted: int | None = None,
+    known: Mapping[str, type[Recorder]] = RECORDERS,
+) -> Recorder:
     """The recorder of an instrument, by its name."""
-    if instrument not in RECORDERS:
-        raise unknown("instrument for running training", instrument, RECORDERS)
-    return RECORDERS[instrument](wanted)
+    if instrument not in known:
+        raise unknown("instrument for running training", instrument, known)
+    return known[instrument](wanted)
 
 
 def on_cuda() -> bool:
