@@ -82,6 +82,7 @@ class TimingRecorder(Recorder):
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
         self._times: PhaseTimes | None = None
+        self._peak: int | None = None
 
     def start_step(self) -> None:
         if self._times is None:
@@ -101,6 +102,10 @@ class TimingRecorder(Recorder):
     def end_step(self) -> None:
         if self._times:
             self._times.end_step()
+            if self._times.on_cuda:  # now: the script may go on
+                import torch
+
+                self._peak = torch.cuda.max_memory_allocated()
         super().end_step()
 
     def record(self) -> dict[str, Any]:
@@ -110,12 +115,11 @@ class TimingRecorder(Recorder):
         import torch
 
         seconds = self._times.seconds()[: self.heard]
-        peak = torch.cuda.max_memory_allocated() if self._times.on_cuda and seconds else None
         return {
             "device": torch.cuda.get_device_name() if self._times.on_cuda else "cpu",
             "torch": torch.__version__,
             "phase_seconds": seconds,
-            "peak_memory_bytes": peak,
+            "peak_memory_bytes": self._peak,
         }
 
     def rows(self, case: Case) -> list[Measurement]:
@@ -207,9 +211,9 @@ class LogicalRecorder(Recorder):
 class CuptiRecorder(TimingRecorder):
     """Times of steps without counters; after these, as many counted ones as it takes.
 
-    The steps of a script need not be alike, so only what is counted in one pass is counted: bytes
-    of DRAM and how busy the GPU was. As many steps are counted by phase as are timed, and as many
-    as a whole, whose busy shares no synchronization disturbs.
+    The steps of a script need not be alike, so only that is counted which one pass is enough for
+    on Hopper and newer chips: bytes of DRAM and how busy the GPU was. As many steps are counted by
+    phase as are timed, and as many as a whole, whose busy shares no synchronization disturbs.
     """
 
     name: ClassVar[str] = "cupti"
@@ -233,6 +237,7 @@ class CuptiRecorder(TimingRecorder):
             rounds = [True] * self.timed + [False] * self.timed
             self._target = Target.of_torch()
             self._counter = StepCounter((), self._target, rounds)
+            self.wanted = self.timed + self._counter.steps
         self._counter.start_step()
 
     def switch(self, phase: str) -> None:
@@ -253,10 +258,12 @@ class CuptiRecorder(TimingRecorder):
         from dpbench.instruments.cupti.instrument import counted_rows, cupti_rows
 
         record = self.record() | {"cupti": "", "counted_phases": {}, "counted_steps": []}
-        if self._times and not self._times.on_cuda:
+        if self._times and record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
-        steps = self._counter.each() if self._counter else []
-        if self._counter:
+        steps = []
+        if self._counter:  # older chips need two passes, and so steps that are alike
+            one_pass = self._counter.passes == 1
+            steps = self._counter.each() if one_pass else self._counter.rounds()
             record["cupti"] = "{}.{}".format(*self._target.library.cuda_version)
         by_phase = [step for step in steps if STEP not in step]
         whole = [step for step in steps if STEP in step]
