@@ -34,13 +34,9 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
 
 def own_line(trace: TracebackType | None) -> str:
     """The innermost line of an error in code that is neither installed nor dpbench's."""
-    paths = sysconfig.get_paths()
-    others = (
-        *(paths[name] for name in ("stdlib", "purelib", "platlib")),
-        str(Path(__file__).parent),
-    )
+    others = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent), "<")
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         file = frame.f_code.co_filename
-        if not file.startswith((*others, "<")):
+        if not file.startswith(others) and "-packages" not in file:
             return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
     return ""

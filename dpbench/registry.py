@@ -192,6 +192,11 @@ WORKLOADS = Registry(
     "workload",
     {
         "transformer": "dpbench.workloads.transformer:Transformer",
+        "resnet": "dpbench.workloads.resnet:ResNet",
+        "layer": "dpbench.workloads.layer:Layer",
+        "hf-causal-lm": "dpbench.workloads.huggingface:CausalLM",
+        "hf-sequence-classification": "dpbench.workloads.huggingface:SequenceClassification",
+        "hf-image-classification": "dpbench.workloads.huggingface:ImageClassification",
     },
 )
 """Workloads by short name: subclasses of `dpbench.workloads.base.Workload`, or such objects."""

@@ -65,8 +65,8 @@ class Target:
 class StepCounter:
     """A `PhaseListener` that counts the steps it hears, in rounds.
 
-    Where one pass is not enough for all metrics, a round takes equal steps that follow each other
-    and count one group of counters each. Synchronizing at the borders of phases keeps the CPU
+    Where one pass is not enough for all metrics, a round takes several equal steps, which count
+    one group of counters each. Synchronizing at the borders of phases keeps the CPU
     from running ahead: the phases' times and shares say where the time goes, and those of a step
     that is counted as a whole how much it is.
 
@@ -101,7 +101,8 @@ class StepCounter:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            self._plan = [(c, by_phase) for by_phase in rounds for c in configurations]
+            # Each configuration at one go: to change it takes a new profiler.
+            self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
         self.steps = len(self._plan)
@@ -162,8 +163,8 @@ class StepCounter:
         """The metrics that each round counted, by phase or of the whole step."""
         if self._heard < self.steps:
             raise CuptiError(f"{self._heard} of {self.steps} steps were counted")
-        starts = range(0, self.steps, self.passes)
-        return [self._metrics_of(self._counted[i : i + self.passes]) for i in starts]
+        rounds = self.steps // self.passes
+        return [self._metrics_of(self._counted[i::rounds]) for i in range(rounds)]
 
     def each(self) -> list[ByPhase]:
         """The metrics of each step so far; they need not be alike, if one pass is enough."""

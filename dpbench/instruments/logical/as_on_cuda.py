@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -65,14 +66,16 @@ def as_on_cuda() -> Iterator[None]:
             library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
         # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
         # copies layers and gradients, and the process would end with a segmentation fault.
-        replace(stack, FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
-        for switch, method, name in (
-            (autocast, "__enter__", "torch.autocast"),
-            (GradScaler, "scale", "torch.amp.GradScaler"),
-        ):
-            replace(stack, switch, "__init__", _remember_what_was_asked(switch.__init__))
-            replace(stack, switch, method, _refuse(name, getattr(switch, method)))
-        replace(stack, eval_frame, "_callback_from_stance", _refuse_compiled)
+        replaced: list[tuple[Any, str, Any]] = [
+            (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),
+            (autocast, "__init__", _remember_what_was_asked(autocast.__init__)),
+            (autocast, "__enter__", _refuse("torch.autocast", autocast.__enter__)),
+            (GradScaler, "__init__", _remember_what_was_asked(GradScaler.__init__)),
+            (GradScaler, "scale", _refuse("torch.amp.GradScaler", GradScaler.scale)),
+            (eval_frame, "_callback_from_stance", _refuse_compiled),
+        ]
+        for place, name, value in replaced:
+            stack.enter_context(patch.object(place, name, value, create=True))
         yield
 
 
@@ -90,17 +93,9 @@ def untraced() -> Iterator[None]:
     """Let Hugging Face's transformers, if they are loaded, not take counting for tracing."""
     with ExitStack() as stack:
         if library := sys.modules.get("transformers.utils.import_utils"):
-            replace(stack, library, "is_fake_tensor", lambda tensor: False)
+            never = patch.object(library, "is_fake_tensor", lambda tensor: False, create=True)
+            stack.enter_context(never)
         yield
-
-
-def replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack unwinds."""
-    if name in vars(place):
-        stack.callback(setattr, place, name, vars(place)[name])
-    else:
-        stack.callback(delattr, place, name)
-    setattr(place, name, value)
 
 
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:

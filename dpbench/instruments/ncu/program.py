@@ -59,6 +59,9 @@ def find_ncu(path: str | None = None) -> str:
     return found
 
 
+ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
+
+
 @cache
 def ncu_version(path: str) -> str:
     """The version that an ``ncu`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
@@ -80,6 +83,6 @@ def known_counters(path: str, *options: str) -> frozenset[str]:
 def _answer(path: str, *question: str) -> str:
     """What an ``ncu`` prints; nothing if it is made for another machine, say, or hangs."""
     try:
-        return output_of([path, *question], timeout=30)  # it takes a second or two
+        return output_of([path, *question], timeout=ANSWER_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -26,6 +26,8 @@ INSTALLED = (
 )
 """Where NVIDIA installs nsys, the best place first."""
 
+ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
+
 
 class NsysNotFound(InstrumentError):
     """There is no Nsight Systems here."""
@@ -76,7 +78,7 @@ def _candidates() -> Iterator[str]:
 def nsys_version(path: str) -> str:
     """The version that an ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
     try:
-        answer = output_of([path, "--version"], timeout=30)
+        answer = output_of([path, "--version"], timeout=ANSWER_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     match = re.search(r"version (\d+\.\d+\.\d+)", answer)

@@ -1,0 +1,177 @@
+"""Models of Hugging Face's Transformers, built from a configuration: nothing is downloaded.
+
+Three things are done so that Opacus can train them, for every trainer alike:
+
+- Tied weights are untied: Opacus clips each use of a parameter as a parameter of its own.
+- Position and token type ids are given for each example: Opacus takes the first dimension of each
+  layer's input for the batch, and the models' own have one row for all. A vision transformer's
+  class token and positions become embedding layers.
+- Dropout is off unless a parameter sets it, so that every step moves the same bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpbench.errors import ConfigurationError
+from dpbench.workloads.base import Batch, Workload
+from dpbench.workloads.data import get_random_dataloader
+from dpbench.workloads.resnet import random_images
+from dpbench.workloads.transformer import mean_cross_entropy, token_losses
+
+
+class HuggingFace(Workload):
+    """A model by its type, such as ``gpt2``, with any fields of its configuration.
+
+    Args:
+        model_type: what Transformers calls the kind of model.
+        config: a JSON file with a configuration instead, such as a model's ``config.json``.
+        overrides: fields of the configuration that are others.
+    """
+
+    usual_type: ClassVar[str]
+    auto: ClassVar[str]
+
+    def __init__(self, *, model_type: str = "", config: str = "", **overrides: Any) -> None:
+        fields: dict[str, Any] = {"tie_word_embeddings": False}
+        if config:
+            fields = _fields_of(Path(config)) | fields
+        model_type = fields.pop("model_type", "") or model_type or self.usual_type
+        try:
+            known = transformers.AutoConfig.for_model(model_type)
+        except ValueError as error:
+            raise ConfigurationError(f"Transformers has no model type {model_type!r}") from error
+        for name in overrides:
+            if not hasattr(known, name):
+                near = ", ".join(get_close_matches(name, vars(known))) or "its fields"
+                raise ConfigurationError(
+                    f"the configuration of {model_type} has no {name!r}; see {near}"
+                )
+        drops = [n for n, v in vars(known).items() if _is_dropout(n) and isinstance(v, float)]
+        fields |= dict.fromkeys(drops, 0.0) | overrides
+        self.config: Any = transformers.AutoConfig.for_model(model_type, **fields)
+
+    def model(self) -> nn.Module:
+        auto = getattr(transformers, self.auto)
+        try:
+            model: nn.Module = auto.from_config(self.config)
+        except ValueError as error:  # names every kind there is
+            words = str(error).partition(". ")[0].splitlines()[0]
+            raise ConfigurationError(f"{self.config.model_type}: {words}") from error
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child).__name__ == "ViTEmbeddings":
+                    setattr(parent, name, ImageEmbeddings(child))
+        self.takes = inspect.signature(model.forward).parameters
+        return model
+
+    def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+        """What the model makes of tokens ``[B, T]``, each example with ids of its own."""
+        given: dict[str, Any] = {"input_ids": tokens}
+        if "position_ids" in self.takes:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            given["position_ids"] = positions.repeat(len(tokens), 1)
+        if "token_type_ids" in self.takes and getattr(self.config, "type_vocab_size", None):
+            given["token_type_ids"] = torch.zeros_like(tokens)
+        if "use_cache" in self.takes:
+            given["use_cache"] = False
+        found: Tensor = model(**given).logits
+        return found
+
+
+class CausalLM(HuggingFace):
+    """Next-token prediction on random tokens; ``seq_len`` in an example, T."""
+
+    usual_type = "gpt2"
+    auto = "AutoModelForCausalLM"
+
+    def __init__(self, *, seq_len: int = 256, **options: Any) -> None:
+        super().__init__(**options)
+        self.seq_len = seq_len
+
+    def batches(self, batch_size: int) -> Iterable[Batch]:
+        return get_random_dataloader(
+            batch_size=batch_size, seq_len=self.seq_len, vocab_size=self.config.vocab_size
+        )
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return token_losses(self.logits(model, batch[0]), batch[1])
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return mean_cross_entropy(self.logits(model, batch[0]), batch[1])
+
+
+class SequenceClassification(CausalLM):
+    """A class for each sequence of random tokens."""
+
+    usual_type = "bert"
+    auto = "AutoModelForSequenceClassification"
+
+    def batches(self, batch_size: int) -> Iterable[Batch]:
+        for tokens, _ in super().batches(batch_size):
+            yield tokens, torch.randint(self.config.num_labels, (batch_size,))
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return F.cross_entropy(self.logits(model, batch[0]), batch[1], reduction="none")
+
+    loss = Workload.loss
+
+
+class ImageClassification(HuggingFace):
+    """A class for each random image."""
+
+    usual_type = "vit"
+    auto = "AutoModelForImageClassification"
+
+    def batches(self, batch_size: int) -> Iterable[Batch]:
+        size = getattr(self.config, "image_size", 224)
+        shape = (getattr(self.config, "num_channels", 3), size, size)
+        return random_images(batch_size, shape, self.config.num_labels)
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        logits = model(pixel_values=batch[0]).logits
+        return F.cross_entropy(logits, batch[1], reduction="none")
+
+
+class ImageEmbeddings(nn.Module):
+    """A vision transformer's patches, class token and positions, each by a layer."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.patch_embeddings = original.patch_embeddings
+        self.first = nn.Embedding.from_pretrained(original.cls_token.data[0], freeze=False)
+        positions = original.position_embeddings.data[0]
+        self.positions = nn.Embedding.from_pretrained(positions, freeze=False)
+        self.dropout = original.dropout
+
+    def forward(self, pixel_values: Tensor, **options: Any) -> Tensor:
+        patches = self.patch_embeddings(pixel_values)
+        ids = torch.arange(self.positions.num_embeddings, device=patches.device)
+        ids = ids.repeat(len(patches), 1)
+        embedded = torch.cat((self.first(torch.zeros_like(ids[:, :1])), patches), dim=1)
+        dropped: Tensor = self.dropout(embedded + self.positions(ids))
+        return dropped
+
+
+def _is_dropout(name: str) -> bool:
+    return "dropout" in name or name.endswith("_pdrop")
+
+
+def _fields_of(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"configuration {path}: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigurationError(f"configuration {path} has no model_type")
+    return fields

@@ -1,0 +1,81 @@
+"""Single layers, as in Opacus's own benchmark suite (``benchmarks/`` of its repository)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbench.errors import unknown
+from dpbench.workloads.base import Batch, Workload
+from dpbench.workloads.transformer import OpacusSelfAttention
+
+GROUPS = 16
+
+
+def _recurrent(name: str) -> Callable[[int, int], nn.Module]:
+    def build(width: int, vocabulary: int) -> nn.Module:
+        from opacus import layers
+
+        made: nn.Module = getattr(layers, name)(width, width, batch_first=True)
+        return made
+
+    return build
+
+
+LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "linear": lambda width, vocabulary: nn.Linear(width, width),
+    "conv": lambda width, vocabulary: nn.Conv1d(width, width, 3, padding=1),
+    "layernorm": lambda width, vocabulary: nn.LayerNorm(width),
+    "groupnorm": lambda width, vocabulary: nn.GroupNorm(GROUPS, width),
+    "instancenorm": lambda width, vocabulary: nn.InstanceNorm1d(width, affine=True),
+    "embedding": lambda width, vocabulary: nn.Embedding(vocabulary, width),
+    "mha": lambda width, vocabulary: OpacusSelfAttention(width, heads=max(width // 64, 1)),
+    "rnn": _recurrent("DPRNN"),
+    "lstm": _recurrent("DPLSTM"),
+    "gru": _recurrent("DPGRU"),
+}
+"""What builds a layer. Attention and recurrent layers are Opacus's replacements of PyTorch's, which
+it refuses, for every trainer: else the baseline would be another layer."""
+
+CHANNELS_FIRST = ("conv", "groupnorm", "instancenorm")
+
+
+class Layer(Workload):
+    """One layer, whose loss is the mean square of its output.
+
+    Args:
+        layer: one of `LAYERS`.
+        width: features that come in and go out (attention has a head for each 64).
+        length: positions in an example; 0 for none, but for layers that need some.
+        vocabulary: rows of an embedding.
+    """
+
+    def __init__(
+        self, *, layer: str = "linear", width: int = 512, length: int = 128, vocabulary: int = 20000
+    ) -> None:
+        if layer not in LAYERS:
+            raise unknown("layer", layer, LAYERS)
+        self.layer, self.width, self.length, self.vocabulary = layer, width, length, vocabulary
+
+    def model(self) -> nn.Module:
+        return LAYERS[self.layer](self.width, self.vocabulary)
+
+    def batches(self, batch_size: int) -> Iterable[Batch]:
+        positions = (self.length,) if self.length else ()
+        shape: tuple[int, ...] = (*positions, self.width)
+        if self.layer in CHANNELS_FIRST:
+            shape = shape[::-1]
+        while True:
+            if self.layer == "embedding":
+                yield torch.randint(self.vocabulary, (batch_size, *positions))
+            else:
+                yield torch.randn(batch_size, *shape)
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        output = model(batch)
+        output = output[0] if isinstance(output, tuple) else output  # recurrent: and their states
+        losses: Tensor = output.reshape(len(output), -1).square().mean(dim=1)
+        return losses

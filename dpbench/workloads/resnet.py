@@ -1,0 +1,88 @@
+"""Residual networks for images with group norms, which Opacus supports in every mode.
+
+The networks of He et al., "Deep Residual Learning for Image Recognition" (2015),
+https://arxiv.org/abs/1512.03385, with the stride of a bottleneck in its 3×3 convolution. Nothing is
+done in place, which Opacus's hooks refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpbench.errors import unknown
+from dpbench.workloads.base import Batch, Workload
+
+GROUPS = 32
+
+DEPTHS = {18: (1, (2, 2, 2, 2)), 34: (1, (3, 4, 6, 3)), 50: (4, (3, 4, 6, 3))}
+"""Expansion of a block's channels (4 is a bottleneck), and blocks in each stage."""
+
+
+def normalised(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    """A convolution without bias, and its group norm."""
+    conv = nn.Conv2d(channels, to, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(conv, nn.GroupNorm(GROUPS, to))
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions, or a bottleneck of three, beside a shortcut."""
+
+    def __init__(self, channels: int, width: int, expansion: int, stride: int) -> None:
+        super().__init__()
+        out = width * expansion
+        if expansion == 1:
+            parts = [normalised(channels, width, 3, stride), nn.ReLU(), normalised(width, out, 3)]
+        else:
+            parts = [normalised(channels, width, 1), nn.ReLU()]
+            parts += [normalised(width, width, 3, stride), nn.ReLU(), normalised(width, out, 1)]
+        same = channels == out and stride == 1
+        self.path = nn.Sequential(*parts)
+        self.shortcut = nn.Identity() if same else normalised(channels, out, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.shortcut(x))
+
+
+class ResNet(Workload):
+    """Classification of random images.
+
+    Args:
+        depth: one of `DEPTHS`.
+        image_size: height and width, in pixels.
+        classes: how many classes there are.
+    """
+
+    def __init__(self, *, depth: int = 50, image_size: int = 224, classes: int = 1000) -> None:
+        if depth not in DEPTHS:
+            raise unknown("depth", depth, map(str, DEPTHS))
+        self.depth, self.image_size, self.classes = depth, image_size, classes
+
+    def model(self) -> nn.Module:
+        expansion, stages = DEPTHS[self.depth]
+        layers = [normalised(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+        channels = 64
+        for stage, blocks in enumerate(stages):
+            width = 64 * 2**stage
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                layers.append(Block(channels, width, expansion, stride))
+                channels = width * expansion
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes)]
+        return nn.Sequential(*layers, *head)
+
+    def batches(self, batch_size: int) -> Iterable[Batch]:
+        return random_images(batch_size, (3, self.image_size, self.image_size), self.classes)
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def random_images(batch_size: int, shape: tuple[int, ...], classes: int) -> Iterable[Batch]:
+    """Batches of noise and random classes, without end."""
+    while True:
+        yield torch.randn(batch_size, *shape), torch.randint(classes, (batch_size,))

@@ -1,0 +1,152 @@
+"""The workloads that come with dpbench: every trainer does to them what its arithmetic says."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpbench import TRAINERS, Workload
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.process.build import workload_of
+from dpbench.registry import WORKLOADS, resolve
+from dpbench.workloads.layer import LAYERS
+
+SMALL = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=4"
+GPT2 = "n_layer=1,n_embd=32,n_head=2,vocab_size=60,bos_token_id=1,eos_token_id=2,seq_len=6"
+HUGGING_FACE = {
+    "gpt2": ("hf-causal-lm", GPT2),
+    "llama": ("hf-causal-lm", f"model_type=llama,{SMALL},vocab_size=60,seq_len=6"),
+    "bert": ("hf-sequence-classification", f"{SMALL},vocab_size=60,seq_len=6"),
+    "vit": ("hf-image-classification", f"{SMALL},image_size=32"),
+}
+OTHERS = {
+    "resnet18": ("resnet", "depth=18,image_size=32,classes=10"),
+    **{name: ("layer", f"layer={name},width=64,length=5,vocabulary=50") for name in LAYERS},
+}
+ALL = OTHERS | HUGGING_FACE
+
+
+def case_of(name: str, trainer: str = "standard", batch_size: int = 3) -> Case:
+    if name in HUGGING_FACE:
+        pytest.importorskip("transformers")
+    workload, parameters = ALL[name]
+    return resolve(Case(trainer, batch_size, workload=workload, set=parameters))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
+
+
+def clipped_mean(workload: Workload, model: nn.Module, batch: object) -> tuple[Tensor, float]:
+    """The mean of per-example gradients clipped at their median norm, and that norm."""
+    found = []
+    for example in range(3):
+        model.zero_grad()
+        one = pytree.tree_map(lambda tensor, at=example: tensor[at : at + 1], batch)
+        workload.losses(model, one).sum().backward()
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double())
+    model.zero_grad()
+    threshold = float(torch.stack([gradient.norm() for gradient in found]).median())
+    clipped = [g * min(1.0, threshold / (float(g.norm()) + 1e-6)) for g in found]
+    return torch.stack(clipped).mean(dim=0), threshold
+
+
+@pytest.mark.parametrize("trainer", ["dpsgd", "dpsgd_ghost", "dpsgd_fgc"])
+@pytest.mark.parametrize("name", ALL)
+def test_without_noise_the_update_is_the_mean_of_clipped_per_example_gradients(
+    name: str, trainer: str
+) -> None:
+    workload = workload_of(case_of(name))
+    torch.manual_seed(0)
+    model = workload.model().train()
+    batch = next(iter(workload.batches(3)))
+    before = flat(model)
+    expected, threshold = clipped_mean(workload, model, batch)
+    assert expected.norm() > 0
+    options = {"noise_multiplier": 0.0, "max_grad_norm": threshold, "learning_rate": 1.0}
+    made = TRAINERS[trainer](copy.deepcopy(model), batch_size=3, workload=workload, **options)
+    made.train_step(batch)
+    update = before - flat(made.model)
+    assert (update - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_its_bytes_are_counted_by_phase(name: str) -> None:
+    result = Logical().count(case_of(name, "dpsgd"))
+    phases = {row.phase for row in result.rows if row.value > 0}
+    assert phases >= {"forward", "backward", "clip", "noise", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("depth", "parameters"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032)]
+)
+def test_resnets_have_the_parameters_of_their_paper(depth: int, parameters: int) -> None:
+    with torch.device("meta"):
+        model = WORKLOADS["resnet"](depth=depth).model()
+        assert model(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "parameters"),
+    [
+        ("hf-causal-lm", {}, 124_439_808 + 50257 * 768),  # the head is untied
+        ("hf-sequence-classification", {}, 109_483_778),
+        ("hf-image-classification", {"num_labels": 1000}, 86_567_656),
+    ],
+)
+def test_hugging_face_models_have_their_usual_parameters(
+    name: str, options: dict[str, int], parameters: int
+) -> None:
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = WORKLOADS[name](**options).model()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_configuration_comes_from_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}
+    path.write_text(json.dumps({**fields, "tie_word_embeddings": True, "attn_pdrop": 0.3}))
+    built = WORKLOADS["hf-causal-lm"](config=str(path), n_head=4)
+    assert (built.config.n_layer, built.config.n_embd, built.config.n_head) == (1, 8, 4)
+    assert (built.config.tie_word_embeddings, built.config.attn_pdrop) == (False, 0.0)
+    assert WORKLOADS["hf-causal-lm"](config=str(path), attn_pdrop=0.1).config.attn_pdrop == 0.1
+
+
+@pytest.mark.parametrize(
+    ("workload", "parameters", "said"),
+    [
+        ("resnet", {"depth": 19}, "unknown depth '19'; choose from 18, 34, 50"),
+        ("layer", {"layer": "rms"}, "unknown layer 'rms'; choose from linear, conv"),
+        ("hf-causal-lm", {"n_layr": 2}, "the configuration of gpt2 has no 'n_layr'; see n_layer"),
+        ("hf-causal-lm", {"model_type": "gptx"}, "Transformers has no model type 'gptx'"),
+        ("hf-causal-lm", {"model_type": "vit"}, "vit: Unrecognized configuration class"),
+        ("hf-causal-lm", {"config": "no.json"}, "configuration no.json: [Errno 2] No such file"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_a_line(
+    workload: str, parameters: dict[str, object], said: str
+) -> None:
+    if workload.startswith("hf"):
+        pytest.importorskip("transformers")
+    with pytest.raises(ConfigurationError) as caught:
+        WORKLOADS[workload](**parameters).model()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.delitem(__import__("sys").modules, "dpbench.workloads.huggingface", raising=False)
+    with pytest.raises(ConfigurationError, match=r"pip install 'dpbench\[huggingface\]'"):
+        WORKLOADS["hf-causal-lm"]
