@@ -288,7 +288,7 @@ _KINDS: dict[str, type | UnionType] = {
 }
 """What a document's parts must be, if they are there."""
 
-_COUNTS = ["batch_size", "seq_len", "repeat"]
+_COUNTS = ["batch_size", "seq_len", "micro_batches", "repeat"]
 _NUMBERS = ("integer", "floating", "mixed-integer-float")
 
 

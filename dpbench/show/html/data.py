@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, BASELINE_TRAINER, Case, trained_in
+from dpbench.case import ADDED, ALL_PHASES, AXES, BASELINE_TRAINER, Case, trained_in, unusual
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
@@ -128,6 +128,11 @@ def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     title = pd.Series(trained, index=rows.index, dtype=object) + " " + rows.precision.astype(str)
     for name, default in (("attention", "sdpa"), ("model", "simple")):
         title = title.where(rows[name].isin([default, ""]), title + ", " + rows[name].astype(str))
+    rest = [
+        "".join(f", {a.replace('_', ' ')} {v}" for a, v in unusual(row).items())
+        for row in rows[list(AXES)].to_dict("records")
+    ]
+    title = title + pd.Series(rest, index=rows.index, dtype=object)
     subject = _subject(summary)
     devices = set(subject.device)
     if len(devices) > 1:
