@@ -234,14 +234,13 @@ class Case:
         if name[3] is not None:
             axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
         else:
-            workload, _, parameters = unquote(folder[1]).partition(",")
+            workload, _, parameters = _from_path(folder[1]).partition(",")
             axes |= {"workload": workload, "set": parameters}
-        for part in filter(None, folder[3].split("-")):
-            name_of, given, value = part.partition("=")
-            if given and name_of in LATER:
-                axes[name_of] = int(value) if name_of in COUNTS else unquote(value)
-            else:
-                axes["attention" if part in ATTENTIONS else "model"] = part
+        named, *others = re.split(rf"-(?={'|'.join(f'{axis}=' for axis in LATER)})", folder[3])
+        for part in filter(None, named.split("-")):
+            axes["attention" if part in ATTENTIONS else "model"] = part
+        for axis, _, value in (part.partition("=") for part in others):
+            axes[axis] = int(value) if axis in COUNTS else _from_path(value)
         return cls(**axes, precision=folder[2])
 
     @property
@@ -264,7 +263,7 @@ class Case:
     @property
     def id(self) -> str:
         """A name for test ids and messages, e.g. ``dpsgd-bs8-seq256-1b-fp32``."""
-        if self.model == SCRIPT:
+        if self.workload == SCRIPT:
             return self.trainer
         length = f"-seq{self.seq_len}" if self.seq_len else ""
         return f"{self.trainer}-bs{self.batch_size}{length}-{self.configuration}"
@@ -309,8 +308,13 @@ def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _for_path(text: str) -> str:
-    """A text as part of a file's name, which `Case.from_report_path` reads back."""
-    return quote(text, safe="=,+").replace("-", "%2D")
+    """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
+    text = quote(text, safe="=,+").replace("%", "@")
+    return re.sub(rf"-(?={'|'.join(PRECISIONS)})", "@2D", text)
+
+
+def _from_path(text: str) -> str:
+    return unquote(text.replace("@", "%"))
 
 
 def lora_rank(trainable: str) -> int | None:
@@ -448,9 +452,9 @@ GRIDS = {
 }
 
 SCRIPT = "script"
-"""The model of a case that is somebody's script or loop; no more than its name is known."""
+"""The workload of a case that is somebody's script or loop; no more than its name is known."""
 
 
 def script_case(name: str) -> Case:
     """The case of a script or loop that is called so."""
-    return Case(name, batch_size=1, seq_len=1, model_size="1x1x1x1", model=SCRIPT)
+    return Case(name, batch_size=1, workload=SCRIPT)

@@ -82,7 +82,10 @@ def _discard(stream: TextIO) -> None:
 
 def _run(argv: Sequence[str] | None, name: list[str]) -> int:
     """Read the arguments and run their command; its name is added to the other."""
-    directory = _current_directory()
+    try:
+        directory = str(Path.cwd())
+    except FileNotFoundError as error:
+        raise ConfigurationError("the current directory no longer exists; go to another") from error
     written = sys.argv[1:] if argv is None else argv
     options = build_parser().parse_args([hyphenated(text) for text in written])
     for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are
@@ -99,13 +102,6 @@ def _run(argv: Sequence[str] | None, name: list[str]) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _current_directory() -> str:
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError as error:
-        raise ConfigurationError("the current directory no longer exists; go to another") from error
 
 
 def hyphenated(text: str) -> str:

@@ -52,8 +52,7 @@ class Comparison:
         if not settings.compares:
             return
         if settings.compare:
-            named = _named_run(settings, settings.compare)
-            self.named = Storage(settings.storage).find(named)
+            self.named = Storage(settings.storage).find(_named_run(settings, settings.compare))
             self._check(self.reference)
             return
         self.candidates = self._saved()

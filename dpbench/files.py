@@ -51,8 +51,7 @@ def check_is_file(path: Path) -> None:
 
 def check_writable_file(path: Path) -> None:
     """Find out before a GPU minute is spent whether a file can be written."""
-    mode = mode_of(path) if path.name else stat.S_IFDIR
-    if stat.S_ISDIR(mode):
+    if not path.name or stat.S_ISDIR(mode_of(path)):
         raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
     check_writable(path.parent)
 

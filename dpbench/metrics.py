@@ -189,7 +189,7 @@ def _sectors(*operations: str) -> tuple[str, ...]:
 _COUNTED, _LOGICAL, _TIMED = ("ncu", "cupti"), ("logical",), ("timing", "cupti")
 _CUPTI = ("cupti",)  # under ncu the CPU does not run ahead of the GPU: no time, no busy share
 _TENSOR, _PEAK = "sm__pipe_tensor_cycles_active.sum", ".peak_sustained_elapsed"
-_KERNELS, _PROFILER = ("ncu_kernels",), ("torch_profiler",)
+_KERNELS, _PROFILER, _NSYS = ("ncu_kernels",), ("torch_profiler",), ("nsys",)
 _VALUE: tuple[Kind, ...] = ("value",)
 _AND_RATIO: tuple[Kind, ...] = ("value", "ratio")
 
@@ -248,6 +248,17 @@ METRICS = Metrics((
            share_of=("warp_cycles", "warp_peak_cycles"), middle=True),
     Metric("warp_cycles", by=_CUPTI, counters=("sm__warps_active.sum",)),
     Metric("warp_peak_cycles", by=_CUPTI, counters=("sm__warps_active.sum" + _PEAK,)),
+    # By Nsight Systems, between the first and last moment of a range, under its recording.
+    Metric("timeline_busy_share", by=_NSYS, higher_is_better=True, adds_up=False, middle=True,
+           share_of=("timeline_busy_seconds", "timeline_seconds")),
+    Metric("timeline_seconds", by=_NSYS, middle=True),
+    Metric("timeline_busy_seconds", by=_NSYS, middle=True),
+    Metric("timeline_launches", by=_NSYS, middle=True),
+    # What a GPU exchanges with others and with the host; counted where there are others.
+    Metric("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, ("nvlrx__bytes.sum",)),
+    Metric("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, ("nvltx__bytes.sum",)),
+    Metric("pcie_read_bytes", "PCIe\nread", _CUPTI, ("pcie__read_bytes.sum",)),
+    Metric("pcie_write_bytes", "PCIe\nwrite", _CUPTI, ("pcie__write_bytes.sum",)),
     # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
     Metric("kernel_launches", by=_KERNELS, source="launches"),
     Metric("kernel_dram_read_bytes", by=_KERNELS, source="read_bytes"),

@@ -225,6 +225,7 @@ INSTRUMENTS = Registry(
         "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",
         "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
+        "nsys": "dpbench.instruments.nsys.instrument:Nsys",
     },
 )
 """Instruments by name, in the order in which they measure. Others are named by import target, or
@@ -248,7 +249,7 @@ def registries() -> dict[str, Registry]:
 
 def resolve(case: Case) -> Case:
     """The case with the short names of all that it names, whichever spelling it has."""
-    if case.model == SCRIPT:
+    if case.workload == SCRIPT:
         return case
     names: dict[str, Any] = {
         axis: registry.canonical(getattr(case, axis)) for axis, registry in _named(case)

@@ -81,8 +81,8 @@ class Session:
         """What got worse by more than it may, as plain rows."""
         self.unjudged: list[dict[str, Any]] = []
         """What limits could not judge, as plain rows."""
-        self._of_tests: dict[tuple[str, str], dict[str, Any]] = {}
-        """Which tests asked for a case, and added to it, by the case's id and what measured it."""
+        self._tests: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        """Which tests asked for a case (id, what measured it), and what each added to it."""
         self.unwritten: list[Outcome] = []
         """What other processes measured and could not write."""
         self.notes: list[str] = []
@@ -211,7 +211,7 @@ class Session:
 
         chosen = self.instruments if instruments is None else instruments
         on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
-        checks = on_gpu and case.model != SCRIPT and not self.settings.try_anyway
+        checks = on_gpu and case.workload != SCRIPT and not self.settings.try_anyway
         gpu = self.gpu if checks else None  # what it must fit
         fresh: list[Outcome] = []
 
@@ -229,24 +229,25 @@ class Session:
         here = self.directory is not None and any(self.directory.glob("*.json"))
         if not (here or self.unwritten or self.unwritten_here):
             return []  # without pandas: most sessions of most projects have nothing
-        found = [*self.store.outcomes(), *self.unwritten]
-        return [
-            replace(o, **self._of_tests.get((o.case.id, "+".join(o.instruments)), {}))
-            for o in found
-        ]
+        return [*map(self._with_tests, [*self.store.outcomes(), *self.unwritten])]
+
+    def _with_tests(self, outcome: Outcome) -> Outcome:
+        """An outcome with the tests that asked for it, beside those that a resumed run had."""
+        asked = self._tests.get((outcome.case.id, "+".join(outcome.instruments)), ())
+        tests, extra_info = list(outcome.tests), dict(outcome.extra_info)
+        for test, added in asked:
+            tests += [test] if test not in tests else []
+            extra_info |= added
+        return replace(outcome, tests=tuple(tests), extra_info=extra_info) if asked else outcome
 
     @property
     def unwritten_here(self) -> list[Outcome]:
         """What this process measured and could not leave for the others."""
         return [*self.store.unwritten.values()] if self.directory is not None else []
 
-    def note_test(
-        self, subject: tuple[str, str], test: Mapping[str, Any], extra_info: Mapping[str, Any]
-    ) -> None:
-        """A test asked for a case, by its id and what measured it, and added to it."""
-        known = self._of_tests.setdefault(subject, {"tests": (), "extra_info": {}})
-        known["tests"] = (*known["tests"], *([test] if test not in known["tests"] else []))
-        known["extra_info"] |= extra_info
+    def note_test(self, case: str, by: str, test: dict[str, Any], added: dict[str, Any]) -> None:
+        """A test asked for a case, by its id, and what measured it, and added to it."""
+        self._tests.setdefault((case, by), []).append((test, added))
 
     def explain(self, reasons: Mapping[str, str]) -> None:
         """Why cases that were asked for have no outcome, by id."""

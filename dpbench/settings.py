@@ -391,7 +391,7 @@ class Settings:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
         if self.of_pytest and self.profile and not (self.ncu or self.cupti):
             raise ConfigurationError(
-                "--dpbench-profile profiles the cases that --ncu measures; give both, or "
+                "--dpbench-profile profiles the cases that --ncu or --cupti measures; give one, or "
                 "--dpbench-instrument torch_profiler, which needs no Nsight Compute"
             )
         check_distinct_files({self.option(name): path for name, path in self.files.items()})

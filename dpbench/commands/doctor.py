@@ -1,9 +1,9 @@
 """Say what works here, before anything is spent on measuring.
 
-Looks at packages, directories, GPU and Nsight Compute; reads counters for real; and calibrates
-them: a copy of known size must be counted within 1 %. Each line is ok, a warning or failed, the
-last two with what would help. The exit code is 1 if anything failed. Reports and logs of the two
-profiled processes stay in DIR/doctor.
+Looks at packages, directories, GPU and Nsight Compute; reads counters for real, under Nsight
+Compute and by CUPTI; and calibrates both: a copy of known size must be counted within 1 %. Each
+line is ok, a warning or failed, the last two with what would help. The exit code is 1 if anything
+failed. Reports and logs of the measured processes stay in DIR/doctor.
 
 With --chip it says what CUPTI counts on a kind of GPU, by which counters and in how many steps.
 

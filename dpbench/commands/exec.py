@@ -128,8 +128,6 @@ def _chosen(options: argparse.Namespace, usual: str) -> tuple[Case, list[ScriptR
     program = options.module or options.program
     if not program:
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
-    if program[0].startswith("-"):
-        raise ConfigurationError(f"unknown option {program[0]}; options of a script come after it")
     stem = program[0].rpartition(".")[2] if options.module else Path(program[0]).stem
     name = options.name or stem
     if name == BASELINE_TRAINER:
@@ -162,7 +160,7 @@ def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple
     scripts = [
         outcome
         for outcome in run.outcomes
-        if outcome.case.model == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
+        if outcome.case.workload == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
     ]
     found = [
         _as_standard(outcome, rows)

@@ -1,14 +1,17 @@
-"""Print tables from a saved run or saved reports; needs no GPU.
+"""Print tables from a saved run, saved reports or a timeline; needs no GPU.
 
 A run is the number of a saved one (dpbench list shows them) or a JSON file: of
 dpbench run --json, of pytest --dpbench-json, or in the storage.
 The reports are Nsight Compute's that dpbench made. The case is read off the path,
-.../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep.
+.../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. A timeline is a report of Nsight Systems
+(.nsys-rep, which needs nsys) or an SQLite file exported from one: when the GPU worked, and
+for which launches it waited.
 
 Examples:
   dpbench show 3
   dpbench show run.json
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
+  dpbench show ncu_reports/1b-bf16/report_dpsgd_bs8_seq256.sqlite
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
 """
 
@@ -30,6 +33,10 @@ if TYPE_CHECKING:
     from dpbench.show.view import View
 
 
+TIMELINES = (".nsys-rep", ".sqlite")
+"""Suffixes of what Nsight Systems recorded, and of what was exported from that."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
@@ -43,12 +50,17 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.show.view import View
 
     view = View.of(options.columns, options.sort, options.group_by, expect=options.expect)
-    runs = [name for name in options.files if Path(name).suffix != ".ncu-rep"]
-    if runs and len(options.files) > 1:
+    runs = [name for name in options.files if Path(name).suffix not in (".ncu-rep", *TIMELINES)]
+    timelines = [Path(name) for name in options.files if Path(name).suffix in TIMELINES]
+    if (runs or timelines) and len(options.files) > 1:
         raise ConfigurationError(
             f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
+            if runs
+            else f"{timelines[0]} is a timeline: show it alone"
         )
-    if runs:
+    if timelines:
+        tables = _of_timeline(timelines[0])
+    elif runs:
         outcomes = saved_run(runs[0], options.storage).outcomes
         tables = summary_tables(outcomes, view.of_tests(outcomes))
     else:
@@ -57,6 +69,14 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
     print(as_text(tables, terminal_width()))
     return 0
+
+
+def _of_timeline(path: Path) -> list[Table]:
+    from dpbench.instruments.nsys.instrument import timeline_of
+    from dpbench.show.timeline import whole_timeline
+
+    check_is_file(path)
+    return whole_timeline(timeline_of(path), path.stem)
 
 
 def _of_reports(files: Iterable[Path], view: View) -> list[Table]:

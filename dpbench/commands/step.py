@@ -18,6 +18,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +94,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
-    if options.cupti is not None:
-        from dpbench.instruments.cupti.child import count_case
-
-        return count_case(
-            case,
-            list(filter(None, options.cupti.split(","))) or None,
-            device=options.device,
-            warmup=steps.warmup,
-            active=steps.active,
-        )
     from dpbench.process.step import run_case
 
-    return run_case(
-        case, device=options.device, warmup=steps.warmup, active=steps.active, nvtx=options.nvtx
+    if options.cupti is None:
+        return run_case(case, device=options.device, **asdict(steps), nvtx=options.nvtx)
+    from dpbench.instruments.cupti.child import count_case
+
+    return count_case(
+        case,
+        list(filter(None, options.cupti.split(","))) or None,
+        device=options.device,
+        **asdict(steps),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dpbench.doctor import counters, machine
+from dpbench.doctor import counters, cupti, machine
 from dpbench.doctor.findings import Check, Finding, Setup
 
 CHECKS: tuple[Check, ...] = (
@@ -18,6 +18,7 @@ CHECKS: tuple[Check, ...] = (
     machine.ncu,
     counters.counters,
     counters.calibration,
+    cupti.cupti,
 )
 """The checks, what they rest on first."""
 

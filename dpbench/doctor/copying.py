@@ -5,6 +5,7 @@ As a trainer it runs through the same command, process, ranges and report reader
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from dpbench.doctor.counters import EXAMPLE_BYTES
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 
+IDLE_SECONDS = 0.05
+"""For how long the GPU rests in each step, outside its phases."""
+
 
 class CopyTrainer(TrainerBase):
-    """Copies ``batch_size * EXAMPLE_BYTES`` bytes on its device in ``forward``; trains nothing."""
+    """Copies ``batch_size * EXAMPLE_BYTES`` bytes on its device in ``forward``, and then rests."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -30,4 +34,5 @@ class CopyTrainer(TrainerBase):
     def train_step(self, batch: Batch) -> Tensor:
         with phase("forward"):
             self.copy.copy_(self.source)
+        time.sleep(IDLE_SECONDS)
         return self.loss

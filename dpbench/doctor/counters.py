@@ -8,16 +8,10 @@ from dpbench.case import Case
 from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
 from dpbench.errors import DpbenchError
 from dpbench.gpu import Use, chip_here, in_use, visible_gpus
+from dpbench.instruments.errors import CountersBusy, CountersForbidden, CounterUnknown
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, lacking, on_chip
-from dpbench.instruments.ncu.program import (
-    CountersBusy,
-    CountersForbidden,
-    CounterUnknown,
-    NcuNotFound,
-    find_ncu,
-    known_counters,
-)
+from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, known_counters
 from dpbench.instruments.ncu.range_report import MetricMissing, read
 from dpbench.process.schedule import Steps
 from dpbench.show.layout import gigabytes

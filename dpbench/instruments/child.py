@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from dpbench.case import Case
 from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
     CaseFailed,
-    CaseOutOfMemory,
     CaseTimedOut,
     GpuBusy,
     InstrumentError,
     Running,
 )
+from dpbench.instruments.errors import KINDS
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, last_record
@@ -59,7 +59,6 @@ class Child(Running):
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
         read: makes rows of the record that the child printed.
-        errors: what to raise for kinds of errors that the child can print.
     """
 
     def __init__(
@@ -70,15 +69,10 @@ class Child(Running):
         log: Path,
         timeout: float,
         read: Callable[[Child], list[Measurement]],
-        errors: Mapping[str, type[InstrumentError]] | None = None,
     ) -> None:
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
-        self.errors: Mapping[str, type[InstrumentError]] = {
-            "OutOfMemory": CaseOutOfMemory,
-            **(errors or {}),
-        }
         self.watch: Callable[[str], object] | None = None  # is given each line while it runs
-        self._mark = f"{secrets.token_hex(8)} "
+        self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
         if path := child_python_path(*import_paths(case)):
             added["PYTHONPATH"] = path
@@ -94,7 +88,7 @@ class Child(Running):
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **added, MARK: self._mark},
+                env={**inherited, **added, MARK: self.mark},
             )
 
     def rows(self) -> list[Measurement]:
@@ -115,7 +109,7 @@ class Child(Running):
         finally:
             self.group.end()
         lines = log_lines(self.log)
-        record, code = last_record(lines, self._mark), self.group.process.returncode
+        record, code = last_record(lines, self.mark), self.group.process.returncode
         error = record.get("error")
         if record and not error and not code:
             return record
@@ -123,7 +117,7 @@ class Child(Running):
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kind = self.errors.get(error["kind"], CaseFailed)
+        kind = KINDS.get(error["kind"], CaseFailed)
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 

@@ -9,6 +9,7 @@ from dpbench.case import Case, script_case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.recorders import Recorder, recorder
 from dpbench.process.script import StepFinder
+from dpbench.process.watched import watch
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport
 
@@ -80,5 +81,5 @@ def observe(
     with ExitStack() as held:
         held.callback(heard.close)
         held.callback(finder.close)
-        finder.watch()
+        watch(finder)
         yield Observed(script_case(name), heard, finder)

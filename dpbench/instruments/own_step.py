@@ -11,6 +11,7 @@ from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.recorders import RECORDERS, on_cuda, recorder
 from dpbench.process.schedule import Steps
 from dpbench.process.script import StepFinder
+from dpbench.process.watched import watch
 from dpbench.results.rows import Measurement
 
 
@@ -56,7 +57,7 @@ class OwnSteps(Running):
             held.enter_context(alone(torch.device("cuda" if on_cuda() else "cpu"), self.case.id))
             held.callback(heard.close)
             held.callback(finder.close)
-            finder.watch()
+            watch(finder)
             while not heard.finished:
                 self._take(finder)
         self.operators = heard.operators

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 5.0
-"""How long a process group has to end by itself before it is killed."""
-
+GRACE_SECONDS = 5.0  # how long a process group has to end by itself before it is killed
 GUARD = f"""
 read -r group || exit
 read -r ended && exit

@@ -27,7 +27,9 @@ from dpbench.instruments.child import describe_exit
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import RECORDERS, Recorder, recorder
 from dpbench.process.messages import WAITING
-from dpbench.process.script import StepFinder, Stop, print_error, run_program
+from dpbench.process.program import print_error, run_program
+from dpbench.process.script import StepFinder, Stop
+from dpbench.process.watched import watch
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
 
@@ -99,8 +101,6 @@ class RunningScript(Running):
         error = record.get("error")
         if interrupted:
             error = "interrupted; what was counted until then is kept"
-        elif code and not error:
-            error = f"the script {describe_exit(code)}; what was counted until then is kept"
         if error:
             failure = ScriptFailed(f"{self.case.id}: {error}")
             failure.rows = rows
@@ -140,7 +140,7 @@ def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
         for card in gpu.visible_gpus()[:1]:
             held.enter_context(gpu.exclusive(card, case.id, _say_who_holds))
         held.callback(heard.close)
-        finder.watch()
+        watch(finder)
         try:
             run_program(program, is_module=options["is_module"])
         except Stop:
@@ -196,6 +196,10 @@ def _what_is_wrong(
         return f"the script failed with {raised}{kept}"
     if finder.failure is not None:
         return f"its steps could not be recorded: {finder.failure}{kept}"
+    if code:
+        return (
+            f"the script ended by itself with exit status {code}{kept or ', before a step counted'}"
+        )
     if heard.heard:
         return None
     if finder.steps:
@@ -208,8 +212,6 @@ def _what_is_wrong(
             f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
             f"outside the main thread, where none can be found; let it train there"
         )
-    if code:
-        return f"the script ended by itself with exit status {code}, before its first step"
     if finder.processes:
         return (
             "the script took no step in its own process, but started others: training in them "

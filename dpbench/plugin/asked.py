@@ -73,15 +73,10 @@ class AskedCases:
     @classmethod
     def of(cls, items: Iterable[pytest.Item], fixtures: Collection[str]) -> AskedCases:
         """What these tests ask for, by any of these fixtures."""
-        tests: dict[str, str] = {}
-        cases: dict[str, Case] = {}
-        for item in items:
-            if any(takes(item, fixture) for fixture in fixtures):
-                case = case_of(item)
-                tests[item.nodeid] = case.id if case else ""
-                if case:
-                    cases[case.id] = case
-        return cls(tests, _not_found(cases.values()))
+        asking = [item for item in items if any(takes(item, fixture) for fixture in fixtures)]
+        cases = {item.nodeid: case_of(item) for item in asking}
+        tests = {test: case.id if case else "" for test, case in cases.items()}
+        return cls(tests, _not_found({case for case in cases.values() if case}))
 
     def write(self, directory: Path) -> None:
         """Leave this for `read`."""

@@ -190,7 +190,7 @@ class EachTest:
         baselines = [
             self.session.measure(outcome.case.baseline, instruments)
             for outcome, instruments, _ in self._measured
-            if not outcome.error and outcome.case.model != SCRIPT  # nobody says what its is
+            if not outcome.error and outcome.case.workload != SCRIPT  # nobody says what its is
         ]
         return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
 
@@ -204,8 +204,8 @@ class EachTest:
             return report
         found: dict[str, Any] = {}
         if call.when == "call":
-            judged = item.stash.get(FOUND, None)
-            found |= judged or {}
+            judged: dict[str, Any] = item.stash.get(FOUND, {})
+            found |= judged
             if found.get("regressions") or found.get("unjudged"):
                 report.outcome = "failed"  # also where an xfail mark expects another failure
                 vars(report).pop("wasxfail", None)
@@ -234,16 +234,14 @@ class EachTest:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what the tests' processes found."""
         found: Mapping[str, Any] = getattr(report, "dpbench", {})
-        for case, by, test, info in found.get("tests", ()):
-            self.session.note_test((case, by), test, info)
+        for asked in found.get("tests", ()):
+            self.session.note_test(*asked)
         if found.keys() - {"tests"}:
             self._found.append(found)
         if found.get("reference"):  # xdist's controller has not seen what its workers collected
             self.comparison.named = self.comparison.named or Path(found["reference"])
-        for name, known in (
-            ("regressions", self.session.regressions),
-            ("unjudged", self.session.unjudged),
-        ):
+        for name in ("regressions", "unjudged"):
+            known = getattr(self.session, name)
             known += [row for row in found.get(name, ()) if row not in known]
 
     # --- when it is over, in the controller --------------------------------------------------
@@ -251,9 +249,7 @@ class EachTest:
     def judge_session(self, *, interrupted: bool, all_ended: bool) -> None:
         """The whole session beside its reference: its tables, and what limits could not judge.
 
-        Args:
-            interrupted: whether the session says so itself.
-            all_ended: whether no test that measures was kept from running.
+        ``interrupted``: it says so itself; ``all_ended``: no measuring test was kept from running.
         """
         outcomes = self.session.outcomes()
         general = [found["general"] for found in self._found if "general" in found]

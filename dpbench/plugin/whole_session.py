@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeGuard, cast
 
 import pytest
 
@@ -129,14 +129,14 @@ class WholeSession:
 
     def measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
-        if callable(case) and not isinstance(case, type):  # a class is a trainer
+        if _is_step(case, fields):
             steps = Steps(self.settings.warmup, self.settings.active)
             return self._report_step(case, [i.name for i in self.session.instruments], steps)
         return self._report(_case(case, fields), self.session.instruments)
 
     def count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         """What the ``logical_io`` fixture returns is this; see there."""
-        if callable(case) and not isinstance(case, type):  # a class is a trainer
+        if _is_step(case, fields):
             return self._report_step(case, ["logical"], Steps(warmup=1, active=1))
         return self._report(_case(case, fields), choose(["logical"], Settings(of_pytest=True)))
 
@@ -314,7 +314,12 @@ class WholeSession:
             self.session.close()
 
 
-def _case(case: Case | str | type, fields: dict[str, Any]) -> Case:
+def _is_step(case: Any, fields: dict[str, Any]) -> TypeGuard[Step]:
+    """Whether a fixture was given a function; a class, or what has fields, is a case's."""
+    return callable(case) and not isinstance(case, type) and not fields
+
+
+def _case(case: Any, fields: dict[str, Any]) -> Case:
     """A case, given as one or as its fields."""
     return resolve(case if isinstance(case, Case) else Case(**{"trainer": case, **fields}))
 

@@ -16,12 +16,8 @@ from typing import Any
 WAITING = "dpbench: waiting for"
 """Printed before the process waits for its GPU, and whenever another process holds that."""
 
-MEASURING = "dpbench: measuring"
-"""Printed when it has its GPU."""
-
-NVTX_DOMAIN = "dpbench"
-"""The NVTX domain of the ranges by which a profiler knows a step's phases."""
-
+MEASURING = "dpbench: measuring"  # printed when it has its GPU
+NVTX_DOMAIN = "dpbench"  # the NVTX domain of the ranges by which a profiler knows a step's phases
 NVTX_END = "end"
 """The name of the last range of a run. Nsight Compute's reader takes a truncated report for a
 shorter one; a report without this range is incomplete."""

@@ -6,6 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import pandas as pd
@@ -49,12 +51,9 @@ class Pairs:
 def pairs(before: Run, after: Run, *, across: bool = False) -> Pairs:
     """The numbers of two runs, side by side where case and instrument agree.
 
-    Args:
-        before: a run.
-        after: a run.
-        across: put beside each other also what different devices or instruments measured. The
-            columns ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand
-            beside DRAM bytes.
+    ``across`` puts beside each other also what different devices or instruments measured. The
+    columns ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand beside DRAM
+    bytes.
     """
     old, new = before.numbers, after.numbers
     shared = set(old.instrument) & set(new.instrument) if across else None
@@ -82,9 +81,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> Pairs:
 def _side(numbers: pd.DataFrame, shared: Collection[str] | None) -> pd.DataFrame:
     """Numbers with what two must have in common to be a pair, besides case and phase.
 
-    Args:
-        numbers: of one table.
-        shared: the instruments that both tables have, if others may be compared, too.
+    ``shared`` are the instruments that both runs have, if others may be compared, too.
     """
     side = numbers.reset_index()
     if shared is None:
@@ -108,17 +105,17 @@ def check_comparable(before: Run, after: Run) -> None:
     instruments = [{name for _, name in run.sources} for run in (before, after)]
     agreed = {name for _, name in set(before.sources) & set(after.sources)}
     if not agreed or instruments[0] & instruments[1] != agreed:
-        old, new = map(_describe, (before, after))
+        old, new = (
+            "; ".join(
+                f"{', '.join(name for _, name in pairs)} on {device}"
+                for device, pairs in groupby(run.sources, key=itemgetter(0))
+            )
+            for run in (before, after)
+        )
         raise ConfigurationError(
             f"{old} and {new} are different premises; to compare across them all the same, "
             f"ask for it (--across, --dpbench-compare-across)"
         )
-
-
-def _describe(run: Run) -> str:
-    """Instruments and devices of a run, e.g. ``ncu on NVIDIA H200``."""
-    names = {device: [n for d, n in run.sources if d == device] for device in run.devices}
-    return "; ".join(f"{', '.join(n)} on {device}" for device, n in names.items())
 
 
 def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,16 +29,9 @@ _NOT_SETTINGS = {"directory", "path", "timeout"}
 class Conditions:
     """What a session measures, with what and where; all of it plain JSON types.
 
-    Args:
-        environment: of `environment`.
-        started: when it began, ISO 8601 in UTC.
-        grid: the values along each axis.
-        settings: what each instrument was told.
-        workers: xdist workers, 0 without.
-        earlier_seconds: how long the session took that this one resumes, s.
-        cases_asked: how many cases the session is to measure, as far as that is known.
-        not_measured: why cases that were asked for have no outcome, by id.
-        began: the same moment as ``started`` on the clock that nobody sets, s.
+    ``began`` is the moment of ``started`` (ISO 8601 in UTC) on the clock that nobody sets;
+    ``earlier_seconds`` is how long the session took that this one resumes, ``cases_asked`` how many
+    cases are to be measured, as far as that is known.
     """
 
     environment: Mapping[str, Any]
@@ -137,9 +131,9 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
     return found
 
 
-def _settings(instrument: object) -> dict[str, Any]:
+def _settings(instrument: Any) -> dict[str, Any]:
     """The options of an instrument, metrics by their names."""
-    found = {f.name: getattr(instrument, f.name) for f in fields(instrument)}  # type: ignore[arg-type]
+    found = {f.name: getattr(instrument, f.name) for f in fields(instrument)}
     if "metrics" in found:
         found["metrics"] = [metric.name for metric in found["metrics"]]
     return {
@@ -168,28 +162,21 @@ def environment(
     for package in versions:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
+    cpu = None  # launch-bound steps take as long as it needs for them
+    with suppress(OSError):
+        cpu = re.search(r"^model name\s*:\s*(.*?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": {
             "architecture": platform.machine(),
-            "cpu": _cpu_model(),
+            "cpu": cpu[1] if cpu else None,
             "cpus": os.cpu_count(),
         },
         "versions": {**versions, "ncu": ncu},
         "gpu": vars(gpu) if gpu else None,
         "code": code_state(project) if project else None,
     }
-
-
-def _cpu_model() -> str | None:
-    """What Linux calls the processor; launch-bound steps take as long as it needs for them."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return None
 
 
 def code_state(project: Path) -> dict[str, Any] | None:

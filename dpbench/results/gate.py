@@ -8,7 +8,7 @@ this one function `judge`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,22 +33,10 @@ NAMED = 10
 
 _SUBJECT = [*AXES, "instrument"]
 
-_Subjects = Collection[tuple[Any, ...]]
-"""Values of `_SUBJECT`."""
-
-_Places = dict[Case, dict[str, set[str]]]
-"""By case and instrument, the devices on which there are numbers."""
-
 
 @dataclass(frozen=True)
 class Unjudged:
-    """What a limit could not judge.
-
-    Args:
-        limit: as it was written.
-        cases: ids; none if the limit judged nothing at all.
-        why: what is missing, and where.
-    """
+    """What a limit could not judge, and why; no ``cases`` if it judged nothing at all."""
 
     limit: str
     cases: tuple[str, ...]
@@ -148,18 +136,18 @@ class _Sides:
     before: Run
     after: Run
     pairs: Pairs
-    asked: _Subjects | None
+    asked: Collection[tuple[Any, ...]] | None
     across: bool
     first_run_ok: bool
 
     @cached_property
-    def there(self) -> _Places:
-        """Where the reference has numbers."""
+    def there(self) -> dict[Case, dict[str, set[str]]]:
+        """By case and instrument, the devices on which the reference has numbers."""
         return _places(self.pairs.old)
 
     @cached_property
-    def here(self) -> _Places:
-        """Where the run that is judged has numbers."""
+    def here(self) -> dict[Case, dict[str, set[str]]]:
+        """The same of the run that is judged."""
         return _places(self.pairs.new)
 
     def unjudged(
@@ -184,9 +172,9 @@ class _Sides:
         where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
         why = f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
         if not there.empty:
-            names = dict.fromkeys(Case.from_row(row).id for row in _records(there))
-            why = f"{self.before.name} has {limit.name} {where} of {listed([*names])} only"
-            why += ", which was not asked for"
+            names = listed([*dict.fromkeys(case.id for case, _ in _by_case(there))])
+            why = f"{self.before.name} has {limit.name} {where} of {names} only, which was not "
+            why += "asked for"
         return Unjudged(str(limit), (), why)
 
     def _lost(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
@@ -215,8 +203,10 @@ class _Sides:
             return f"the ratio needs its baseline {case.baseline.id}, which is not in {before}"
         return f"{before} has no such number of it"
 
-    def _lacks_baseline(self, places: _Places, case: Case, instrument: str) -> bool:
-        by = places.get(case.baseline, {})
+    def _lacks_baseline(
+        self, places: Mapping[Case, Collection[str]], case: Case, instrument: str
+    ) -> bool:
+        by = places.get(case.baseline, ())
         return not by if self.across else instrument not in by
 
     def notes(self, limited: bool) -> Iterator[str]:
@@ -236,20 +226,18 @@ class _Sides:
                 found = _inside(missing, set(there.itertuples(index=False, name=None)))
                 if names := _with_instruments(missing[~found], missing[found]):
                     yield f"not in {run.name}: {listed(names)}"
-        gone = _records(self.pairs.changes[without_baseline(self.pairs.changes)])
+        changes = self.pairs.changes
+        gone = without_baseline(changes)
         lacking = {
             case.baseline.id
-            for row in gone
-            if self._lacks_baseline(self.here, case := Case.from_row(row), row["instrument"])
+            for case, row in _by_case(changes[gone])
+            if self._lacks_baseline(self.here, case, row["instrument"])
         }
         if lacking and not limited:
             names = sorted(lacking)
             yield f"ratios need their baseline, which {self.after.name} lacks: {listed(names)}"
-        changes = self.pairs.changes
-        in_a_phase = changes.after.isna() & (changes.phase != STEP)
-        lost = changes[in_a_phase & ~without_baseline(changes)]
-        names = sorted({f"{Case.from_row(row).id} {row['phase']}" for row in _records(lost)})
-        if names:
+        lost = changes[changes.after.isna() & (changes.phase != STEP) & ~gone]
+        if names := sorted({f"{case.id} {row['phase']}" for case, row in _by_case(lost)}):
             yield f"without these phases in {self.after.name}: {listed(names)}"
         if self.before.status != COMPLETE:
             yield f"{self.before.name} was interrupted: it has what was finished until then"
@@ -264,8 +252,7 @@ def _by_reason(
 ) -> Iterator[Unjudged]:
     """One `Unjudged` for all cases with the same reason; none for those without."""
     cases: dict[str, dict[str, None]] = {}
-    for row in _records(rows):
-        case = Case.from_row(row)
+    for case, row in _by_case(rows):
         why = reason(limit, case, row["instrument"], row["device"])
         cases.setdefault(why, {})[case.id] = None
     for why, names in cases.items():
@@ -284,12 +271,11 @@ def _baselines_that_moved(
         own = changes[(changes.metric == limit.metric) & (changes.trainer == BASELINE_TRAINER)]
         both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
         moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
-        for row in _records(moved.drop_duplicates(keys)):
-            case = Case.from_row(row).baseline
+        for case, row in _by_case(moved.drop_duplicates(keys)):
             where = "" if limit.phase == STEP else f"@{limit.phase}"
             yield (
                 f"{limit}: the baseline itself moved by more than that: {limit.metric}{where} of "
-                f"{case.id} {row['relative_own']:+.2%}"
+                f"{case.baseline.id} {row['relative_own']:+.2%}"
             )
 
 
@@ -303,15 +289,15 @@ def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.Series[bool]:
     return (numbers.metric == limit.name) & (numbers.phase == limit.phase)
 
 
-def _inside(numbers: pd.DataFrame, subjects: _Subjects | None) -> pd.Series[bool]:
+def _inside(numbers: pd.DataFrame, subjects: Collection[tuple[Any, ...]] | None) -> pd.Series[bool]:
     """Which rows are about a case and instrument that is among these; None stands for all."""
     keys = numbers[_SUBJECT].itertuples(index=False, name=None)
     found = [subjects is None or key in subjects for key in keys]
     return pd.Series(found, index=numbers.index, dtype=bool)
 
 
-def _places(numbers: pd.DataFrame) -> _Places:
-    found: _Places = {}
+def _places(numbers: pd.DataFrame) -> dict[Case, dict[str, set[str]]]:
+    found: dict[Case, dict[str, set[str]]] = {}
     subjects = numbers[[*_SUBJECT, "device"]].drop_duplicates()
     for *axes, instrument, device in subjects.itertuples(index=False, name=None):
         found.setdefault(Case(*axes), {}).setdefault(instrument, set()).add(device)
@@ -330,22 +316,18 @@ def _with_instruments(rows: pd.DataFrame, others: pd.DataFrame) -> list[str]:
     ]
 
 
-def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(key): value for key, value in row.items()} for row in rows.to_dict("records")]
+def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:
+    for row in rows.to_dict("records"):
+        yield Case.from_row(row), {str(key): value for key, value in row.items()}
 
 
 def _regressions(before: Run, after: Run, judged: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows that exceed their limit, as plain JSON types, NaN as None."""
     worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
     found = []
-    for row in _records(worse.astype(object).where(worse.notna(), None)):
-        cases = [Case.from_row(row)]
+    for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
+        growth = grown(before, after, case, row["metric"], row["phase"])
         if row["metric"].endswith(RATIO):
-            cases.append(cases[0].baseline)
-        growth = [
-            line
-            for case in cases
-            for line in grown(before, after, case, row["metric"], row["phase"])
-        ]
+            growth += grown(before, after, case.baseline, row["metric"], row["phase"])
         found.append({**row, "reference": before.name, "grown": growth})
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,15 +33,8 @@ PARTS: dict[str, type[OperatorCount] | type[KernelCount] | type[KernelSpeed]] = 
 """The fields of an `Outcome`, and lists of a document, with an entry an operator or kernel."""
 
 
-def belongs(part: str, instruments: Iterable[str]) -> bool:
-    """Whether one of `PARTS` is of an outcome by these instruments: counted, or under ncu."""
-    if part == "operators":
-        return "logical" in instruments
-    return any(name.startswith("ncu") for name in instruments)
-
-
 NOT_TRIED = "DoesNotFit"
-"""The error of a case that was skipped, `dpbench.instruments.fit.DoesNotFit`; others failed."""
+"""The error of a case that was skipped, `dpbench.runner.DoesNotFit`; others failed."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +120,7 @@ def document(
 
 
 def _derived(rows: Sequence[Measurement]) -> dict[str, Any]:
-    """What follows from the rows, so that no reader has to work it out again.
-
-    ``ratios``: each mean over that of standard training in the same cell, by case, instrument,
-    metric and phase. ``measured_over_logical``: as `with_logical` says. ``throughputs``: as
-    `throughputs` says.
-    """
+    """What follows from the rows, so that no reader has to work it out again."""
     from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
 
     summary = summarise(to_frame(rows))
@@ -163,36 +151,33 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, tuple[str, ...]], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.case.trainer, outcome.instruments), []).append(outcome)
-    order = sorted(groups, key=lambda group: TRAINERS.rank(group[0]))
-    return [_summarise_trainer(*group, groups[group]) for group in order]
-
-
-def _summarise_trainer(
-    trainer: str, instruments: Sequence[str], outcomes: Sequence[Outcome]
-) -> dict[str, Any]:
-    skipped = sum(outcome.skipped for outcome in outcomes)
-    failed = sum(outcome.error is not None for outcome in outcomes) - skipped
-    tried = len(outcomes) - skipped
-    return {
-        "trainer": trainer,
-        "instruments": list(instruments),
-        "ok": tried - failed,
-        "failed": failed,
-        "skipped": skipped,
-        "success_rate": (tried - failed) / tried if tried else None,
-        "peak_memory_bytes": _peak(outcomes, "timing", "cupti"),
-        "logical_peak_memory_bytes": _peak(outcomes, "logical"),
-        "failures": [
+    found = []
+    for trainer, instruments in sorted(groups, key=lambda group: TRAINERS.rank(group[0])):
+        group = groups[trainer, instruments]
+        failures = [
             {"case": o.case.id, "error": o.error, "message": o.message, "log": o.log}
-            for o in outcomes
+            for o in group
             if o.error
-        ],
-    }
-
-
-def _peak(outcomes: Sequence[Outcome], *instruments: str) -> float | None:
-    rows = (row for outcome in outcomes for row in outcome.rows if row.instrument in instruments)
-    return max((row.value for row in rows if row.metric == "peak_memory_bytes"), default=None)
+        ]
+        skipped = sum(outcome.skipped for outcome in group)
+        tried, ok = len(group) - skipped, len(group) - len(failures)
+        rows = [r for o in group for r in o.rows if r.metric == "peak_memory_bytes"]
+        measured = [row.value for row in rows if row.instrument in ("timing", "cupti")]
+        counted = [row.value for row in rows if row.instrument == "logical"]
+        found.append(
+            {
+                "trainer": trainer,
+                "instruments": list(instruments),
+                "ok": ok,
+                "failed": tried - ok,
+                "skipped": skipped,
+                "success_rate": ok / tried if tried else None,
+                "peak_memory_bytes": max(measured, default=None),
+                "logical_peak_memory_bytes": max(counted, default=None),
+                "failures": failures,
+            }
+        )
+    return found
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
@@ -217,10 +202,7 @@ class OutcomeStore:
     ) -> Outcome:
         """The outcome of a case: measured by whoever asks first, while others wait.
 
-        Args:
-            case: the case.
-            measure: how to measure it, if nobody has.
-            by: what it is measured with; outcomes by different instruments are kept apart.
+        Outcomes ``by`` different instruments are kept apart.
         """
         name = f"{case.id}.{'+'.join(by)}".replace("/", "_")
         path = self.directory / f"{name}.json"

@@ -17,7 +17,7 @@ import pandas as pd
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs
-from dpbench.results.frame import summarise
+from dpbench.results.frame import of_one_instrument, summarise
 from dpbench.results.rows import STEP
 
 MEASURED_BYTES = "measured DRAM bytes"
@@ -28,19 +28,24 @@ BANDWIDTH = "bandwidth"
 ARITHMETIC = "arithmetic"
 """What can bound a phase: the column ``bound_by``."""
 
+BUSY = "gpu_busy_share"
+
+LAUNCH_BOUND = 0.7
+"""A phase whose GPU is busy for less than this part of its time waits for its launches."""
+
 
 def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     """Operations, bytes and, if it was measured, time of each phase and of the step.
 
     Each case of the long table needs rows of the ``logical`` instrument, for the operations. DRAM
-    bytes of ``ncu`` and times of ``timing`` are used where they are.
+    bytes and times are those of the instrument that comes first in `PREFERRED`.
 
     Returns:
         One row per case, device and phase: the case's fields, ``device``, ``phase``,
-        ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` (NaN where no
-        time was measured).
+        ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` and ``busy``, the
+        part of them in which the GPU did anything (NaN where they were not measured).
     """
-    summary = summarise(frame)
+    summary = of_one_instrument(summarise(frame))
     flops = _values(summary, "flops", "flops").drop(columns="device")
     logical = _values(summary, "logical_bytes", "bytes").assign(bytes_are=COUNTED_BYTES)
     dram = _values(summary, "dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
@@ -53,6 +58,8 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     table = pd.concat([part for part in parts if not part.empty] or parts, ignore_index=True)
     table = table.merge(flops, on=[*AXES, "phase"], how="left")
     table = table.merge(seconds, on=[*AXES, "device", "phase"], how="left")
+    busy = _values(summary, BUSY, "busy")
+    table = table.merge(busy, on=[*AXES, "device", "phase"], how="left")
     missing = [*_without(on_hardware, flops).to_dict("records")]
     missing += table[table.flops.isna()].to_dict("records")
     if missing:  # an error, never zero
@@ -84,7 +91,8 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     """What `intensities` returned, under the roofs of one card.
 
     Returns:
-        The table with ``bound_by``, ``least_seconds``, ``share`` (``least_seconds / seconds``),
+        The table with ``bound_by`` (a roof; where the GPU waits for its launches, these, and how
+        busy it was), ``least_seconds``, ``share`` (``least_seconds / seconds``),
         and what was achieved, ``flops_per_second`` and ``bytes_per_second``. The least time of
         a step is the sum over its phases, because they run one after the other.
     """
@@ -92,8 +100,11 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     roofs.require(measured.device)
     arithmetic = table.flops / table.precision.map(roofs.flops)
     bandwidth = table.bytes / roofs.bandwidth
+    roof = pd.Series(np.where(arithmetic > bandwidth, ARITHMETIC, BANDWIDTH), index=table.index)
     table = table.assign(
-        bound_by=np.where(arithmetic > bandwidth, ARITHMETIC, BANDWIDTH),
+        bound_by=roof.mask(
+            table.busy < LAUNCH_BOUND, table.busy.map("launches, busy {:.0%}".format)
+        ),
         least_seconds=np.maximum(arithmetic, bandwidth),
     )
     keys = [*AXES, "device", "bytes_are"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, belongs
+from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome
 from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, STEP, Measurement, as_rows
 
 if TYPE_CHECKING:
@@ -63,13 +62,14 @@ class Run:
 
         A document names its devices before its rows; of an older one the rows are searched.
         """
-        head, ending = _read_head(path)
-        if head is None or not ending.endswith(b"}"):  # another's, or cut off
+        data = _read(path)
+        head, found, _ = data.partition(ROWS)
+        if not found or not data.rstrip().endswith(b"}"):  # another's, or cut off
             return cls.load(path)
-        document = _parsed(path, head)
+        document = _parsed(path, head.rstrip().rstrip(b",") + b"}")
         devices = document.get("devices")
         if devices is None:
-            devices = [json.loads(text) for text in set(_DEVICE.findall(_read(path)))]
+            devices = [json.loads(text) for text in set(_DEVICE.findall(data))]
         with _naming_damage(path):
             _check_head(document | {"rows": []})
             run = cls(path, document)
@@ -182,34 +182,24 @@ class Run:
             # Documents of older versions do not say by which instruments: then by all.
             names = data.get("instruments") or [name for of, name in rows if of == case]
             mine = [row for name in names for row in rows.pop((case, name), ())]
-            parts = _parts_of(case, names, self.document)
-            found.append(_outcome(case, mine, {**data, **parts, "instruments": names}))
-        return (*found, *(_outcome(of, left, {}) for (of, _), left in rows.items()))
+            known: dict[str, Any] = {
+                f.name: tuple(value) if isinstance(value := data[f.name], list) else value
+                for f in fields(Outcome)
+                if f.name in data
+            }
+            known |= self._parts_of(case, names) | {"instruments": tuple(names)}
+            found.append(Outcome(case, tuple(mine), known.pop("seconds", 0.0), **known))
+        return (*found, *(Outcome(of, tuple(left), 0.0) for (of, _), left in rows.items()))
 
-
-def _outcome(case: Case, rows: list[Measurement], data: Mapping[str, Any]) -> Outcome:
-    """An outcome from a case's entry in a document."""
-    rest: dict[str, Any] = {
-        f.name: tuple(value) if isinstance(value := data[f.name], list) else value
-        for f in fields(Outcome)
-        if f.name in data
-    }
-    return Outcome(case, tuple(rows), rest.pop("seconds", 0.0), **rest)
-
-
-def _parts_of(
-    case: Case, instruments: Sequence[str], document: Mapping[str, Any]
-) -> dict[str, tuple[Any, ...]]:
-    """What a document says of a case's operators and kernels; nothing if it is older.
-
-    Of several outcomes of the case each is in one alone, or it would be saved twice.
-    """
-    axes = asdict(case).items()
-    return {
-        part: tuple(kind.from_row(row) for row in document.get(part, ()) if axes <= row.items())
-        for part, kind in PARTS.items()
-        if belongs(part, instruments)
-    }
+    def _parts_of(self, case: Case, instruments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+        """Its operators and kernels: each in one outcome alone, or it would be saved twice."""
+        by_ncu = any(name.startswith("ncu") for name in instruments)
+        axes = asdict(case).items()
+        return {
+            part: tuple(kind.from_row(r) for r in self.document.get(part, ()) if axes <= r.items())
+            for part, kind in PARTS.items()
+            if ("logical" in instruments if part == "operators" else by_ncu)
+        }
 
 
 # --- reading a file --------------------------------------------------------------------------
@@ -220,21 +210,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"run file {path}: {error.strerror}") from error
-
-
-def _read_head(path: Path) -> tuple[bytes | None, bytes]:
-    """A document without its rows and what follows, if it has rows; and how its file ends."""
-    data = b""
-    try:
-        with path.open("rb") as stream:
-            while ROWS not in data and (block := stream.read(1 << 15)):
-                data += block
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 2))
-            ending = stream.read().rstrip()
-    except OSError as error:
-        raise ConfigurationError(f"run file {path}: {error.strerror}") from error
-    head, found, _ = data.partition(ROWS)
-    return (head.rstrip().rstrip(b",") + b"}" if found else None), ending
 
 
 def _parsed(path: Path, data: bytes) -> dict[str, Any]:
@@ -288,9 +263,6 @@ _KINDS: dict[str, type | UnionType] = {
 }
 """What a document's parts must be, if they are there."""
 
-_COUNTS = ["batch_size", "seq_len", "micro_batches", "repeat"]
-_NUMBERS = ("integer", "floating", "mixed-integer-float")
-
 
 def _check_head(document: Mapping[str, Any]) -> None:
     for place, kind in _KINDS.items():
@@ -314,8 +286,9 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     frame = pd.DataFrame(rows, columns=COLUMNS)
     for column in COLUMNS if rows else ():
-        whole = ("integer",) if column in _COUNTS else ("string",)
-        allowed = _NUMBERS if column == "value" else whole
+        allowed = ["integer" if column in (*COUNTS, "repeat") else "string"]
+        if column == "value":
+            allowed = ["integer", "floating", "mixed-integer-float"]
         kind = pd.api.types.infer_dtype(frame[column])
         if frame[column].hasnans or kind not in allowed:
             raise TypeError(f"a row lacks {column!r}, or it is of the wrong kind")

@@ -6,7 +6,7 @@ import json
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,20 +82,19 @@ class Storage:
     def find(self, text: str) -> Path:
         """The file of a run named by its number or by a path."""
         if not text.isdecimal():
-            path = Path(text)
-            if not stat.S_ISREG(mode_of(path)):
+            if not stat.S_ISREG(mode_of(Path(text))):
                 raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
-            return path
-        paths = self.paths()
+            return Path(text)
+        paths, number = self.paths(), f"run number {int(text):04}"
         found = [path for path in paths if _number(path) == int(text)]
         if not found:
             numbers = ", ".join(f"{_number(path):04}" for path in paths[-10:])
             raise ConfigurationError(
-                f"no run number {int(text):04} in {self.directory}; there is {numbers or 'none'}"
+                f"no {number} in {self.directory}; there is {numbers or 'none'}"
             )
         if len(found) > 1:
             listed = " and ".join(map(str, found))
-            raise ConfigurationError(f"run number {int(text):04} is both {listed}; name the file")
+            raise ConfigurationError(f"{number} is both {listed}; name the file")
         return found[0]
 
     def candidates(self, devices: Iterable[str]) -> list[Path]:
@@ -156,11 +155,8 @@ class Storage:
 
 def is_being_written(path: Path) -> bool:
     """Whether a session holds a run's file now, as far as this user may know."""
-    lock = _lock(path)
-    if not lock.exists():
-        return False
     try:
-        with locked(lock, wait=False):
+        with locked(_lock(path), wait=False) if _lock(path).exists() else nullcontext():
             return False
     except Locked:
         return True
@@ -204,17 +200,14 @@ def choose(
 ) -> tuple[Run | None, list[str]]:
     """The newest complete run that has all that was asked; else the one that has most of it.
 
-    Runs that did not pass a comparison of their own are passed over, so that a regression is no
-    reference for the next session.
+    Also returns which files could not be read. Runs that did not pass a comparison of their own
+    are passed over, so that a regression is no reference for the next session.
 
     Args:
         newest_first: run files.
         sources: each (device, instrument) of the session; a reference has at least one of them.
         asked: the cases that the session measures, each by an instrument, as far as they are
             known; if none is, the newest run counts. A run that has nothing of it is no reference.
-
-    Returns:
-        The run, if there is one, and which files could not be read.
     """
     devices = {instrument: device for device, instrument in sources}
     wanted = {
@@ -244,9 +237,7 @@ def choose(
 class RunFile:
     """The file of a session that is running: whole at any moment, ``interrupted`` until its end.
 
-    Args:
-        path: the file.
-        held: what holds the file against other sessions; none in a process that only writes.
+    ``held`` keeps other sessions from it; there is none in a process that only writes.
     """
 
     def __init__(self, path: Path, held: ExitStack | None = None) -> None:
@@ -276,11 +267,8 @@ class RunFile:
     ) -> tuple[RunFile, Conditions, list[Outcome]]:
         """The file of an interrupted run, to go on with it; it is held before it is read.
 
-        Refused where versions, code, grid or settings are not what they were.
-
-        Returns:
-            The file, the conditions as they go on, and the outcomes that need not be measured
-            again: those that did not fail.
+        With the conditions as they go on, and the outcomes that need not be measured again: those
+        that did not fail. Refused where versions, code, grid or settings are not what they were.
         """
         with ExitStack() as held:
             held.enter_context(storage.writing(path))
@@ -308,10 +296,9 @@ class RunFile:
         self._held.close()
 
     def give_up(self, error: OSError) -> str:
-        """Let go of a file that could not be written; one in which no case stands is removed.
+        """Let go of a file that could not be written, and say what is saved all the same.
 
-        Returns:
-            What went wrong, and what is saved all the same.
+        One in which no case stands is removed.
         """
         what = in_words(error)
         try:

@@ -13,6 +13,7 @@ from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Table, gigabytes, written
 from dpbench.show.profile import profile_tables
 from dpbench.show.tables import tables
+from dpbench.show.timeline import timeline_tables
 from dpbench.show.view import View
 
 
@@ -32,6 +33,7 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
     return [
         *found,
         *profile_tables(frame),
+        *timeline_tables(frame),
         *(table for outcome in outcomes for table in case_kernel_tables(outcome, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]

@@ -21,6 +21,7 @@ from dpbench.results.frame import (
     with_logical,
     with_ratios,
 )
+from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import (
@@ -33,11 +34,6 @@ from dpbench.show.view import (
     rates,
     shown_by_default,
 )
-
-BUSY = "gpu_busy_share"
-
-LAUNCH_BOUND = 0.7
-"""A step whose GPU is busy for less than this part of its time waits for its launches."""
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -82,7 +78,8 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
 
     A view with columns gets one table a group, of these columns and nothing else.
     """
-    frame = frame[frame.instrument != "torch_profiler"]  # its tables: `show.profile`
+    # Tables of these: `show.profile`, `show.timeline`.
+    frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []
     view = view or View()
@@ -93,7 +90,7 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
         if not (view.columns or group.by_phase):
             listed += _phase_table(group, "dram_bytes", "DRAM GB")
             listed += _phase_table(group, "logical_bytes", "logical GB")
-            if any(row["model"] == SCRIPT for row in group.rows.values()):
+            if any(row["workload"] == SCRIPT for row in group.rows.values()):
                 listed += _phase_table(group, "step_time_seconds", "ms")
             listed += _busy_table(group)
             listed += [*against_logical(group), *_throughput_table(group)]
@@ -233,7 +230,7 @@ def _by_column(group: Group, name: str | None) -> list[str]:
 
 def title_of(shared: Mapping[str, Any]) -> str:
     """What some rows share, in words; the usual attention and model go without saying."""
-    if shared.get("model") == SCRIPT:
+    if shared.get("workload") == SCRIPT:
         return str(shared["device"])
     size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
     of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]

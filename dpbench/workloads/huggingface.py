@@ -77,14 +77,14 @@ class HuggingFace(Workload):
 
     def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """What the model makes of tokens ``[B, T]``, each example with ids of its own."""
-        given = {"input_ids": tokens}
+        given: dict[str, Any] = {"input_ids": tokens}
         if "position_ids" in self.takes:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             given["position_ids"] = positions.repeat(len(tokens), 1)
-        if "token_type_ids" in self.takes and getattr(self.config, "type_vocab_size", 0):
+        if "token_type_ids" in self.takes and getattr(self.config, "type_vocab_size", None):
             given["token_type_ids"] = torch.zeros_like(tokens)
         if "use_cache" in self.takes:
-            given["use_cache"] = False  # type: ignore[assignment]
+            given["use_cache"] = False
         found: Tensor = model(**given).logits
         return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor, nn
 
 from dpbench.case import lora_rank
@@ -50,8 +49,8 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
         parameter.requires_grad_(True)
 
 
-def _with_adapters(model: nn.Module, rank: int) -> list[torch.nn.Parameter]:
-    found: list[torch.nn.Parameter] = []
+def _with_adapters(model: nn.Module, rank: int) -> list[Tensor]:
+    found: list[Tensor] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

@@ -95,9 +95,30 @@ def test_a_grid_may_take_little_more_than_its_steps(
     one = save(tmp_path / "cupti.json", [by_cupti(case) for case in CASES], seconds)
     other = save(tmp_path / "ncu.json", [by_ncu(case) for case in CASES], 60.0)
     assert cupti.main(["grid", str(one), "--saved", "--ncu", str(other)]) == status
-    last = capsys.readouterr().out.splitlines()[-2].split()
-    assert last == ["session", "5.0", str(seconds), "60.0"]
+    line = next(
+        text for text in capsys.readouterr().out.splitlines() if text.startswith("session ")
+    )
+    assert line.split() == ["session", "5.0", str(seconds), "60.0"]
 
 
 def test_counted_steps_are_those_of_all_passes() -> None:
     assert cupti.further_steps({"passes": 2, "counted_steps": [{}, {}, {}]}) == 8
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(1.1, 0), (1.2, 1)])
+def test_a_counted_case_may_cost_little_more_than_a_plain_one(
+    seconds: float, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain process takes as many steps in a second."""
+    record = {"passes": 1, "counted_steps": [{}], "phase_seconds": [{"forward": 0.1}]}
+    plain: list[list[str]] = []
+
+    def run(command: list[str], case: Case, folder: str) -> tuple[float, dict[str, Any]]:
+        if "--cupti" in command:
+            return seconds, record
+        plain.append(command)
+        return 1.0, record
+
+    monkeypatch.setattr(cupti, "seconds", run)
+    assert cupti.main(["cost", "--pairs", "1"]) == status
+    assert plain[0][-4:] == ["--warmup", "3", "--active", "7"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from dpbench.case import script_case
 from dpbench.cli import main
+from dpbench.instruments.script import ScriptRun, run
 from tests.commands import scripts
 
 
@@ -59,67 +62,94 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     assert written["standard", "optimizer"] == [weights] * 2  # set to None, and nothing zeroed
     assert written["private", "backward"][0] > 8 * weights  # a gradient for each of 8 examples
 
-    # The same once more is judged by what was saved, and passes; by less than nothing it fails.
-    again = ["exec", *told, "--compare=2", "-m", "training", "--private", "--batch_size=8"]
-    assert main([again[0], "--compare-fail=logical_ratio:0%", *again[1:]]) == 0
-    other = [word for word in again if word != "--private"]
-    limit = "--compare-fail=logical_bytes@backward:±5%"
-    assert main([other[0], limit, *other[1:]]) == 1
+    # Held to what was saved, plain training under the same name differs where it should.
+    limits = [
+        "--compare-fail=logical_bytes@forward:0%",
+        "--compare-fail=logical_bytes@backward:±5%",
+    ]
+    again = ["--compare=2", "--skip=1", "--steps=2", "--name=private", "--json=again.json"]
+    assert main(["exec", *limits, *again, "--baseline=1", "training.py"]) == 1
+    session = json.loads(Path("again.json").read_text())["session"]
+    assert [(row["trainer"], row["phase"]) for row in session["regressions"]] == [
+        ("private", "backward")
+    ]
+    assert session["unjudged"] == []
 
 
-def test_times_of_a_script_that_goes_on_to_the_end_it_would_have_alone(
-    capfd: pytest.CaptureFixture[str],
+@pytest.fixture
+def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Run a script as its own process would, in this one; returns what that writes down."""
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run_here(*program: str, **how: Any) -> dict[str, Any]:
+        script = asdict(ScriptRun("timing", program, **how))
+        del script["program"]
+        run(script | {"case": asdict(script_case("mine")), "record": "record.json"}, program)
+        found: dict[str, Any] = json.loads(Path("record.json").read_text())
+        return found
+
+    yield run_here
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
+    script_here: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    alone = subprocess.run(
-        [sys.executable, "training.py", "--lr", "a_b"], capture_output=True, text=True, check=True
-    )
-    told = ["--instrument=timing", "--steps=2", "--continue", "--json=run.json"]
-    assert main(["exec", *told, "training.py", "--lr", "a_b"]) == 0
-    shown = capfd.readouterr().out
-    assert shown.startswith(alone.stdout)
-    assert "['--lr', 'a_b'] __main__" in alone.stdout
-    assert "cpu: ms by phase (÷ standard)" in shown
-    times = rows("run.json", "step_time_seconds")
+    monkeypatch.setattr(sys, "argv", ["training.py", "--lr"])
+    exec(scripts.TRAINING, {"__name__": "__main__"})
+    alone = capsys.readouterr().out
+    found = script_here("training.py", "--lr", steps=2, go_on=True)
+    assert (capsys.readouterr().out, found["error"]) == (alone, None)
+    assert "['--lr'] __main__" in alone
+    times = {(row["phase"], row["repeat"]): row["value"] for row in found["rows"]}
     parts = ("forward", "backward", "optimizer", "outside")
-    assert {phase for _, phase in times} == {"step", *parts}
-    assert sum(times["training", part][1] for part in parts) == times["training", "step"][1]
-    assert all(len(values) == 2 for values in times.values())
+    assert set(times) == {(phase, repeat) for phase in ("step", *parts) for repeat in (0, 1)}
+    assert sum(times[part, 1] for part in parts) == pytest.approx(times["step", 1])
 
 
 @pytest.mark.parametrize(
     ("program", "words", "counted"),
     [
         (["training.py", "--fails"], "the script failed with ValueError: the data is gone; 2 ", 2),
-        (["training.py", "--exits"], "the script ended with exit code 3; what was counted", 2),
+        (["training.py", "--exits"], "the script ended by itself with exit status 3; 2 steps", 2),
         (["no_step.py"], "took no step that can be found: no torch.optim optimizer stepped", 0),
         (["thread.py"], "the script trains in a thread: 4 steps of an optimizer", 0),
         (["ranks.py"], "took no step in its own process, but started others", 0),
-        (["needs_arguments.py"], "ended by itself with exit status 2, before its first step", 0),
+        (["needs_arguments.py"], "ended by itself with exit status 2, before a step counted", 0),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_what_cannot_be_measured_is_said_in_a_line(
-    capfd: pytest.CaptureFixture[str], program: list[str], words: str, counted: int
+    script_here: Callable[..., dict[str, Any]], program: list[str], words: str, counted: int
 ) -> None:
-    assert main(["exec", "--instrument=timing", "--json=run.json", *program]) == 1
-    errors = [
-        line for line in capfd.readouterr().err.splitlines() if line.startswith("dpbench exec:")
-    ]
-    assert len(errors) == 1
-    assert words in errors[0]
-    document: dict[str, Any] = json.loads(Path("run.json").read_text())
-    repeats = {row["repeat"] for row in document["rows"]}
-    assert len(repeats) == counted
+    found = script_here(*program)
+    assert words in found["error"]
+    assert "\n" not in found["error"]
+    assert len({row["repeat"] for row in found["rows"]}) == counted
 
 
 def test_traceback_of_a_script_is_its_own_and_shown_once(
-    capfd: pytest.CaptureFixture[str],
+    script_here: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["exec", "--instrument=timing", "training.py", "--fails"])
-    error = capfd.readouterr().err
+    script_here("training.py", "--fails")
+    error = capsys.readouterr().err
     assert error.count("Traceback") == 1
     assert error.count('raise ValueError("the data is gone")') == 1
     assert "process/script.py" not in error
+
+
+def test_script_that_is_killed_is_an_error_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("dies.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
+    assert main(["exec", "dies.py"]) == 1
+    error = capfd.readouterr().err
+    assert (
+        error == "dpbench exec: dies: the script was killed by SIGKILL, and nothing was counted\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,10 +157,6 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     [
         ([], "name a script, or a module with -m"),
         (["absent.py"], "absent.py: no such file"),
-        (
-            ["--nonsense", "training.py"],
-            "unknown option --nonsense; options of a script come after",
-        ),
         (["--instrument=nsys", "training.py"], "'nsys'; choose from timing, logical, cupti"),
         (["--steps=0", "training.py"], "needs --skip >= 0 and --steps >= 1, not 3 and 0"),
         (["--name=standard", "training.py"], "'standard' is what the baseline of ratios is called"),

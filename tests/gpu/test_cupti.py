@@ -99,6 +99,21 @@ def test_metrics_of_several_passes_are_counted_in_as_many_steps() -> None:
 
 
 @pytest.mark.usefixtures("alone_on_the_gpu")
+def test_a_copy_to_another_gpu_is_counted_on_its_way() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    source = torch.ones(COPIED // 4, device="cuda:0")
+    copy = torch.empty_like(source, device="cuda:1")
+    with closing(StepCounter(None, Target.of_torch(), [True])) as counter:
+        for _ in range(counter.steps):
+            with observed_step(counter), phase("forward"):
+                copy.copy_(source)
+    [by_phase] = counter.rounds()
+    sent = by_phase["forward"].get("nvlink_sent_bytes", 0)
+    assert max(sent, by_phase["forward"]["pcie_write_bytes"]) > 0.95 * COPIED
+
+
+@pytest.mark.usefixtures("alone_on_the_gpu")
 def test_a_second_process_that_counts_is_told_who_is_in_the_way() -> None:
     with count_ranges():
         other = subprocess.run(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.doctor import counters
+from dpbench.doctor import counters, cupti
 from dpbench.doctor.findings import OK, Setup
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
@@ -31,6 +31,11 @@ def test_a_copy_of_known_size_is_counted_within_one_percent(setup: Setup) -> Non
 def test_every_byte_metric_can_be_read(setup: Setup) -> None:
     found = list(counters.counters(setup))
     assert [finding.status for finding in found] == [OK] * 4, found
+
+
+def test_cupti_counts_a_copy_and_nothing_while_the_gpu_rests(tmp_path: Path) -> None:
+    found = list(cupti.cupti(Setup(tmp_path)))
+    assert [finding.status for finding in found] == [OK] * 2, found
 
 
 def card() -> Roofs:

@@ -23,7 +23,10 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--dpbench-profile"], "--dpbench-profile profiles the cases that --ncu measures"),
+        (
+            ["--dpbench-profile"],
+            "--dpbench-profile profiles the cases that --ncu or --cupti measures",
+        ),
         (["--ncu", "--dpbench-profile", "--dpbench-profile-schedule=active=0"], "active must be"),
         (["--ncu", "--dpbench-profile", "--dpbench-profile-threshold=-1"], "threshold must be"),
     ],

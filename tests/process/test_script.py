@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpbench.process.script import StepFinder, Stop
+from dpbench.process.watched import watch
 from dpbench.training.phases import phase
 
 LETTERS = {
@@ -57,7 +58,7 @@ class Trace:
 def traced(loop: Callable[[], object], **options: Any) -> tuple[Trace, StepFinder]:
     trace = Trace(options.pop("wanted", 100))
     finder = StepFinder(trace, **options)
-    finder.watch()
+    watch(finder)
     try:
         loop()
     except Stop:
@@ -384,7 +385,7 @@ def test_error_of_a_recorder_ends_the_loop_and_is_not_the_loops() -> None:
             raise RuntimeError("no counters")
 
     finder = StepFinder(Broken())
-    finder.watch()
+    watch(finder)
     with pytest.raises(Stop):
         plain()
     finder.close()

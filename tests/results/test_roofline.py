@@ -107,6 +107,26 @@ def test_a_measured_time_stands_beside_the_least() -> None:
     assert found.bytes_per_second == 0.5e12
 
 
+def test_a_phase_that_waits_for_its_launches_is_bound_by_no_roof() -> None:
+    counted = {
+        phase: {"dram_read_bytes": 1e12, "dram_write_bytes": 0.0}
+        | {"gpu_busy_cycles": busy, "gpu_elapsed_cycles": 100.0}
+        for phase, busy in {"forward": 69.0, "noise": 71.0}.items()
+    }
+    found = of(logical(forward=(1e12, 1e12), noise=(0.0, 1e12)), rows("cupti", HERE, counted))
+    assert dict(found.bound_by) == {
+        "forward": "launches, busy 69%",
+        "noise": BANDWIDTH,
+        STEP: BANDWIDTH,
+    }
+
+
+def test_bytes_of_ncu_come_before_those_of_cupti() -> None:
+    counted = rows("cupti", HERE, {"forward": {"dram_read_bytes": 1e12, "dram_write_bytes": 0.0}})
+    found = of(logical(forward=(1e12, 1e12)), counted, dram(forward=4e12))
+    assert found.bytes["forward"] == 4e12
+
+
 def test_a_timed_case_without_counters_keeps_its_logical_bytes() -> None:
     found = of(logical(forward=(1e12, 1e12)), times(forward=4.0)).loc["forward"]
     assert (found.bytes_are, found.device, found.share) == (COUNTED_BYTES, HERE, 0.25)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from dpbench.case import script_case
+from dpbench.instruments.timing import timing_rows
 from dpbench.results.frame import to_frame
 from dpbench.show.layout import Table
 from dpbench.show.tables import tables
@@ -250,3 +252,17 @@ def test_counter_asked_for_by_its_own_name_is_shown_as_the_tool_gives_it() -> No
     assert table.cells == [
         ["dpsgd-bs16-seq1024-1b-fp32", "lts__t_sectors.sum", "1.23457e+06 sector"]
     ]
+
+
+def test_script_has_a_table_of_times_by_phase_and_its_place_alone_as_title() -> None:
+    record = {
+        "device": "cpu",
+        "torch": "2.13",
+        "phase_seconds": [{"forward": 0.001, "backward": 0.003, "outside": 0.0005}],
+        "peak_memory_bytes": None,
+    }
+    listed = tables(to_frame(timing_rows(script_case("private"), record)))
+    times = next(table for table in listed if "by phase" in table.title)
+    assert times.title == "cpu: ms by phase (÷ standard)"
+    assert times.headers == ["trainer", "forward", "backward", "outside"]
+    assert times.cells == [["private", "1.0", "3.0", "0.5"]]

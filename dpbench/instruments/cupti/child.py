@@ -9,7 +9,9 @@ from statistics import median
 from typing import Any
 
 from dpbench.case import Case
+from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.steps import StepCounter, Target
+from dpbench.process.build import pick_device
 from dpbench.process.step import run_case
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch, TrainerBase
@@ -29,22 +31,22 @@ def count_case(
     device: str = "auto",
     warmup: int = 3,
     active: int = 5,
-    find_target: Callable[[], Target] = Target.of_torch,
+    find_target: Callable[[], Target] | None = None,
 ) -> dict[str, Any]:
-    """Run one case in this process: time its steps, then count as many as it takes.
+    """Run one case in this process, see `run_case`: time its steps, then count some more.
 
-    Args:
-        case: what to run.
-        metrics: what to count beside DRAM bytes, time and busy shares; None for everything.
-        device: see `run_case`.
-        warmup: see `run_case`.
-        active: steps that are timed.
-        find_target: makes what is counted, once there is a CUDA context.
+    Counted are DRAM bytes, time, busy shares, and ``metrics``: everything if None. ``find_target``
+    makes what they are counted on, once there is a CUDA context; by default torch's GPU.
 
     Returns:
-        The record of `run_case`, with libcupti's version as ``cupti``, ``chip``, ``passes``, and
-        the metrics by phase as ``counted_phases`` and of each whole step as ``counted_steps``.
+        The record of `run_case`, with libcupti's version as ``cupti``, ``chip``, ``passes``, the
+        ``counters`` of each metric, and the metrics by phase as ``counted_phases`` and of each
+        whole step as ``counted_steps``.
     """
+    if find_target is None:
+        pick_device(device)
+        load_library()  # or fail, before this process holds the GPU
+        find_target = Target.of_torch
 
     def count(
         trainer: TrainerBase, batches: Iterable[Batch], record: dict[str, Any]
@@ -61,6 +63,7 @@ def count_case(
             "cupti": "{}.{}".format(*target.library.cuda_version),
             "chip": counter.chip.name,
             "passes": counter.passes,
+            "counters": {metric.name: metric.counters for metric in counter.metrics},
             "counted_phases": by_phase,
             "counted_steps": [step[STEP] for step in whole],
         }

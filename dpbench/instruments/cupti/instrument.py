@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from dpbench.case import Case
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.cupti.errors import KINDS
 from dpbench.instruments.timing import timing_rows
 from dpbench.metrics import METRICS
 from dpbench.process.schedule import Steps
@@ -20,28 +19,20 @@ from dpbench.settings import Settings
 
 @dataclass(frozen=True)
 class Cupti(Instrument):
-    """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones.
-
-    Args:
-        directory: where the cases' logs go.
-        names: what to count beside DRAM bytes, time and busy shares; empty for everything.
-        steps: warm-up and timed steps.
-        timeout: seconds after which a case is ended.
-    """
+    """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
     name: ClassVar[str] = "cupti"
 
-    directory: Path
-    names: tuple[str, ...] = ()
-    steps: Steps = Steps(Settings.warmup, Settings.active)
-    timeout: float = Settings.timeout
+    directory: Path  # where the cases' logs go
+    names: tuple[str, ...] = ()  # beside DRAM bytes, time, busy shares; everything if empty
+    steps: Steps = Steps(Settings.warmup, Settings.active)  # those that are not counted
+    timeout: float = Settings.timeout  # seconds after which a case is ended
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Cupti:
         """As ``--ncu-metrics``, ``--warmup``, ``--active`` and the like say."""
-        names = tuple(settings.metric_names or ())
         steps = Steps(settings.warmup, settings.active)
-        return cls(settings.ncu_dir, names, steps, settings.timeout)
+        return cls(settings.ncu_dir, settings.metric_names or (), steps, settings.timeout)
 
     def check(self) -> None:
         """There are a GPU and a directory that can hold logs."""
@@ -60,7 +51,6 @@ class Cupti(Instrument):
             log=(self.directory / case.report_path).with_suffix(".cupti.log"),
             timeout=self.timeout,
             read=lambda process: list(cupti_rows(case, process.record())),
-            errors=KINDS,
         )
 
 

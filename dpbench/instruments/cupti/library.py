@@ -11,17 +11,68 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.instruments.cupti.errors import (
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.cupti.structures import c_function, struct_size, structure
+from dpbench.instruments.errors import (
+    CountersBusy,
+    CountersDoNotCombine,
+    CountersForbidden,
+    CountersUnsupported,
+    CounterUnknown,
     CuptiError,
     CuptiNotFound,
     CuptiTooOld,
-    DriverUnavailable,
-    call_error,
+    DriverTooOld,
+    ProfilerNotLoaded,
 )
-from dpbench.instruments.cupti.structures import c_function, struct_size, structure
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 """What libcupti opens by name, so that it must be loaded from beside it before."""
+
+_BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
+    15: (CuptiNotFound, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
+    26: (CountersBusy, "the performance counters are in use"),
+    27: (CountersUnsupported, "not supported on this system"),
+    33: (CountersUnsupported, "the GPU is virtualised"),
+    35: (CountersForbidden, "this user may not read performance counters"),
+    36: (CountersBusy, "CUPTI's old profiler is in use in this process"),
+    39: (CountersBusy, "another profiler or debugger is attached to this process"),
+    40: (CountersUnsupported, "the GPU is virtualised, and its host forbids profiling"),
+    41: (CountersUnsupported, "confidential computing is on"),
+    42: (CountersUnsupported, "a mining card"),
+    43: (CountersUnsupported, "a MIG slice"),
+    44: (CountersUnsupported, "the GPU is in SLI mode"),
+    45: (CountersUnsupported, "WSL"),
+    46: (CuptiTooOld, "this GPU is newer than libcupti"),
+    999: (ProfilerNotLoaded, "an internal error: no driver, or no way to the GPU's counters"),
+}
+"""CUptiResult codes that have a remedy, in words (cupti_result.h)."""
+
+_BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
+    ("cuptiProfilerHostConfigAddMetrics", 1): (CounterUnknown, "a counter does not exist"),
+    ("cuptiProfilerHostConfigAddMetrics", 17): (CounterUnknown, "a counter does not exist"),
+    ("cuptiProfilerHostConfigAddMetrics", 27): (CountersDoNotCombine, "not in one pass"),
+    ("cuptiProfilerHostInitialize", 1): (CuptiTooOld, "this GPU is unknown to libcupti"),
+}
+"""Codes that mean something else where they come from this function."""
+
+
+def call_error(
+    function: str, code: int, *, library: tuple[int, int], driver: tuple[int, int] | None
+) -> InstrumentError:
+    """The error behind the CUptiResult that a function returned.
+
+    ``library`` and ``driver`` are CUDA versions, (major, minor): libcupti's, and the newest that
+    the driver supports.
+    """
+    kind, words = _BY_FUNCTION.get((function, code)) or _BY_CODE.get(code, (CuptiError, "failed"))
+    if driver and driver < library and kind in (CuptiError, CuptiNotFound, ProfilerNotLoaded):
+        words = (
+            f"the driver supports CUDA {driver[0]}.{driver[1]} and libcupti is of "
+            f"{library[0]}.{library[1]}"
+        )
+        kind = DriverTooOld
+    return kind(f"{words} ({function} returned {code})")
 
 
 class Driver:
@@ -48,7 +99,7 @@ class Driver:
         """The handle of the CUDA context that this thread works in."""
         context = ctypes.c_void_p()
         if self._functions is None or self._functions.cuCtxGetCurrent(ctypes.byref(context)):
-            raise DriverUnavailable("the CUDA driver gives no context")
+            raise ProfilerNotLoaded("the CUDA driver gives no context")
         if context.value is None:
             raise CuptiError("this thread has no CUDA context; use the GPU before counting on it")
         return context.value
@@ -65,7 +116,7 @@ class Library:
             raise CuptiTooOld(f"{path} has no range profiler")
         if driver.version() is None and hasattr(functions, "cuptiProfilerHostGetSinglePassSets"):
             # 13.2 dies of a segmentation fault at its first function, newer ones answer 999.
-            raise DriverUnavailable(f"{path} is of CUDA 13.2 or newer, which needs a driver")
+            raise ProfilerNotLoaded(f"{path} is of CUDA 13.2 or newer, which needs a driver")
         version = ctypes.c_uint32()
         if code := functions.cuptiGetVersion(ctypes.byref(version)):
             raise call_error("cuptiGetVersion", code, library=(0, 0), driver=driver.version())
@@ -135,10 +186,10 @@ def load_library() -> Library:
     """The libcupti of this process; the same one that torch uses, if torch has loaded one."""
     driver = Driver.load()
     folders = loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
-    errors = []
+    errors: list[InstrumentError] = []
     for folder in folders:
         try:
             return open_in(folder, driver)
-        except CuptiError as error:
+        except InstrumentError as error:
             errors.append(error)
     raise errors[0] if errors else CuptiNotFound("no libcupti.so beside torch or in a CUDA toolkit")

@@ -9,7 +9,12 @@ from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, counters, resolve
 from dpbench.metrics import METRICS
 
-BASIC = (*ALWAYS, *(m.name for m in METRICS.counted("cupti") if m.by == ("cupti",)))
+LINKS = ("nvlink_received_bytes", "nvlink_sent_bytes", "pcie_read_bytes", "pcie_write_bytes")
+"""One pass by themselves, which is spent only where the GPU has peers."""
+
+_OWN = [m.name for m in METRICS.counted("cupti") if m.by == ("cupti",)]
+
+BASIC = (*ALWAYS, *(name for name in _OWN if name not in LINKS))
 """DRAM bytes, time and how busy the GPU is: one pass on every chip that counts DRAM bytes."""
 
 
@@ -20,16 +25,19 @@ def on_chip(chip: Chip) -> dict[str, NcuMetric]:
     return {metric.name: metric for metric in having[::-1]}
 
 
-def chosen(chip: Chip, names: Iterable[str] | None = None) -> list[NcuMetric]:
+def chosen(
+    chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False
+) -> list[NcuMetric]:
     """What is counted: `BASIC`, and what is asked for; everything by default.
 
     Args:
         chip: the GPU's.
         names: of ours, of nvprof, or of counters.
+        peers: whether there are other GPUs, so that everything includes `LINKS`.
     """
     ours = on_chip(chip)
     if names is None:
-        return list(ours.values())
+        return [metric for metric in ours.values() if peers or metric.name not in LINKS]
     parts = [part for name in names for part in _parts(name)]
     return resolve([*(name for name in BASIC if name in ours), *parts], chip.name, ours)
 
@@ -37,11 +45,13 @@ def chosen(chip: Chip, names: Iterable[str] | None = None) -> list[NcuMetric]:
 def describe(library: Library, name: str) -> str:
     """What a chip counts, in words: the passes, and each metric's counters."""
     chip = Chip(library, name)
-    metrics = chosen(chip)
+    metrics = chosen(chip, peers=True)
     common = counters(metric for metric in metrics if metric.name in ALWAYS)
     groups = chip.spread(counters(metrics), common)
     version = "{}.{}".format(*library.cuda_version)
-    lines = [f"{name}, libcupti {version}: {len(groups)} step(s) to count everything by phase"]
+    alone = len(chip.spread(counters(chosen(chip)), common))
+    more = f", {len(groups) - alone} more where the GPU has peers" if len(groups) > alone else ""
+    lines = [f"{name}, libcupti {version}: {alone} step(s) to count everything by phase{more}"]
     for metric in metrics:
         places = [i for i, group in enumerate(groups, 1) if {*metric.counters} & {*group}]
         step = ", ".join(map(str, places))

@@ -7,16 +7,15 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.cupti.chip import Configuration
-from dpbench.instruments.cupti.errors import (
+from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
+from dpbench.instruments.cupti.library import Library, load_library
+from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
+from dpbench.instruments.errors import (
     CountersDoNotCombine,
     CuptiError,
-    DriverUnavailable,
+    ProfilerNotLoaded,
     StepsDiffer,
 )
-from dpbench.instruments.cupti.library import Library, load_library
-from dpbench.instruments.cupti.metrics import chosen, with_derived
-from dpbench.instruments.cupti.profiler import MAX_RANGES, RangeProfiler, chip_of
 from dpbench.instruments.ncu.metrics import ALWAYS, counters
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
@@ -40,12 +39,14 @@ class Target:
         device: the GPU's CUDA index.
         context: the context's handle.
         synchronize: waits for all work on the GPU.
+        peers: whether this process sees other GPUs.
     """
 
     library: Library
     device: int
     context: int
     synchronize: Callable[[], None]
+    peers: bool = False
 
     @classmethod
     def of_torch(cls) -> Target:
@@ -53,18 +54,19 @@ class Target:
         import torch
 
         if not torch.cuda.is_available():
-            raise DriverUnavailable(f"torch {torch.__version__} finds no CUDA GPU")
+            raise ProfilerNotLoaded(f"torch {torch.__version__} finds no CUDA GPU")
         torch.cuda.synchronize()  # makes its context this thread's
         library = load_library()
         context = library.driver.current_context()
-        return cls(library, torch.cuda.current_device(), context, torch.cuda.synchronize)
+        device, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1
+        return cls(library, device, context, torch.cuda.synchronize, peers)
 
 
 class StepCounter:
     """A `PhaseListener` that counts the steps it hears, in rounds.
 
-    Where one pass is not enough for all metrics, a round takes equal steps that follow each other
-    and count one group of counters each. Synchronizing at the borders of phases keeps the CPU
+    Where one pass is not enough for all metrics, a round takes several equal steps, which count
+    one group of counters each. Synchronizing at the borders of phases keeps the CPU
     from running ahead: the phases' times and shares say where the time goes, and those of a step
     that is counted as a whole how much it is.
 
@@ -76,6 +78,7 @@ class StepCounter:
 
     Attributes:
         chip: the GPU's chip.
+        metrics: what is counted.
         passes: how many steps a round takes.
         steps: how many steps must be heard.
     """
@@ -90,29 +93,32 @@ class StepCounter:
         self._target = target
         self._max_ranges = max_ranges
         self.chip = chip_of(target.library, target.device, target.context)
-        self._metrics = chosen(self.chip, names)
-        self._dram = counters(metric for metric in self._metrics if metric.name in ALWAYS)
-        groups = self.chip.spread(counters(self._metrics), self._dram)
+        self.metrics = chosen(self.chip, names, peers=target.peers)
+        self._dram = counters(metric for metric in self.metrics if metric.name in ALWAYS)
+        groups = self.chip.spread(counters(self.metrics), self._dram)
         self.passes = len(groups)
         with ExitStack() as opened:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            self._plan = [(c, by_phase) for by_phase in rounds for c in configurations]
+            # Each configuration at one go: to change it takes a new profiler.
+            self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
         self.steps = len(self._plan)
-        self._phases: list[str] = []
+        self._heard = 0
+        self._running: list[list[str]] = []  # the ranges of each step since the profiler started
         self._counted: list[ByPhase] = []
 
     def start_step(self) -> None:
         """See `PhaseListener`."""
-        configuration, self._by_phase = self._plan[len(self._counted)]
+        configuration, self._by_phase = self._plan[self._heard]
         if configuration is not self._profiler.configuration:
             self._profiler.close()
             self._profiler = self._open(configuration)
-        self._profiler.start()
-        self._phases = []
+        if not self._running:
+            self._profiler.start()
+        self._running.append([])
         self._begin(OUTSIDE if self._by_phase else STEP)
 
     def switch(self, phase: str) -> None:
@@ -124,10 +130,21 @@ class StepCounter:
     def end_step(self) -> None:
         """See `PhaseListener`."""
         self._end()
-        counted: ByPhase = {}
-        for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
-            counted[phase] = _sum([counted[phase], values]) if phase in counted else values
-        self._counted.append(counted)
+        self._heard += 1
+        whole = (self._profiler.configuration, False)  # of one range, which costs no new start
+        if self._plan[self._heard : self._heard + 1] != [whole] or not self._profiler.has_room:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Take what was counted since the profiler started, in steps that have ended."""
+        ended = self._heard - len(self._counted)
+        ranges = iter(self._profiler.stop())
+        for phases in self._running[:ended]:
+            counted: ByPhase = {}
+            for phase, values in zip(phases, ranges, strict=False):
+                counted[phase] = _sum([counted[phase], values]) if phase in counted else values
+            self._counted.append(counted)
+        self._running = []
 
     def _open(self, configuration: Configuration) -> RangeProfiler:
         target = self._target
@@ -136,7 +153,7 @@ class StepCounter:
     def _begin(self, phase: str) -> None:
         self._target.synchronize()
         self._profiler.push()
-        self._phases.append(phase)
+        self._running[-1].append(phase)
 
     def _end(self) -> None:
         self._target.synchronize()
@@ -144,40 +161,42 @@ class StepCounter:
 
     def rounds(self) -> list[ByPhase]:
         """The metrics that each round counted, by phase or of the whole step."""
-        if len(self._counted) < self.steps:
-            raise CuptiError(f"{len(self._counted)} of {self.steps} steps were counted")
-        self._check_alike()
-        starts = range(0, self.steps, self.passes)
-        return [self._metrics_of(self._counted[i : i + self.passes]) for i in starts]
+        if self._heard < self.steps:
+            raise CuptiError(f"{self._heard} of {self.steps} steps were counted")
+        rounds = self.steps // self.passes
+        return [self._metrics_of(self._counted[i::rounds]) for i in range(rounds)]
 
     def each(self) -> list[ByPhase]:
         """The metrics of each step so far; they need not be alike, if one pass is enough."""
+        if self._running:
+            self._stop()
         return [self._metrics_of([step]) for step in self._counted]
 
-    def _metrics_of(self, steps: Iterable[ByPhase]) -> ByPhase:
+    def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
+        """What the steps of a round counted, put together."""
+        self._check_alike(steps)
         values: ByPhase = {}
         for step in steps:
             for phase, counted in step.items():
                 values[phase] = counted | values.get(phase, {})  # the first step's, if in both
         return {
-            phase: {metric.name: metric.value(counted) for metric in self._metrics}
+            phase: {
+                metric.name: metric.value(counted)
+                for metric in self.metrics
+                if counted.keys() >= {*metric.counters} or metric.name not in LINKS
+            }
             for phase, counted in values.items()
         }
 
-    def _check_alike(self) -> None:
+    def _check_alike(self, steps: Sequence[ByPhase]) -> None:
         """Refuse to put together what different steps counted, if they moved other DRAM bytes.
 
         With one pass nothing is put together: how far its steps differ is a spread, not an error.
         """
-        by_phase = [set(step) for step in self._counted if STEP not in step]
-        if any(phases != by_phase[0] for phases in by_phase):
+        if any(step.keys() != steps[0].keys() for step in steps):
             raise StepsDiffer("the steps have different phases")
-        if self.passes == 1:
-            return
-        totals = [_sum(step.values()) for step in self._counted]
-        moved = [
-            sum(total[name] for name in self._dram) for total in totals if {*self._dram} <= {*total}
-        ]
+        totals = [_sum(step.values()) for step in steps]
+        moved = [sum(t[name] for name in self._dram) for t in totals if {*self._dram} <= {*t}]
         if moved and max(moved) - min(moved) > CACHE_BYTES + STEPS_TOLERANCE * max(moved):
             each = ", ".join(f"{total / 1e9:.3f}" for total in moved)
             raise StepsDiffer(f"the steps moved {each} GB")

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -50,12 +51,11 @@ _fused_rms_norm = getattr(getattr(_aten, "_fused_rms_norm", None), "default", No
 """None where torch has no such operator yet: CUDA decomposes RMSNorm there, too."""
 
 WIDEST_FLASH_HEAD = 256
-HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """In here operators, modes and libraries choose as they do on CUDA, or say that they cannot."""
+    """In here operators and modes choose as they do on CUDA, or say that they cannot."""
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
         stack.callback(library._destroy)
@@ -66,14 +66,16 @@ def as_on_cuda() -> Iterator[None]:
             library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
         # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
         # copies layers and gradients, and the process would end with a segmentation fault.
-        replace(stack, FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
-        for switch, method, name in (
-            (autocast, "__enter__", "torch.autocast"),
-            (GradScaler, "scale", "torch.amp.GradScaler"),
-        ):
-            replace(stack, switch, "__init__", _remember_what_was_asked(switch.__init__))
-            replace(stack, switch, method, _refuse(name, getattr(switch, method)))
-        replace(stack, eval_frame, "_callback_from_stance", _refuse_compiled)
+        replaced: list[tuple[Any, str, Any]] = [
+            (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),
+            (autocast, "__init__", _remember_what_was_asked(autocast.__init__)),
+            (autocast, "__enter__", _refuse("torch.autocast", autocast.__enter__)),
+            (GradScaler, "__init__", _remember_what_was_asked(GradScaler.__init__)),
+            (GradScaler, "scale", _refuse("torch.amp.GradScaler", GradScaler.scale)),
+            (eval_frame, "_callback_from_stance", _refuse_compiled),
+        ]
+        for place, name, value in replaced:
+            stack.enter_context(patch.object(place, name, value, create=True))
         yield
 
 
@@ -91,20 +93,9 @@ def untraced() -> Iterator[None]:
     """Let Hugging Face's transformers, if they are loaded, not take counting for tracing."""
     with ExitStack() as stack:
         if library := sys.modules.get("transformers.utils.import_utils"):
-            replace(stack, library, "is_fake_tensor", lambda tensor: False)
+            never = patch.object(library, "is_fake_tensor", lambda tensor: False, create=True)
+            stack.enter_context(never)
         yield
-
-
-def replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack unwinds."""
-    if name in vars(place):
-        stack.callback(setattr, place, name, vars(place)[name])
-    else:
-        stack.callback(delattr, place, name)
-    setattr(place, name, value)
-
-
-# --- operators -------------------------------------------------------------------------------
 
 
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -141,14 +132,11 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    same_width = query.shape[-1] == value.shape[-1]
+    width = query.shape[-1]
+    same_width = width == value.shape[-1]
     same_heads = query.dim() == 4 and query.shape[1] == key.shape[1] == value.shape[1]
-    flash = (
-        attn_mask is None
-        and same_width
-        and query.dtype in HALF
-        and query.shape[-1] <= WIDEST_FLASH_HEAD
-    )
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    flash = attn_mask is None and same_width and half and width <= WIDEST_FLASH_HEAD
     efficient = same_heads and query.dtype is not torch.float64
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     operands = (query, key, value, attn_mask)
@@ -183,9 +171,6 @@ INSTEAD: dict[OpOverload, Callable[..., Any]] = {
     _attention: _scaled_dot_product_attention,
 }
 """What runs for an operator that is made of others on the CPU and is one on CUDA."""
-
-
-# --- what changes the bytes in a way that cannot be followed -----------------------------------
 
 
 def _remember_what_was_asked(init: Callable[..., None]) -> Callable[..., None]:

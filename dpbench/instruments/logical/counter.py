@@ -38,12 +38,8 @@ from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda, mixed_precision
 from dpbench.instruments.logical.stand_ins import STAND_INS, AssumedValues, UnsupportedOperation
 
-ALLOCATION_BYTES = 512
-"""PyTorch's CUDA allocator hands out memory in multiples of this."""
-
-SMALL = 1024
-"""A constant of at most so many elements is known while a model is built."""
-
+ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator hands out memory in multiples of this
+SMALL = 1024  # a constant of at most so many elements is known while a model is built
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
 """Constants that models are built from: the rates of stochastic depth, by layer."""

@@ -23,6 +23,11 @@ class RunningCounter(ByteCounter):
     made before are not known to be alive, so peaks mean nothing.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """What a script compiles does not reach into the counting of its operators."""
+        return True
+
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
         self._values = AssumedValues()

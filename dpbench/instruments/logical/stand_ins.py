@@ -23,9 +23,7 @@ from torch._ops import OpOverload
 MOST_ASKED = 10_000
 """How often one line may ask for values in a step before its loop is taken to be endless."""
 
-PATIENCE = 100
-"""How often one line may hear, while a model is built, that something is true."""
-
+PATIENCE = 100  # how often one line may hear, while a model is built, that something is true
 NOT_THE_USERS = tuple(f"{Path(path).parent}/" for path in (__file__, torch.__file__))
 """Where the code lies that is between a line and the value that it asks for."""
 
@@ -38,7 +36,7 @@ class UnsupportedOperation(Exception):
 
 
 class AssumedValues:
-    """The values that Python is given, by the line that asks.
+    """The values that Python is given; ``asked`` is how often, by line, since the step began.
 
     While a model is built nothing is counted, and what matters is that it comes to an end:
     ``nn.init.trunc_normal_`` draws again until *no* value is out of bounds. A line that has heard
@@ -48,7 +46,6 @@ class AssumedValues:
 
     def __init__(self) -> None:
         self.asked: Counter[Place] = Counter()
-        """How often, by line, since the step began."""
 
     def value(self, tensor: Tensor, *, counted: bool) -> bool | int | float:
         """What a tensor of one element is taken to hold; ``counted`` within a step."""

@@ -41,9 +41,7 @@ METRIC_OF = {
 }
 """The metric of ranges whose counters are behind each number of a `KernelLaunch`."""
 
-TIME = "gpu__time_duration.sum"
-"""How long an action took, ns."""
-
+TIME = "gpu__time_duration.sum"  # how long an action took, ns
 GRID = tuple(f"launch__grid_dim_{axis}" for axis in "xyz")
 
 PROFILING = '==PROF== Profiling "'
@@ -54,11 +52,7 @@ PART = 700
 
 
 def kernel_counters(chip: str = "") -> tuple[str, ...]:
-    """What is counted of each kernel on a chip.
-
-    Together they take one pass of each kernel on GH100: nothing is run again, nothing saved and
-    restored.
-    """
+    """What is counted of each kernel on a chip; on GH100 in one pass, so nothing is run again."""
     counted = {metric: METRICS[metric].on(chip) for metric in METRIC_OF.values()}
     if lacking := [metric for metric, names in counted.items() if not names]:
         raise ConfigurationError(

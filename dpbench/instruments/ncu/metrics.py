@@ -30,10 +30,7 @@ class NcuMetric:
 
 
 def on_chip(chip: str = "") -> dict[str, NcuMetric]:
-    """Every metric that a chip has counters for; one without a name has the usual ones.
-
-    On GH100 they take one pass of the process.
-    """
+    """Every metric that a chip has counters for; on GH100 they take one pass of the process."""
     having = [(metric, metric.on(chip)) for metric in METRICS.counted("ncu")]
     return {metric.name: NcuMetric.of(metric, names) for metric, names in having if names}
 
@@ -56,12 +53,8 @@ def resolve(
 ) -> list[NcuMetric]:
     """The metrics behind names of ours, of nvprof, or of counters; all that there are by default.
 
-    A counter must add up over the ranges of a step, so a rate is refused.
-
-    Args:
-        names: what is asked for.
-        chip: the GPU's.
-        ours: every metric that it has, if that is known better than by its name.
+    A counter must add up over the ranges of a step, so a rate is refused. ``ours`` is every metric
+    that the GPU has, if that is known better than by its chip's name.
     """
     ours = on_chip(chip) if ours is None else ours
     if names is None:

@@ -11,6 +11,12 @@ from pathlib import Path
 from dpbench.case import Case
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.child import log_lines
+from dpbench.instruments.errors import (
+    CountersBusy,
+    CountersForbidden,
+    CounterUnknown,
+    ProfilerNotLoaded,
+)
 from dpbench.instruments.ncu.range_report import NothingProfiled
 from dpbench.instruments.processes import output_of
 
@@ -19,36 +25,6 @@ class NcuNotFound(InstrumentError):
     """There is no Nsight Compute here."""
 
     remedy = "install Nsight Compute (it comes with the CUDA toolkit), or name it with --ncu-path"
-
-
-class CountersForbidden(InstrumentError):
-    """Reading the GPU's performance counters is not allowed to this user."""
-
-    remedy = (
-        "run as root or with CAP_SYS_ADMIN, or let every user read them: driver option "
-        "NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
-    )
-
-
-class CountersBusy(InstrumentError):
-    """Something else holds the GPU's performance counters."""
-
-    remedy = "end the other profiler, or pause DCGM's: dcgmi profile --pause, and --resume after"
-
-
-class ProfilerNotLoaded(InstrumentError):
-    """Nsight Compute could not load its library into the measured process."""
-
-    remedy = (
-        "check that Nsight Compute and the driver fit each other, and that the GPU is not "
-        "virtualised in a way that hides its counters"
-    )
-
-
-class CounterUnknown(InstrumentError):
-    """A counter does not exist on this GPU, or in this version of Nsight Compute."""
-
-    remedy = "ncu --query-metrics lists what this GPU has; name others with --ncu-metrics"
 
 
 _MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
@@ -76,15 +52,14 @@ def find_ncu(path: str | None = None) -> str:
     """The ``ncu`` to use: the one named, or on ``PATH``, or where NVIDIA installs it."""
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
     usual = ["ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)]
-    for candidate in usual if path is None else [path]:
-        if found := shutil.which(candidate):
-            return found
-    missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
-    raise NcuNotFound(missing)
+    found = next(filter(None, map(shutil.which, usual if path is None else [path])), None)
+    if found is None:
+        missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
+        raise NcuNotFound(missing)
+    return found
 
 
-ANSWER_SECONDS = 30.0
-"""How long an ``ncu`` has to answer a question; it takes a second or two."""
+ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
 
 
 @cache

@@ -19,11 +19,9 @@ from dpbench.results.rows import STEP, Measurement
 REPORT_MAGIC = b"NVR\0"
 """The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
 
-DEVICE = "device__attribute_display_name"
-"""What a report calls the name of the GPU."""
-
+DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
 KERNELS, SPEED_OF_LIGHT = "kernels", "sol"
-"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few kernels."""
+"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few."""
 
 
 def report_path(case: Case, folder: str = "") -> Path:

@@ -20,9 +20,7 @@ from dpbench.metrics import METRICS, unit
 from dpbench.results.kernels import KernelLaunch
 from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
 
-INSTRUMENT = "torch_profiler"
-"""The instrument's name in rows."""
-
+INSTRUMENT = "torch_profiler"  # the instrument's name in rows
 SUMMARY, REPORT, SNAPSHOT = "summary.json", "report.txt", "memory_snapshot.pickle"
 
 COPIES = {m.source: m.name for m in METRICS.had_by(INSTRUMENT) if m.source}

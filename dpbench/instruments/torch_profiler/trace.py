@@ -25,12 +25,8 @@ from typing import Any, Literal
 from dpbench.case import OUTSIDE
 from dpbench.instruments.base import InstrumentError
 
-ANNOTATION = "dpbench."
-"""What the name of a phase's annotation begins with."""
-
-STEP_ANNOTATION = "ProfilerStep#"
-"""What PyTorch itself puts around a step."""
-
+ANNOTATION = "dpbench."  # what the name of a phase's annotation begins with
+STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step
 Kind = Literal["kernel", "memcpy", "memset"]
 KINDS: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 """What the device does, by the category of its events."""

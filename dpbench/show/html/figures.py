@@ -259,6 +259,12 @@ def level(y: float, dash: str) -> Json:
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": drawn}
 
 
+def upright(x: float, dash: str) -> Json:
+    """A line from bottom to top of a panel."""
+    drawn = {"color": NEUTRAL, "dash": dash, "width": 1.5}
+    return {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": x, "x1": x, "line": drawn}
+
+
 def axis(title: str, **settings: Any) -> Json:
     """An axis with its unit in the title."""
     return {"title": {"text": title, "standoff": 8}, "automargin": True, **settings}

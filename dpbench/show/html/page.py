@@ -21,6 +21,7 @@ from dpbench.metrics import unit
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS
 from dpbench.show.html import charts, data, figures
+from dpbench.show.html.busy import busy
 from dpbench.show.html.data import UNMEASURED, Source
 from dpbench.show.html.figures import CASE, Cell, Chart, DataTable, Material, Writer
 from dpbench.show.html.roofline import against_logical, roofline
@@ -76,6 +77,7 @@ def draw(material: Material) -> list[Chart]:
         charts.ratio_map(material),
         *(charts.ratio_along(material, axis) for axis in charts.AXES_OF_THE_GRID),
         charts.memory(material),
+        *busy(material),
         roofline(material),
         against_logical(material),
     ]

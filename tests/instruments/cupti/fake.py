@@ -8,14 +8,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dpbench.instruments.cupti.library import Driver, Library
+from dpbench.instruments.cupti.metrics import LINKS
 from dpbench.instruments.cupti.steps import Target
 from dpbench.instruments.cupti.structures import NAMES, c_function, struct_size
 from dpbench.metrics import METRICS
 
-ALL = tuple(dict.fromkeys(c for m in METRICS.counted("cupti") for c in m.counters))
+ALL = tuple(
+    dict.fromkeys(c for m in METRICS.counted("cupti") if m.name not in LINKS for c in m.counters)
+)
 """Every counter that is read by default."""
 
-WRONG_PARAMETER, WRONG_ORDER = 1, 7
+OF_LINKS = tuple(counter for name in LINKS for counter in METRICS[name].counters)
+"""Those that are read as well where there are other GPUs."""
+
+WRONG_PARAMETER, WRONG_ORDER, DO_NOT_COMBINE = 1, 7, 27
 CONTEXT = 4711
 
 
@@ -134,6 +140,8 @@ class FakeCupti:
     def _Profiler_Host_ConfigAddMetrics(self, p: Any) -> int:  # noqa: N802
         names = self._counters(p.ppMetricNames, p.numMetrics)
         self.hosts[p.pHostObject] += names
+        if {*names} & {*OF_LINKS} and {*names} - {*OF_LINKS}:
+            return DO_NOT_COMBINE
         return WRONG_PARAMETER if any(n.split(".")[0] not in self.base for n in names) else 0
 
     def _Profiler_Host_GetConfigImageSize(self, p: Any) -> None:  # noqa: N802
@@ -220,5 +228,7 @@ def library(cupti: FakeCupti, cuda: FakeCuda | None = None) -> Library:
     return Library(cupti, Driver(cuda or FakeCuda()))
 
 
-def target(cupti: FakeCupti, synchronize: Callable[[], None] = lambda: None) -> Target:
-    return Target(library(cupti), 0, CONTEXT, synchronize)
+def target(
+    cupti: FakeCupti, synchronize: Callable[[], None] = lambda: None, *, peers: bool = False
+) -> Target:
+    return Target(library(cupti), 0, CONTEXT, synchronize, peers)

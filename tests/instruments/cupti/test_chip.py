@@ -6,9 +6,9 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.cupti.chip import Chip, Configuration, known_chips
-from dpbench.instruments.cupti.errors import CountersDoNotCombine, CounterUnavailable
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.metrics import BASIC, chosen, on_chip
+from dpbench.instruments.errors import CountersDoNotCombine, CounterUnknown
 from dpbench.instruments.ncu.metrics import counters
 from tests.instruments.cupti.fake import ALL, FakeCupti, library
 from tests.instruments.cupti.wheels import usable_library
@@ -66,7 +66,9 @@ def test_counters_that_do_not_go_together_are_spread(nvidia: Library) -> None:
 def test_a_counter_that_does_not_exist_is_named_with_the_chip(
     nvidia: Library, counter: str
 ) -> None:
-    with pytest.raises(CounterUnavailable, match=rf"{counter}.* GH100.*; ask for other metrics"):
+    with pytest.raises(
+        CounterUnknown, match=rf"{counter}.* GH100.*; name others with --ncu-metrics"
+    ):
         Chip(nvidia, "GH100").passes([counter])
 
 
@@ -84,9 +86,7 @@ def test_groups_are_of_one_pass_and_each_has_dram_bytes(a_pass: int, sizes: list
 
 def test_a_counter_of_several_passes_cannot_be_counted() -> None:
     chip = Chip(library(FakeCupti(a_pass=0.5)), "GH100")
-    with pytest.raises(
-        CounterUnavailable, match=r"lts__t_sectors_op_read\.sum needs several passes"
-    ):
+    with pytest.raises(CounterUnknown, match=r"lts__t_sectors_op_read\.sum needs several passes"):
         chip.spread(ALL, DRAM)
 
 

@@ -6,24 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments.cupti.errors import (
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.cupti.library import (
+    Driver,
+    Library,
+    call_error,
+    candidate_folders,
+    loaded_folders,
+    open_in,
+)
+from dpbench.instruments.errors import (
     CountersBusy,
     CountersForbidden,
     CountersUnsupported,
-    CounterUnavailable,
+    CounterUnknown,
     CuptiError,
     CuptiNotFound,
     CuptiTooOld,
     DriverTooOld,
-    DriverUnavailable,
-    call_error,
-)
-from dpbench.instruments.cupti.library import (
-    Driver,
-    Library,
-    candidate_folders,
-    loaded_folders,
-    open_in,
+    ProfilerNotLoaded,
 )
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
 
@@ -37,15 +38,15 @@ NO_DRIVER = Driver()
         ("cuptiRangeProfilerStart", 26, CountersBusy, "dcgmi profile --pause"),
         ("cuptiRangeProfilerEnable", 39, CountersBusy, "nsys"),
         ("cuptiRangeProfilerEnable", 33, CountersUnsupported, "virtualised"),
-        ("cuptiProfilerInitialize", 999, DriverUnavailable, "nvidia-smi"),
+        ("cuptiProfilerInitialize", 999, ProfilerNotLoaded, "nvidia-smi"),
         ("cuptiProfilerInitialize", 15, CuptiNotFound, "nvidia-cuda-cupti"),
-        ("cuptiProfilerHostConfigAddMetrics", 1, CounterUnavailable, "doctor"),
+        ("cuptiProfilerHostConfigAddMetrics", 1, CounterUnknown, "doctor"),
         ("cuptiProfilerHostInitialize", 46, CuptiTooOld, "newer CUDA"),
         ("cuptiRangeProfilerStart", 7, CuptiError, "returned 7"),
     ],
 )
 def test_a_code_becomes_an_error_that_says_what_would_help(
-    function: str, code: int, kind: type[CuptiError], help: str
+    function: str, code: int, kind: type[InstrumentError], help: str
 ) -> None:
     error = call_error(function, code, library=(13, 0), driver=(13, 0))
     assert type(error) is kind
@@ -55,7 +56,7 @@ def test_a_code_becomes_an_error_that_says_what_would_help(
 
 @pytest.mark.parametrize(("code", "kind"), [(999, DriverTooOld), (35, CountersForbidden)])
 def test_an_older_driver_is_named_where_nothing_else_explains_a_failure(
-    code: int, kind: type[CuptiError]
+    code: int, kind: type[InstrumentError]
 ) -> None:
     error = call_error("cuptiProfilerInitialize", code, library=(13, 4), driver=(12, 8))
     assert type(error) is kind
@@ -95,7 +96,7 @@ class FromThirteenTwo(FakeCupti):
 
 
 def test_a_library_that_would_crash_without_a_driver_is_not_called() -> None:
-    with pytest.raises(DriverUnavailable, match=r"13\.2 or newer, which needs a driver"):
+    with pytest.raises(ProfilerNotLoaded, match=r"13\.2 or newer, which needs a driver"):
         Library(FromThirteenTwo(130202), NO_DRIVER)
     assert library(FromThirteenTwo(130202)).version == 130202
 
@@ -103,7 +104,7 @@ def test_a_library_that_would_crash_without_a_driver_is_not_called() -> None:
 def test_a_thread_that_never_used_the_gpu_has_no_context() -> None:
     with pytest.raises(CuptiError, match="use the GPU before"):
         Driver(FakeCuda(context=None)).current_context()
-    with pytest.raises(DriverUnavailable):
+    with pytest.raises(ProfilerNotLoaded):
         NO_DRIVER.current_context()
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.cupti.chip import Chip
-from dpbench.instruments.cupti.metrics import BASIC, chosen, describe, on_chip, with_derived
+from dpbench.instruments.cupti.metrics import BASIC, LINKS, chosen, describe, on_chip, with_derived
 from dpbench.instruments.ncu import metrics as ncu
-from tests.instruments.cupti.fake import FakeCupti, library
+from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, library
 
 CHIP = Chip(library(FakeCupti(counters=("sm__inst_executed.sum", *FakeCupti().base))), "GH100")
 OURS = on_chip(CHIP)
@@ -17,6 +17,19 @@ OURS = on_chip(CHIP)
 def test_all_that_ncu_counts_is_counted_by_the_same_names_and_counters() -> None:
     assert ncu.on_chip().items() <= OURS.items()
     assert list(OURS.values()) == chosen(CHIP)
+
+
+def test_links_are_counted_in_a_step_of_their_own_where_there_are_peers() -> None:
+    gpu = FakeCupti(counters=(*ALL, *OF_LINKS))
+    chip = Chip(library(gpu), "GH100")
+    assert [metric.name for metric in chosen(chip)] == list(OURS)
+    assert [metric.name for metric in chosen(chip, peers=True)] == [*OURS, *LINKS]
+    first, *lines = describe(library(gpu), "GH100").splitlines()
+    assert first == (
+        "GH100, libcupti 13.0: 1 step(s) to count everything by phase, "
+        "1 more where the GPU has peers"
+    )
+    assert [line.split()[:3] for line in lines[-4:]] == [[name, "step", "2"] for name in LINKS]
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.cupti.errors import (
+from dpbench.instruments.cupti.metrics import LINKS
+from dpbench.instruments.cupti.steps import StepCounter, count_ranges
+from dpbench.instruments.errors import (
     CountersBusy,
     CountersDoNotCombine,
-    CounterUnavailable,
+    CounterUnknown,
     CuptiError,
-    DriverUnavailable,
+    ProfilerNotLoaded,
     RangesLost,
     StepsDiffer,
 )
-from dpbench.instruments.cupti.steps import StepCounter, count_ranges
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
-from tests.instruments.cupti.fake import FakeCupti, target
+from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, target
 
 GB = 1e9
 
@@ -64,6 +65,18 @@ def test_a_step_is_counted_by_phase_and_once_more_as_a_whole() -> None:
         {STEP: 15 * GB},
     ]
     assert cupti.calls.count("RangeProfiler_PushRange") == 5 + 1
+    assert cupti.calls.count("RangeProfiler_Start") == 1
+
+
+@pytest.mark.parametrize(("max_ranges", "starts"), [(5, 2), (6, 2), (7, 1)])
+def test_whole_steps_need_no_start_of_their_own_where_there_is_room(
+    max_ranges: int, starts: int
+) -> None:
+    cupti = FakeCupti()
+    rounds = [True, False, False]
+    counter = count_steps(cupti, [1, 2, 3], rounds=rounds, max_ranges=max_ranges)
+    assert [step.get(STEP) for step in read_bytes(counter)] == [None, 30 * GB, 45 * GB]
+    assert cupti.calls.count("RangeProfiler_Start") == starts
 
 
 def test_the_calls_come_in_the_order_that_cupti_wants() -> None:
@@ -108,18 +121,36 @@ def test_the_gpu_is_synchronized_before_each_border() -> None:
 
 
 def test_several_passes_are_spread_over_steps() -> None:
-    counter = count_steps(FakeCupti(a_pass=12), [1, 1, 1, 1])
+    cupti = FakeCupti(a_pass=12)
+    counter = count_steps(cupti, [1, 1, 1, 1])
     assert (counter.passes, counter.steps) == (2, 4)
+    assert cupti.calls.count("RangeProfiler_Enable") == 2
     by_phase, whole = counter.rounds()
-    assert by_phase["forward"].keys() == {metric.name for metric in METRICS.counted("cupti")}
+    names = {metric.name for metric in METRICS.counted("cupti")}
+    assert by_phase["forward"].keys() == names - {*LINKS}
     assert by_phase["forward"]["global_store_bytes"] == 2 * GB
     assert whole[STEP]["l2_total_bytes"] == 15 * GB
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_bytes_between_gpus_come_from_one_step_more_or_are_absent(linked: bool) -> None:
+    absent = [] if linked else [counter for counter in OF_LINKS if counter.startswith("nvl")]
+    cupti = FakeCupti(counters=(*ALL, *OF_LINKS), silent=absent)
+    with closing(StepCounter(None, target(cupti, peers=True), [True])) as counter:
+        assert counter.steps == 2
+        for _ in range(2):
+            with observed_step(counter), phase("backward"):
+                cupti.work(GB, (*ALL, *OF_LINKS))
+    [by_phase] = counter.rounds()
+    backward = by_phase["backward"]
+    assert backward["dram_read_bytes"] == backward["pcie_read_bytes"] == GB
+    assert backward.get("nvlink_sent_bytes") == (GB if linked else None)
 
 
 @pytest.mark.parametrize("scales", [[1, 1.01, 1, 1], [1, 1, 1, 0.99]])
 def test_steps_that_move_other_bytes_are_refused(scales: list[float]) -> None:
     counter = count_steps(FakeCupti(a_pass=12), scales)
-    with pytest.raises(StepsDiffer, match=r"the steps moved 30\.000, .*; warm up longer"):
+    with pytest.raises(StepsDiffer, match=r"the steps moved .*30\.000.* GB; warm up longer"):
         counter.rounds()
 
 
@@ -129,7 +160,7 @@ def test_with_one_pass_steps_may_move_other_bytes() -> None:
 
 
 def test_what_the_cache_keeps_makes_no_difference() -> None:
-    by_phase, whole = read_bytes(count_steps(FakeCupti(a_pass=12), [0.001, 0.001, 0.002, 0.002]))
+    by_phase, whole = read_bytes(count_steps(FakeCupti(a_pass=12), [0.001, 0.002, 0.002, 0.001]))
     assert (by_phase["forward"], whole[STEP]) == (0.002 * GB, 0.03 * GB)
 
 
@@ -155,8 +186,8 @@ def test_steps_that_were_not_heard_are_an_error() -> None:
 
 def test_a_lost_range_is_an_error_and_not_a_zero() -> None:
     cupti = FakeCupti(drops=[1])
-    with pytest.raises(RangesLost, match="CUPTI lost 1 of 5 ranges"):
-        count_steps(cupti, [1])
+    with pytest.raises(RangesLost, match="CUPTI lost 1 of 6 ranges"):
+        count_steps(cupti, [1, 1])
     assert cupti.state == "initialized"
 
 
@@ -169,8 +200,8 @@ def test_more_ranges_than_there_is_room_for_are_an_error() -> None:
 
 def test_a_counter_without_a_value_is_an_error_and_not_a_zero() -> None:
     silent = FakeCupti(silent=["lts__t_bytes.sum"])
-    with pytest.raises(CounterUnavailable, match=r"no value came for lts__t_bytes\.sum on GH100"):
-        count_steps(silent, [1])
+    with pytest.raises(CounterUnknown, match=r"no value came for lts__t_bytes\.sum on GH100"):
+        count_steps(silent, [1, 1])
 
 
 @pytest.mark.parametrize("function", ["cuptiRangeProfilerEnable", "cuptiRangeProfilerStart"])
@@ -222,7 +253,7 @@ def test_where_torch_has_no_gpu_the_block_does_not_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with (
-        pytest.raises(DriverUnavailable, match="finds no CUDA GPU; check that nvidia-smi shows"),
+        pytest.raises(ProfilerNotLoaded, match="finds no CUDA GPU; check that nvidia-smi shows"),
         count_ranges(),
     ):
         pytest.fail("the block ran")
@@ -236,3 +267,17 @@ def test_blocks_can_be_counted_one_after_another() -> None:
             step(cupti)
         assert counts["forward"]["dram_read_bytes"] == 2 * GB
     assert cupti.calls.count("Profiler_Initialize") == 1
+
+
+def test_steps_that_ended_are_counted_where_no_more_come() -> None:
+    cupti = FakeCupti()
+    with closing(StepCounter([], target(cupti), [True, False, False])) as counter:
+        for scale in (1, 2):
+            with observed_step(counter):
+                step(cupti, scale)
+        counter.start_step()  # and it does not end
+        cupti.work(GB)
+        by_phase, whole = counter.each()
+    assert by_phase["backward"]["dram_read_bytes"] == 4 * GB
+    assert whole[STEP]["dram_read_bytes"] == 30 * GB
+    assert cupti.state == "initialized"

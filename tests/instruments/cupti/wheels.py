@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from dpbench.instruments.cupti.errors import CuptiError
+from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti.library import Driver, Library, candidate_folders, open_in
 
 HEADERS = [
@@ -23,6 +23,6 @@ def usable_library() -> Library | None:
     for folder in candidate_folders():
         try:
             return open_in(folder, Driver.load())
-        except CuptiError:
+        except InstrumentError:
             continue
     return None

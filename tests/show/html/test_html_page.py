@@ -74,8 +74,33 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
     assert all(chart.table and chart.table.rows for chart in charts.values())
 
 
+def with_busy_shares() -> dict[str, Any]:
+    """A cell, and by CUPTI how busy its GPU was: at 10 % to clip, which took a fifth of a step."""
+    document = cell()
+    steps = [r for r in document["rows"] if r["metric"] == "samples_per_second"]
+    shares = {"forward": (70, 70), "clip": (2, 20), "noise": (0, 1), "step": (72, 91)}
+    for row in [r for r in steps if not r["repeat"]]:
+        for phase, (busy, elapsed) in shares.items():
+            by_cupti = {**row, "instrument": "cupti", "phase": phase, "unit": "1"}
+            document["rows"] += [
+                {**by_cupti, "metric": "gpu_busy_cycles", "value": float(busy)},
+                {**by_cupti, "metric": "gpu_elapsed_cycles", "value": float(elapsed)},
+            ]
+    return document
+
+
+def test_how_busy_the_gpu_was_is_drawn_where_it_is_known() -> None:
+    [panel] = charts_of(with_busy_shares())["busy"].panels
+    [dpsgd] = [trace for trace in panel.figure["data"] if trace["name"] == "dpsgd"]
+    assert dpsgd["y"] == ["forward", "clip", "noise", "step"]
+    assert dpsgd["x"] == pytest.approx([100, 10, 0, 7200 / 91])
+    assert dpsgd["hovertext"][1] == "dpsgd, clip: busy 10%"
+    assert panel.figure["layout"]["shapes"][0]["x0"] == 70
+    assert "busy" not in charts_of(cell())
+
+
 def test_figures_are_plotlys() -> None:
-    charts = charts_of(GRID1, COUNTED).values()
+    charts = charts_of(GRID1, COUNTED, with_busy_shares()).values()
     for panel in (panel for chart in charts for panel in chart.panels):
         go.Figure(panel.figure)  # refuses what plotly does not know
 

@@ -9,10 +9,10 @@ import pytest
 from dpbench.case import Case
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import CaseFailed
-from dpbench.instruments.fit import DoesNotFit, check_fits
 from dpbench.instruments.logical.instrument import Counting, Logical
 from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import Measurement
+from dpbench.runner import DoesNotFit, check_fits
 
 CASE = Case("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
 

@@ -1,0 +1,135 @@
+"""Other people's training scripts, unmodified, under ``dpbench exec``: what it finds in them.
+
+``python bench/scripts/run.py --opacus CHECKOUT`` runs the examples of a checkout of Opacus, and
+loops by Hugging Face's Trainer and Lightning where these are installed, with a few random data in
+place of downloads. Each runs by itself and once more watched, by timing and to its end, without a
+GPU. Prints a Markdown table: how many steps and which phases were found, whether these are the
+right ones, and whether the script printed the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PLAIN = ("forward", "backward", "optimizer")
+PRIVATE = ("forward", "backward", "clip", "noise", "optimizer")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script with its arguments, and what is in it."""
+
+    title: str
+    command: tuple[str, ...]
+    steps: int
+    phases: tuple[str, ...]
+    stand_ins: str = "vision"
+    needs: str = "opacus"
+    seeded: bool = True
+
+
+def scripts(opacus: Path) -> Iterator[Script]:
+    """Everything that is tried."""
+    examples = opacus / "examples" if (opacus / "examples").is_dir() else opacus
+    epochs = ("--epochs", "2", "--batch-size", "16", "--device", "cpu")
+    mnist = (str(examples / "mnist.py"), "--test-batch-size", "16", *epochs)
+    yield Script("mnist", mnist, 8, PRIVATE)
+    yield Script("mnist --disable-dp", (*mnist, "--disable-dp"), 8, PLAIN)
+    cifar = (str(examples / "cifar10.py"), *epochs, "--batch-size-test", "16", "--workers", "0")
+    cifar += ("--seed", "0", "--checkpoint-file", "checkpoint")
+    for mode in ("hooks", "ew", "functorch", "no_op"):
+        arguments = (*cifar, "--grad_sample_mode", mode)
+        yield Script(f"cifar10 --grad_sample_mode {mode}", arguments, 8, PRIVATE)
+    per_layer = (*cifar, "--clip_per_layer", "--max-per-sample-grad_norm", "10")
+    yield Script("cifar10 --clip_per_layer", per_layer, 8, PRIVATE)
+    yield Script("cifar10 --disable-dp", (*cifar, "--disable-dp"), 8, PLAIN)
+    imdb = (str(examples / "imdb.py"), *epochs, "--workers", "1")
+    yield Script("imdb, workers", imdb, 8, PRIVATE, "reviews")
+    names = (str(examples / "char-lstm-classification.py"), "--data-root", "names", *epochs)
+    yield Script("char-lstm, DPLSTM", names, 8, PRIVATE, seeded=False)
+    yield Script("char-lstm, DPGRU", (*names, "--mode", "gru"), 8, PRIVATE, seeded=False)
+    loops = HERE / "loops"
+    clipped = (*PLAIN, "clip")
+    trainer = (str(loops / "hugging_face_trainer.py"),)
+    yield Script("Hugging Face Trainer", trainer, 6, clipped, "none", "transformers")
+    lightning = (str(loops / "lightning_module.py"),)
+    yield Script("Lightning", lightning, 4, PLAIN, "none", "lightning")
+    memory = (str(loops / "memory_manager.py"),)
+    yield Script("BatchMemoryManager", memory, 4, PRIVATE, "none")
+
+
+def line(script: Script) -> list[str]:
+    """A script's line of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = Path(folder) / "names"
+        names.mkdir()
+        for language in ("English", "Welsh"):
+            words = (f"{language}{'ab' * (n % 5)}{n}\n" for n in range(40))
+            (names / f"{language}.txt").write_text("".join(words), encoding="utf-8")
+        path = [str(HERE / script.stand_ins), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+
+        def output(*command: str) -> str:
+            done = subprocess.run(
+                [sys.executable, *command],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                sys.stderr.write(done.stderr[-3000:])
+            return done.stdout
+
+        alone = output(*script.command)
+        watched = ("-m", "dpbench", "exec", "--instrument", "timing", "--continue", "--skip", "0")
+        told = output(*watched, "--steps", "1000", "--json", "run.json", *script.command)
+        rows = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))["rows"]
+    times = [row for row in rows if row["metric"] == "step_time_seconds"]
+    steps = len({row["repeat"] for row in times})
+    phases = {row["phase"] for row in times} - {"step", "outside"}
+    whole = sum(row["value"] for row in times if row["phase"] == "step")
+    outside = sum(row["value"] for row in times if row["phase"] == "outside")
+    said = [line for line in alone.splitlines() if line and "runtime" not in line]  # lasts differ
+    same = bool(said) and [line for line in told.splitlines() if line in said] == said
+    return [
+        script.title,
+        f"{steps} of {script.steps}",
+        ", ".join(name for name in PRIVATE if name in phases),
+        "yes" if steps == script.steps and phases == {*script.phases} else "NO",
+        ("yes" if same else "NO") if script.seeded else "not seeded",
+        f"{outside / whole:.0%}" if whole else "-",
+    ]
+
+
+def main() -> None:
+    """Run them and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--opacus", type=Path, required=True, help="a checkout of Opacus")
+    parser.add_argument("--only", default="", help="those whose title has this")
+    options = parser.parse_args()
+    heads = ["script", "steps", "phases", "right", "prints the same", "time outside"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for script in scripts(options.opacus.resolve()):
+        if options.only in script.title and importlib.util.find_spec(script.needs):
+            print(f"| {' | '.join(line(script))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

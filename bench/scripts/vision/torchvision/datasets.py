@@ -1,0 +1,25 @@
+"""Random images with the shape of the real ones."""
+
+import torch
+from torch.utils.data import TensorDataset
+
+
+class _Images(TensorDataset):
+    shape: tuple[int, ...]
+
+    def __init__(self, root, train=True, download=False, transform=None):
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(64 if train else 32, *self.shape, generator=generator)
+        super().__init__(images, torch.randint(10, (len(images),), generator=generator))
+
+
+class MNIST(_Images):
+    """28 x 28, one channel."""
+
+    shape = (1, 28, 28)
+
+
+class CIFAR10(_Images):
+    """32 x 32, three channels."""
+
+    shape = (3, 32, 32)

@@ -1,0 +1,1 @@
+"""Nsight Systems: when the GPU works, when it waits, and for which launches."""

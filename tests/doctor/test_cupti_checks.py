@@ -1,0 +1,88 @@
+"""Counting by CUPTI, as the doctor tries it: beside a process that prints what was counted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench import gpu
+from dpbench.doctor import cupti, examine
+from dpbench.doctor.counters import EXAMPLE_BYTES, MOST
+from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
+from dpbench.gpu import Gpu, Use
+from tests.programs import program
+
+H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
+COPIED = MOST * EXAMPLE_BYTES
+
+
+def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str, Any]:
+    """What the process of a copy says, of which this share was counted."""
+
+    def bytes_of(moved: float) -> dict[str, float]:
+        return {"dram_read_bytes": moved, "dram_write_bytes": moved}
+
+    counted = {"forward": bytes_of(share * COPIED), "outside": bytes_of(resting * COPIED)}
+    counters = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_total_bytes": ["lts__t_bytes.sum"]}
+    made = {"cupti": "13.0", "chip": "GH100", "passes": 1, "counters": counters}
+    return made | {"counted_phases": counted} | changed
+
+
+@pytest.fixture
+def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is found where a case's process prints this record."""
+    for module in (cupti, gpu):
+        monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
+    monkeypatch.setattr(cupti, "in_use", lambda _: Use(139 * 10**9, ()))
+
+    def run(printed: dict[str, Any]) -> list[Finding]:
+        text = (
+            "import json, sys; from dpbench.process.messages import print_record; "
+            "assert '--cupti' in sys.argv; "
+            f"print_record(**json.loads({json.dumps(printed)!r}))"
+        )
+        monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
+        return list(examine(Setup(tmp_path), [cupti.cupti]))
+
+    return run
+
+
+def test_it_says_what_the_chip_counts_and_that_it_is_right(examined: Any) -> None:
+    counts, calibration = examined(record(0.9999, 0.0001))
+    assert (counts.status, calibration.status) == (OK, OK)
+    assert counts.detail == (
+        "libcupti 13.0 counts everything on GH100 in 1 step by phase: "
+        "dram__bytes_read.sum, lts__t_bytes.sum"
+    )
+    assert "a copy of 8.59 GB: 8.59 GB read and 8.59 GB written" in calibration.detail
+    assert calibration.detail.endswith("0.00172 GB while the GPU did nothing")
+
+
+@pytest.mark.parametrize(("share", "resting"), [(1.02, 0.0), (0.98, 0.0), (1.0, 0.02)])
+def test_other_bytes_fail_the_calibration(share: float, resting: float, examined: Any) -> None:
+    counts, calibration = examined(record(share, resting))
+    assert (counts.status, calibration.status) == (OK, FAILED)
+    assert "everything else that uses the GPU" in calibration.remedy
+
+
+def test_a_chip_without_dram_counters_is_no_failure(examined: Any) -> None:
+    found = examined(record(counted_phases={"forward": {}, "outside": {}}))
+    assert [finding.status for finding in found] == [OK, WARNING]
+    assert "GH100 does not count DRAM bytes" in found[1].detail
+
+
+def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
+    error = {"kind": "CountersForbidden", "message": "this user may not read performance counters"}
+    [found] = examined({"error": error})
+    assert (found.check, found.status) == ("cupti", FAILED)
+    assert "NVreg_RestrictProfilingToAdminUsers=0" in found.remedy
+
+
+def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = list(cupti.cupti(Setup(tmp_path)))
+    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: no GPU")}

@@ -1,0 +1,115 @@
+"""What the recorded process marks, on the CPU beside a stand-in for torch.cuda."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dpbench import Case, ConfigurationError
+from dpbench.instruments.nsys import child
+
+CASE = Case("dpsgd", 2, 16, "tiny")
+
+
+class FakeCuda:
+    """Notes what is called, ranges by their names."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.names: dict[int, str] = {}
+        self.nvtx = SimpleNamespace(range_start=self.start, range_end=self.end)
+        self.profiler = SimpleNamespace(
+            start=lambda: self.said.append("record"), stop=lambda: self.said.append("stop")
+        )
+
+    def synchronize(self) -> None:
+        self.said.append("sync")
+
+    def start(self, name: str) -> int:
+        number = len(self.names) + 1
+        self.names[number] = name
+        self.said.append(f"+{name}")
+        return number
+
+    def end(self, number: int) -> None:
+        self.said.append(f"-{self.names[number]}")
+
+
+@pytest.fixture(scope="module")
+def traced() -> tuple[FakeCuda, dict[str, Any]]:
+    cuda = FakeCuda()
+    return cuda, child.trace_case(CASE, warmup=1, active=2, device="cpu", cuda=cuda)
+
+
+def test_only_steps_after_the_timed_ones_are_recorded(
+    traced: tuple[FakeCuda, dict[str, Any]],
+) -> None:
+    cuda, record = traced
+    assert cuda.said[:2] == ["sync", "record"]
+    assert cuda.said[-2:] == ["sync", "stop"]
+    assert len(record["phase_seconds"]) == 2
+    assert record["untraced_seconds"] > 0
+
+
+def test_each_phase_of_the_first_step_waits_for_the_gpu(
+    traced: tuple[FakeCuda, dict[str, Any]],
+) -> None:
+    said = traced[0].said
+    first = said[said.index("+dpbench:0.outside") - 1 : said.index("+dpbench:1.step") - 1]
+    assert first[:5] == [
+        "sync",
+        "+dpbench:0.outside",
+        "sync",
+        "-dpbench:0.outside",
+        "+dpbench:0.forward",
+    ]
+    assert {word.partition(".")[2] for word in first if word[0] == "+"} == {
+        *("outside", "forward", "backward", "optimizer", "clip", "noise")
+    }
+    assert first.count("sync") == sum(word[0] == "+" for word in first) + 1
+    assert first[-1][0] == "-"
+
+
+def test_in_whole_steps_the_cpu_runs_ahead(traced: tuple[FakeCuda, dict[str, Any]]) -> None:
+    said = traced[0].said
+    for step in (1, 2, 3):
+        begin, end = said.index(f"+dpbench:{step}.step"), said.index(f"-dpbench:{step}.step")
+        inside = said[begin + 1 : end]
+        assert said[begin - 1] == "sync"
+        assert inside[0] == f"+dpbench:{step}.outside"
+        assert inside[-2:] == ["sync", f"-dpbench:{step}.outside"]
+        assert inside.count("sync") == 1
+    assert "+dpbench:4.step" not in said
+
+
+def test_a_long_step_is_recorded_once_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "SHORT_SECONDS", 0.0)
+    cuda = FakeCuda()
+    child.trace_case(CASE, warmup=0, active=1, device="cpu", cuda=cuda)
+    assert [name for name in cuda.names.values() if name.endswith(".step")] == ["dpbench:1.step"]
+
+
+def test_the_recording_ends_with_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr(child.PhaseRanges, "start_step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        child.trace_case(CASE, warmup=0, active=1, device="cpu", cuda=cuda)
+    assert cuda.said[-1] == "stop"
+
+
+def test_a_process_says_in_its_record_what_it_did_or_why_it_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(child, "trace_case", lambda case, **steps: {"case": case.id, **steps})
+    child.main(json.dumps(asdict(CASE)), "1", "2")
+    record = json.loads(capsys.readouterr().out)
+    assert (record["case"], record["warmup"], record["active"]) == (CASE.id, 1, 2)
+    with pytest.raises(ConfigurationError):
+        child.main(json.dumps({**asdict(CASE), "trainer": "none"}), "1", "2")
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["kind"] == "ConfigurationError"
+    assert "unknown trainer 'none'" in error["message"]

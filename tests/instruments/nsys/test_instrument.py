@@ -1,0 +1,136 @@
+"""The instrument, from its argument list to its rows, beside a stand-in for nsys."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench import Case
+from dpbench.instruments import choose
+from dpbench.instruments.base import CaseFailed
+from dpbench.instruments.nsys import program as nsys
+from dpbench.instruments.nsys.instrument import Nsys, timeline_of, timeline_rows
+from dpbench.instruments.nsys.program import ImporterMissing
+from dpbench.instruments.nsys.sqlite import NothingTraced
+from dpbench.process.schedule import Steps
+from dpbench.results.frame import summarise, to_frame
+from dpbench.results.rows import STEP
+from dpbench.settings import Settings
+from tests.instruments.nsys.recording import Recording, case_recording
+from tests.programs import program
+
+CASE = Case("dpsgd", 2, 16, "tiny")
+STAND_IN = """
+import shutil, sys
+from pathlib import Path
+command, *arguments = sys.argv[1:]
+if command == "export":
+    shutil.copy(arguments[-1], arguments[arguments.index("--output") + 1])
+elif command == "profile":
+    from dpbench.process.messages import print_record
+    recorded, suffix = {recorded!r}, {suffix!r}
+    [output] = [a.partition("=")[2] for a in arguments if a.startswith("--output=")]
+    if recorded:
+        shutil.copy(recorded, Path(output).with_suffix(suffix))
+    print_record(**{record!r})
+    sys.exit({code})
+else:
+    print("NVIDIA Nsight Systems version 2025.3.1.90-test")
+"""
+RECORD = {"torch": "2.13.0", "device": "NVIDIA H200", "untraced_seconds": 290e-6}
+
+
+def stand_in(
+    folder: Path,
+    recorded: Recording | None,
+    *,
+    suffix: str = ".nsys-rep",
+    record: dict[str, object] = RECORD,
+    code: int = 0,
+) -> Nsys:
+    """The instrument with an ``nsys`` that leaves what was recorded, as its own export."""
+    left = str(recorded.write(folder / "recorded")) if recorded else ""
+    text = STAND_IN.format(recorded=left, suffix=suffix, record=record, code=code)
+    return Nsys(folder / "reports", str(program(folder / "nsys", text)), timeout=60)
+
+
+def test_the_argument_list_records_cuda_and_nvtx_between_the_marks_alone() -> None:
+    command = Nsys(Path("a%b"), "/nsys", Steps(warmup=2, active=4)).command(CASE)
+    assert command[:9] == [
+        *("/nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
+        *("--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"),
+        *("--capture-range-end=stop", "--force-overwrite=true"),
+    ]
+    assert command[9] == "--output=a%%b/tiny-fp32/report_dpsgd_bs2_seq16.nsys-rep"
+    assert command[10:13] == [sys.executable, "-m", "dpbench.instruments.nsys.child"]
+    assert '"trainer": "dpsgd"' in command[13]
+    assert command[14:] == ["2", "4"]
+
+
+def test_rows_are_times_and_launches_by_phase_and_of_whole_steps(tmp_path: Path) -> None:
+    instrument = stand_in(tmp_path, case_recording())
+    running = instrument.start(CASE)
+    rows = running.rows()
+    assert {row.tool for row in rows} == {"nsys 2025.3.1, torch 2.13.0"}
+    assert {row.device for row in rows} == {"NVIDIA H200"}
+    summary = summarise(to_frame(rows)).set_index(["phase", "metric"])
+    assert summary.value["forward", "timeline_busy_share"] == pytest.approx(0.75)
+    assert summary.value["clip", "timeline_launches"] == 1
+    assert summary.value[STEP, "timeline_seconds"] == pytest.approx(310e-6)
+    assert summary.value[STEP, "timeline_busy_share"] == pytest.approx((160 / 300 + 0.5) / 2)
+    assert summary.repeats[STEP, "timeline_busy_share"] == 2
+    export = instrument.report(CASE).with_suffix(".sqlite")
+    slowed = "a step took 0.3 ms recorded, 0.3 ms before"
+    assert list(running.notes) == [slowed, f"dpbench show {export}"]
+    assert list(timeline_rows(CASE, timeline_of(export), "NVIDIA H200", rows[0].tool)) == rows
+
+
+def test_what_an_earlier_run_left_is_not_read(tmp_path: Path) -> None:
+    stand_in(tmp_path, case_recording()).start(CASE).rows()
+    with pytest.raises(NothingTraced, match="dpsgd-bs2-seq16-tiny-fp32: nsys left no report"):
+        stand_in(tmp_path, None).start(CASE).rows()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_collector_without_importer_says_what_is_missing(code: int, tmp_path: Path) -> None:
+    instrument = stand_in(tmp_path, case_recording(), suffix=".qdstrm", code=code)
+    with pytest.raises(ImporterMissing, match="no QdstrmImporter beside it") as caught:
+        instrument.start(CASE).rows()
+    assert caught.value.log == instrument.report(CASE).with_suffix(".nsys.log")
+
+
+def test_a_recording_without_whole_steps_is_refused(tmp_path: Path) -> None:
+    made = Recording()
+    made.kernel(0, 1)
+    with pytest.raises(NothingTraced, match="has no step that dpbench marked"):
+        stand_in(tmp_path, made).start(CASE).rows()
+
+
+def test_a_case_that_fails_says_why(tmp_path: Path) -> None:
+    error = {"error": {"kind": "ValueError", "message": "ValueError: no such thing"}}
+    for suffix in (".nsys-rep", ".qdstrm"):
+        instrument = stand_in(tmp_path, case_recording(), suffix=suffix, record=error, code=1)
+        with pytest.raises(CaseFailed, match="no such thing"):
+            instrument.start(CASE).rows()
+        (tmp_path / "recorded").unlink()
+    with pytest.raises(CaseFailed, match="ended with exit code 7"):
+        stand_in(tmp_path, case_recording(), code=7).start(CASE).rows()
+
+
+def test_it_is_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsys, "find_nsys", lambda: "/nsys")
+    [found] = choose(["nsys"], Settings(ncu_dir=tmp_path, warmup=1, active=2))
+    assert found == Nsys(tmp_path, "/nsys", Steps(1, 2), Settings.timeout)
+
+
+def test_a_report_takes_an_nsys_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    instrument = stand_in(tmp_path, None)
+    report = case_recording().write(tmp_path / "other.nsys-rep")
+    monkeypatch.setattr(nsys, "find_nsys", lambda: instrument.path)
+    assert [step.step for step in timeline_of(report).whole_steps] == [1, 2]
+    assert not report.with_suffix(".sqlite").exists()
+    idle = Recording().write(tmp_path / "idle.nsys-rep")
+    with pytest.raises(NothingTraced, match=r"idle.nsys-rep: no kernel"):
+        timeline_of(idle)

@@ -1,0 +1,88 @@
+"""Reading the SQLite files of Nsight Systems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpbench.instruments.nsys.sqlite import NothingTraced, TimelineUnreadable, read_timeline
+from dpbench.results.timeline import Activity, Call, Range
+from tests.instruments.nsys.recording import Recording, case_recording
+
+
+def test_ranges_activities_and_calls_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+    made = Recording()
+    made.range("dpbench:0.forward", 10, 20)
+    made.range("unused", 0, 10, textId=None, text="dpbench:0.outside")
+    made.memset(17, 18, 64, launched=14)
+    made.kernel(12, 15, launched=11)
+    timeline = read_timeline(made.write(tmp_path / "a.sqlite"))
+    assert (timeline.device, timeline.tool) == ("NVIDIA H200", "nsys 2022.4.2.1")
+    assert timeline.ranges == [
+        Range(0, "outside", 0, 10_000),
+        Range(0, "forward", 10_000, 20_000),
+    ]
+    fill = "vectorized_elementwise_kernel<FillFunctor>"
+    assert timeline.activities == [
+        Activity(12_000, 15_000, "kernel", fill, 0, 11_000),
+        Activity(17_000, 18_000, "memset", "memset", 64, 14_000),
+    ]
+    assert timeline.calls == [
+        Call(11_000, 16_000, "cudaLaunchKernel"),
+        Call(14_000, 19_000, "cudaMemsetAsync"),
+    ]
+
+
+def test_ranges_of_others_or_without_an_end_are_left_out(tmp_path: Path) -> None:
+    made = case_recording()
+    made.range("dpbench:3.forward", 10, 20, eventType=59)  # push/pop
+    ranges = read_timeline(made.write(tmp_path / "a.sqlite")).ranges
+    assert {each.step for each in ranges} == {0, 1, 2}
+
+
+def test_a_copy_is_named_by_its_kind(tmp_path: Path) -> None:
+    made = Recording()
+    made.copy(0, 1, 10)
+    [copy] = read_timeline(made.write(tmp_path / "a.sqlite")).activities
+    assert copy == Activity(0, 1000, "memcpy", "memcpy Device-to-Device", 10, None)
+
+
+def test_correlation_numbers_belong_to_a_process(tmp_path: Path) -> None:
+    made = Recording()
+    other = made.call("cudaLaunchKernel_v7000", 1, 2, thread=(99 << 24) + 1)
+    made.kernel(5, 6, correlationId=other)
+    assert read_timeline(made.write(tmp_path / "a.sqlite")).activities[0].launched is None
+
+
+def test_of_several_gpus_the_busiest_is_read(tmp_path: Path) -> None:
+    made = Recording()
+    made.kernel(0, 9, deviceId=1)
+    made.kernel(2, 3)
+    made.kernel(4, 5)
+    made.add("TARGET_INFO_GPU", id=1, name="NVIDIA H100")
+    timeline = read_timeline(made.write(tmp_path / "a.sqlite"))
+    assert [each.start for each in timeline.activities] == [2000, 4000]
+    assert timeline.device == "a GPU"
+
+
+def test_a_timeline_without_work_says_what_nsys_noticed(tmp_path: Path) -> None:
+    made = Recording()
+    made.range("dpbench:0.forward", 0, 10)
+    made.add("DIAGNOSTIC_EVENT", severity=3, text="CUDA profiling might have not been started")
+    with pytest.raises(NothingTraced, match=r"no kernel.*profiling might have not"):
+        read_timeline(made.write(tmp_path / "a.sqlite"))
+
+
+@pytest.mark.parametrize("content", [b"", b"no database at all, but long enough " * 40])
+def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a #%20 b.sqlite"
+    path.write_bytes(content)
+    with pytest.raises(TimelineUnreadable, match=r"a #%20 b.sqlite: not an export of Nsight"):
+        read_timeline(path)
+
+
+def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(TimelineUnreadable, match="unable to open"):
+        read_timeline(tmp_path / "none.sqlite")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,105 @@
+"""Steps of one's own loop, by ``dpbench.observe``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from opacus import GradSampleModule
+from opacus.optimizers import DPOptimizer
+from torch import nn
+
+from dpbench import observe
+from dpbench.errors import ConfigurationError
+
+
+def step_of(*, private: bool) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(32, 64)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if private:
+        model = GradSampleModule(model)
+        optimizer = DPOptimizer(
+            optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4
+        )
+    data = torch.randn(4, 32)
+
+    def step() -> None:
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("instrument", ["timing", "logical"])
+def test_steps_that_count_are_in_the_report_by_phase(instrument: str) -> None:
+    step = step_of(private=True)
+    with observe(instrument, name="mine", skip=1, steps=2) as seen:
+        for _ in range(5):
+            with seen.step():
+                step()
+    report = seen.report
+    metric = {"timing": "step_time_seconds", "logical": "logical_bytes"}[instrument]
+    parts = ("forward", "backward", "clip", "noise", "optimizer")
+    assert report.case.id == "mine"
+    assert set(report.frame.repeat) == {0, 1}
+    assert all(report.value(metric, phase) > 0 for phase in parts)
+    assert report.value(metric) >= report.value(metric, "backward")
+
+
+def test_logical_bytes_are_those_of_the_tensors_that_passed() -> None:
+    weights = 4 * (32 * 64 + 64)
+    reports = []
+    for private in (False, True):
+        step = step_of(private=private)
+        with observe("logical", skip=1) as seen:
+            for _ in range(3):
+                with seen.step():
+                    step()
+        reports.append(seen.report)
+    plain, private_ = reports
+    assert plain.value("logical_read_bytes", "optimizer") == 2 * weights
+    assert plain.value("logical_write_bytes", "optimizer") == weights
+    assert private_.value("logical_read_bytes", "clip") >= 4 * weights  # a gradient an example
+    assert private_.ratio_to(plain) > 3
+    assert private_.ratio_to(plain, phase="forward") == 1
+    calls = plain.operators.calls["forward", "aten.addmm"]
+    assert calls == 1
+    assert plain.notes == ("operators were counted as they ran on the CPU",)
+
+
+def test_sparse_gradients_are_named_as_not_counted() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with observe("logical") as seen, seen.step():
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    assert any(note.startswith("NOT COUNTED: aten.") for note in seen.report.notes)
+
+
+def test_step_that_does_not_end_does_not_count() -> None:
+    step = step_of(private=False)
+    with observe("timing") as seen:
+        with seen.step():
+            step()
+        with pytest.raises(KeyError), seen.step():
+            raise KeyError("data")
+    assert set(seen.report.frame.repeat) == {0}
+    assert seen.report.notes == ("KeyError ended step 2: not counted",)
+
+
+def test_report_without_a_step_says_what_is_missing() -> None:
+    with observe("timing", skip=2) as seen, seen.step():
+        pass
+    with pytest.raises(ConfigurationError, match="no step was observed: put"):
+        _ = seen.report
+
+
+def test_unknown_instrument_is_refused() -> None:
+    with (
+        pytest.raises(ConfigurationError, match="choose from timing, logical, cupti"),
+        observe("x"),
+    ):
+        pass
