@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from numbers import Integral
@@ -164,6 +164,9 @@ class Case:
         model: a short name, as for the trainer.
         workload: a short name, as for the trainer.
         set: parameters of another workload, as a mapping or as text: ``depth=50,image_size=64``.
+        optimizer: a short name, as for the trainer.
+        micro_batches: parts of equal size in which a batch is trained, one after the other.
+        trainable: ``all``, a pattern of parameters' names such as ``*.bias``, or ``lora:RANK``.
     """
 
     trainer: str
@@ -175,10 +178,20 @@ class Case:
     model: str = "simple"
     workload: str = TRANSFORMER
     set: str | Mapping[str, object] = ""
+    optimizer: str = "sgd"
+    micro_batches: int = 1
+    trainable: str = "all"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batch_size", _positive("batch size", self.batch_size))
         object.__setattr__(self, "set", parameters_text(self.set))
+        parts = _positive("number of micro-batches", self.micro_batches)
+        object.__setattr__(self, "micro_batches", parts)
+        if self.batch_size % parts:
+            raise ConfigurationError(
+                f"batch size {self.batch_size} cannot be trained in {parts} parts of equal size"
+            )
+        lora_rank(self.trainable)  # refuses what is no rank
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
         if self.workload != TRANSFORMER:
@@ -221,10 +234,13 @@ class Case:
         if name[3] is not None:
             axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
         else:
-            workload, _, parameters = unquote(folder[1]).partition(",")
+            workload, _, parameters = _from_path(folder[1]).partition(",")
             axes |= {"workload": workload, "set": parameters}
-        for part in filter(None, folder[3].split("-")):
+        named, *others = re.split(rf"-(?={'|'.join(f'{axis}=' for axis in LATER)})", folder[3])
+        for part in filter(None, named.split("-")):
             axes["attention" if part in ATTENTIONS else "model"] = part
+        for axis, _, value in (part.partition("=") for part in others):
+            axes[axis] = int(value) if axis in COUNTS else _from_path(value)
         return cls(**axes, precision=folder[2])
 
     @property
@@ -255,22 +271,22 @@ class Case:
     @property
     def configuration(self) -> str:
         """Everything but trainer, batch size and sequence length, e.g. ``1b-fp32``."""
-        return self._configuration(trained_in(vars(self)))
+        return self._configuration(str)
 
-    def _configuration(self, trained: str) -> str:
+    def _configuration(self, written: Callable[[str], str]) -> str:
         usual = (("attention", ("sdpa", "")), ("model", ("simple", "")))
         rest = [
             getattr(self, name) for name, usually in usual if getattr(self, name) not in usually
         ]
-        return "-".join([trained, self.precision, *rest])
+        rest += [f"{axis}={written(value)}" for axis, value in unusual(vars(self)).items()]
+        return "-".join([written(trained_in(vars(self))), self.precision, *rest])
 
     @property
     def report_path(self) -> Path:
         """Where this case's report lies below the report directory."""
-        trained = quote(trained_in(vars(self)), safe="=,+").replace("-", "%2D")
         length = f"_seq{self.seq_len}" if self.seq_len else ""
         name = f"report_{self.trainer}_bs{self.batch_size}{length}.ncu-rep"
-        return Path(self._configuration(trained)) / name
+        return Path(self._configuration(_for_path)) / name
 
 
 def trained_in(axes: Mapping[Any, Any]) -> str:
@@ -281,6 +297,35 @@ def trained_in(axes: Mapping[Any, Any]) -> str:
 
 
 AXES = tuple(f.name for f in fields(Case))
+
+LATER = ("optimizer", "micro_batches", "trainable")
+"""Axes that only what is unusual about them names."""
+
+
+def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
+    """What is not as usual along `LATER`."""
+    return {a: str(axes[a]) for a in LATER if axes.get(a, ADDED[a]) != ADDED[a]}
+
+
+def _for_path(text: str) -> str:
+    """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
+    text = quote(text, safe="=,+").replace("%", "@")
+    return re.sub(rf"-(?={'|'.join(PRECISIONS)})", "@2D", text)
+
+
+def _from_path(text: str) -> str:
+    return unquote(text.replace("@", "%"))
+
+
+def lora_rank(trainable: str) -> int | None:
+    """The rank in ``lora:RANK``; None if it is none."""
+    kind, colon, rank = trainable.partition(":")
+    if kind != "lora" or not colon:
+        return None
+    if not rank.isdecimal():
+        raise ConfigurationError(f"write lora:RANK, such as lora:8, not {trainable!r}")
+    return _positive("rank", int(rank))
+
 
 ADDED: dict[str, Any] = {f.name: f.default for f in fields(Case)[AXES.index("workload") :]}
 """Axes that files of older versions lack, and what they were then."""
@@ -300,6 +345,9 @@ class Grid:
     model: tuple[str, ...] = ("simple",)
     workload: tuple[str, ...] = (TRANSFORMER,)
     set: tuple[str, ...] = ("",)
+    optimizer: tuple[str, ...] = ("sgd",)
+    micro_batches: tuple[int, ...] = (1,)
+    trainable: tuple[str, ...] = ("all",)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -393,7 +441,7 @@ def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
         )
 
 
-COUNTS = ("batch_size", "seq_len")
+COUNTS = ("batch_size", "seq_len", "micro_batches")
 """The axes that are whole numbers."""
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")

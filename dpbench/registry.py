@@ -64,6 +64,10 @@ class Registry(Mapping[str, Any]):
     def canonical(self, spelling: object) -> str:
         """The short name for any of the accepted spellings; registers import targets."""
         if not isinstance(spelling, str):
+            for name, target in self._targets.items():  # it may be elsewhere than it says
+                module, _, attribute = target.partition(":")
+                if getattr(sys.modules.get(module), attribute, None) is spelling:
+                    return name
             spelling = _target(self.kind, spelling)
         if spelling in self._targets:
             return spelling
@@ -201,6 +205,16 @@ WORKLOADS = Registry(
 )
 """Workloads by short name: subclasses of `dpbench.workloads.base.Workload`, or such objects."""
 
+OPTIMIZERS = Registry(
+    "optimizer",
+    {
+        "sgd": "torch.optim:SGD",
+        "momentum": "dpbench.training.optimizers:Momentum",
+        "adamw": "torch.optim:AdamW",
+    },
+)
+"""Optimizers by short name; one is called as ``Optimizer(parameters, lr=…)``."""
+
 INSTRUMENTS = Registry(
     "instrument",
     {
@@ -220,8 +234,17 @@ by an entry point; see `dpbench.instruments.choose`."""
 
 def _named(case: Case) -> Iterator[tuple[str, Registry]]:
     """The fields of a case that name something, as far as it has them, each with its registry."""
-    registries = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS}
-    return ((axis, made) for axis, made in registries.items() if axis != "model" or case.model)
+    return ((axis, made) for axis, made in registries().items() if axis != "model" or case.model)
+
+
+def registries() -> dict[str, Registry]:
+    """The axes of a case that name something, and where the names are known."""
+    return {
+        "trainer": TRAINERS,
+        "model": MODELS,
+        "workload": WORKLOADS,
+        "optimizer": OPTIMIZERS,
+    }
 
 
 def resolve(case: Case) -> Case:
@@ -269,14 +292,14 @@ def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
 
 def _resolved(grid: Grid) -> Grid:
     axes = {axis: getattr(grid, axis) for axis in AXES}
-    for axis, registry in (("trainer", TRAINERS), ("model", MODELS), ("workload", WORKLOADS)):
+    for axis, registry in registries().items():
         axes[axis] = map(registry.canonical, axes[axis])
     return grid.narrow(**{axis: dict.fromkeys(values) for axis, values in axes.items()})
 
 
 def locate(cases: Iterable[Case]) -> None:
     """Refuse cases of which a module is not there, or with parameters that their workload lacks."""
-    for case in {replace(case, batch_size=1): None for case in cases}:
+    for case in {replace(case, batch_size=1, micro_batches=1): None for case in cases}:
         for axis, registry in _named(case):
             registry.locate(getattr(case, axis))
         if case.set:

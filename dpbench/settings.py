@@ -16,7 +16,7 @@ from typing import Any
 from dpbench.case import ALL_PHASES, ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
-from dpbench.registry import INSTRUMENTS, MODELS, TRAINERS, WORKLOADS, chosen_grid
+from dpbench.registry import INSTRUMENTS, MODELS, OPTIMIZERS, TRAINERS, WORKLOADS, chosen_grid
 
 NCU_SETS = ("basic", "detailed", "full")
 """Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""
@@ -59,6 +59,9 @@ AXIS_HELP = {
     "attention": f"the transformer's: {', '.join(ATTENTIONS)}",
     "model": f"the transformer's: {', '.join(MODELS)}, or package.module:Class",
     "workload": f"{', '.join(WORKLOADS)}, or package.module:Class",
+    "optimizer": f"{', '.join(OPTIMIZERS)}, or package.module:Class",
+    "micro_batches": "equal parts in which a batch is trained, gradients accumulating",
+    "trainable": "all, a pattern of parameters' names such as '*.bias', or lora:RANK",
     "set": "a parameter of another workload, NAME=VALUE",
 }
 
@@ -118,6 +121,9 @@ class Settings:
     model: list[str] | None = _axis("model")
     workload: list[str] | None = _axis("workload")
     set: list[str] | None = _axis("set")
+    optimizer: list[str] | None = _axis("optimizer")
+    micro_batches: list[int] | None = _axis("micro_batches", int)
+    trainable: list[str] | None = _axis("trainable")
 
     # how it is measured
     instrument: list[str] | None = _option(

@@ -43,6 +43,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just("simple"),
     "workload": st.just("transformer"),
     "set": st.just(""),
+    "optimizer": st.sampled_from(["sgd", "momentum", "adamw"]),
+    "micro_batches": st.just(1),
+    "trainable": st.sampled_from(["all", "*.bias", "lora:8"]),
 }
 CASES = st.builds(Case, **VALUES)
 

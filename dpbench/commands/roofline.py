@@ -25,7 +25,7 @@ from dpbench.case import AXES, Case, parameters_text
 from dpbench.commands.options import add_cases, chosen_grid, count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file, write_text
-from dpbench.registry import WORKLOADS, resolve
+from dpbench.registry import registries, resolve
 from dpbench.results.cards import CARDS, Roofs, find_card, read_ceilings
 from dpbench.settings import declare
 
@@ -110,8 +110,10 @@ def _spelled(axis: str, value: object) -> object:
     """A value of an axis as rows spell it."""
     if axis == "set":
         return parameters_text(str(value))
-    if axis == "workload":
-        return WORKLOADS.canonical(value)
+    if axis in registries():
+        return registries()[axis].canonical(value)
+    if axis == "micro_batches":
+        return value
     case: dict[str, object] = {"trainer": "standard", "batch_size": 1, "seq_len": 1, axis: value}
     return getattr(resolve(Case(**case)), axis)  # type: ignore[arg-type]
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from dpbench import gpu
 from dpbench.case import TRANSFORMER, Case
 from dpbench.errors import ConfigurationError
-from dpbench.registry import TRAINERS, WORKLOADS
+from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.workloads.base import Workload, batches_of
+from dpbench.workloads.trainable import choose_trainable
 
 SEED = 0
 """Every build of a case is the same: a profiler that needs several passes runs it again."""
@@ -40,6 +41,7 @@ def build(case: Case, device: torch.device, num_batches: int) -> tuple[TrainerBa
     workload = workload_of(case)
     with device:
         model = workload.model()
+        choose_trainable(model, case.trainable)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
     trainer = TRAINERS[case.trainer](
         model.to(dtype), batch_size=case.batch_size, **_what_is_unusual(case, workload)
@@ -64,7 +66,14 @@ def workload_of(case: Case) -> Workload:
 
 def _what_is_unusual(case: Case, workload: Workload) -> dict[str, Any]:
     """What a trainer must be told; one that takes no more than it always did trains as ever."""
-    return {} if case.workload == TRANSFORMER else {"workload": workload}
+    options: dict[str, Any] = {}
+    if case.workload != TRANSFORMER:
+        options["workload"] = workload
+    if case.optimizer != "sgd":
+        options["optimizer"] = OPTIMIZERS[case.optimizer]
+    if case.micro_batches != 1:
+        options["micro_batches"] = case.micro_batches
+    return options
 
 
 def smoke_test(case: Case, *, device: str = "cpu") -> None:

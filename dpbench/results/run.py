@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
@@ -286,7 +286,7 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     frame = pd.DataFrame(rows, columns=COLUMNS)
     for column in COLUMNS if rows else ():
-        allowed = ["integer" if column in ("batch_size", "seq_len", "repeat") else "string"]
+        allowed = ["integer" if column in (*COUNTS, "repeat") else "string"]
         if column == "value":
             allowed = ["integer", "floating", "mixed-integer-float"]
         kind = pd.api.types.infer_dtype(frame[column])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in, unusual
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import (
@@ -229,6 +229,7 @@ def title_of(shared: Mapping[str, Any]) -> str:
     parts = [*of_test, shared.get("trainer", ""), size]
     usual = {"attention": "sdpa", "model": "simple"}
     parts += [shared[axis] for axis, name in usual.items() if shared.get(axis) not in (name, None)]
+    parts += [f"{axis.replace('_', ' ')} {value}" for axis, value in unusual(shared).items()]
     words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
     parts += [f"{word} {shared[axis]}" for axis, word in words.items() if shared.get(axis)]
     return ", ".join([*filter(None, parts), shared["device"] or "unknown device"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in
 from dpbench.workloads.transformer import Transformer, mean_cross_entropy
@@ -30,6 +31,7 @@ class TrainerBase(ABC):
         optimizer: called as ``optimizer(parameters, lr=…)``; SGD without momentum by default.
         workload: gives the losses; by default those of the transformer, whose batches are
             ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
+        micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
     """
 
     def __init__(
@@ -42,13 +44,16 @@ class TrainerBase(ABC):
         max_grad_norm: float = 1.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         workload: Workload | None = None,
+        micro_batches: int = 1,
     ) -> None:
+        self.micro_batches = micro_batches
         self.workload = workload or Transformer()
         self.batch_size = batch_size
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.model = model.train()
-        self.plain_optimizer = optimizer(self.model.parameters(), lr=learning_rate)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.plain_optimizer = optimizer(trained, lr=learning_rate)
 
     @abstractmethod
     def train_step(self, batch: Batch) -> Tensor:
@@ -64,13 +69,22 @@ class TrainerBase(ABC):
     def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The loss of each example, ``[B]``, through the model or what wraps it."""
         losses = self.workload.losses(model, self.unpack(batch))
-        return checked_losses(losses, self.workload, self.batch_size)
+        return checked_losses(losses, self.workload, self.batch_size // self.micro_batches)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The mean loss over the batch, a scalar, through the model or what wraps it."""
         if type(self.workload).loss is Workload.loss:
             return self.example_losses(model, batch).mean()
         return self.workload.loss(model, self.unpack(batch))
+
+    def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
+        """The micro-batches of a batch, and of each whether it is the last; usually the batch."""
+        size = self.batch_size // self.micro_batches
+        for start in range(0, self.batch_size, size):
+            part = batch
+            if self.micro_batches > 1:
+                part = pytree.tree_map(lambda t, at=start: t[at : at + size], batch)
+            yield start + size == self.batch_size, part
 
     def unpack(self, batch: Batch) -> Batch:
         """The batch, if it has the size that this trainer was built for.
@@ -79,9 +93,15 @@ class TrainerBase(ABC):
             ValueError: it has another. DP noise is scaled by the batch size, so a smaller
                 last batch would silently get the wrong noise.
         """
-        if (examples := examples_in(batch)) != self.batch_size:
+        expected = self.batch_size // self.micro_batches
+        if (examples := examples_in(batch)) != expected:
             raise ValueError(
-                f"{type(self).__name__} was built for batches of {self.batch_size} "
+                f"{type(self).__name__} was built for batches of {expected} "
                 f"and got one of {examples}"
             )
         return batch
+
+
+def mean_of(losses: list[Tensor]) -> Tensor:
+    """The mean of the losses of micro-batches; of one, itself, in no operation."""
+    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()

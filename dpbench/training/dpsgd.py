@@ -15,7 +15,7 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
-from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.base import Batch, TrainerBase, mean_of
 from dpbench.training.phases import in_phase, phase
 
 M = TypeVar("M", bound=nn.Module)
@@ -46,6 +46,14 @@ def hooked(wrapper: Callable[..., M], model: nn.Module, **options: Any) -> M:
         raise ConfigurationError(f"Opacus: {words.partition('. ')[0]}") from error
 
 
+def step_or_accumulate(optimizer: DPOptimizer, last: bool) -> None:
+    """Clip, and with the last micro-batch add noise and step, as ``BatchMemoryManager`` does."""
+    if not last:
+        optimizer.signal_skip_step()
+    optimizer.step()  # clip and noise inside: see mark_phases
+    optimizer.zero_grad(set_to_none=True)
+
+
 class DPSGDTrainer(TrainerBase):
     """Opacus's ``GradSampleModule`` and ``DPOptimizer``; arguments as `TrainerBase`."""
 
@@ -61,11 +69,13 @@ class DPSGDTrainer(TrainerBase):
         mark_phases(self.optimizer)
 
     def train_step(self, batch: Batch) -> Tensor:
-        with phase("forward"):
-            loss = self.mean_loss(self.grad_sample_module, batch)
-        with phase("backward"):
-            loss.backward()
-        with phase("optimizer"):
-            self.optimizer.step()  # clip and noise inside: see mark_phases
-            self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        losses = []
+        for last, part in self.parts(batch):
+            with phase("forward"):
+                loss = self.mean_loss(self.grad_sample_module, part)
+            with phase("backward"):
+                loss.backward()
+            losses.append(loss.detach())
+            with phase("optimizer"):
+                step_or_accumulate(self.optimizer, last)
+        return mean_of(losses)

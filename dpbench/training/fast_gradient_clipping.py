@@ -15,8 +15,8 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
-from dpbench.training.base import Batch, TrainerBase
-from dpbench.training.dpsgd import hooked, mark_phases
+from dpbench.training.base import Batch, TrainerBase, mean_of
+from dpbench.training.dpsgd import hooked, mark_phases, step_or_accumulate
 from dpbench.training.phases import phase
 
 
@@ -46,16 +46,19 @@ class DPFastGradientClippingTrainer(TrainerBase):
         mark_phases(self.optimizer)
 
     def train_step(self, batch: Batch) -> Tensor:
-        with phase("forward"):
-            losses = self.example_losses(self.grad_sample_module, batch)
-            loss = DPTensorFastGradientClipping(self.grad_sample_module, self.optimizer, losses)
-        with phase("backward"):
-            loss.backward()  # two passes: norms, then the weighted loss
-        with phase("optimizer"):
-            self.optimizer.step()  # accumulation and noise inside: see mark_phases
-            self.optimizer.zero_grad(set_to_none=True)
-            mean_loss: Tensor = loss.detach()
-        return mean_loss
+        losses = []
+        for last, part in self.parts(batch):
+            with phase("forward"):
+                by_example = self.example_losses(self.grad_sample_module, part)
+                loss = DPTensorFastGradientClipping(
+                    self.grad_sample_module, self.optimizer, by_example
+                )
+            with phase("backward"):
+                loss.backward()  # two passes: norms, then the weighted loss
+            with phase("optimizer"):
+                step_or_accumulate(self.optimizer, last)
+                losses.append(loss.detach())
+        return mean_of(losses)
 
 
 class DPGhostClippingTrainer(DPFastGradientClippingTrainer):

@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import ClassVar
@@ -20,7 +20,7 @@ from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
 from dpbench.process.schedule import Steps
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import portable
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Timeline
 from dpbench.settings import Settings
@@ -61,7 +61,6 @@ class Nsys(Instrument):
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case; only what lies between the marks is recorded."""
-        names = {"trainer": TRAINERS.argument(case.trainer), "model": MODELS.argument(case.model)}
         return [
             *(self.path, "profile"),
             "--trace=cuda,nvtx",  # with osrt, a tiny case left 2.2 GB
@@ -70,7 +69,7 @@ class Nsys(Instrument):
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
             "--force-overwrite=true",
             f"--output={str(self.report(case)).replace('%', '%%')}",
-            *(sys.executable, "-m", f"{__package__}.child", json.dumps(asdict(case) | names)),
+            *(sys.executable, "-m", f"{__package__}.child", json.dumps(portable(case))),
             *map(str, (self.steps.warmup, self.steps.active)),
         ]
 

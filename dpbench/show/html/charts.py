@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, PHASES
 from dpbench.metrics import EXPECTED_BY
 from dpbench.results.frame import with_logical
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
@@ -39,6 +39,7 @@ def phases(material: Material) -> Chart:
     keys = ["run", "title", "batch_size", "seq_len", "trainer"]
     known = pd.MultiIndex.from_frame(wide[keys])
     failed = material.failed[~pd.MultiIndex.from_frame(material.failed[keys]).isin(known)]
+    failed = failed.drop(columns=[*PHASES], errors="ignore")  # an axis is called optimizer too
     drawn = in_order(pd.concat([wide, failed], ignore_index=True)) if len(failed) else wide
     columns: dict[str, Shown] = {f"{name}, GB": (name, gigabytes) for name in (*shown, STEP)}
     return Chart(

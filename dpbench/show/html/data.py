@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ADDED, AXES, BASELINE_TRAINER, Case, trained_in
+from dpbench.case import ADDED, AXES, BASELINE_TRAINER, PHASES, Case, trained_in, unusual
 from dpbench.metrics import METRICS
 from dpbench.results.frame import (
     CONFIGURATION,
@@ -28,8 +28,9 @@ from dpbench.show.tables import in_order
 UNMEASURED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""
 
-KEYS = ["run", "title", "device", *CONFIGURATION, "trainer"]
-"""What tells a case on the page from every other."""
+KEYS = ["run", "title", "device", *(a for a in CONFIGURATION if a not in PHASES), "trainer"]
+"""What tells a case on the page from every other; its optimizer, which is a phase's name too, is in
+the title."""
 
 CASE: Mapping[str, Shown] = {
     "configuration": ("title", str),
@@ -241,6 +242,11 @@ def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     title = pd.Series(trained, index=rows.index, dtype=object) + " " + rows.precision.astype(str)
     for name, default in (("attention", "sdpa"), ("model", "simple")):
         title = title.where(rows[name].isin([default, ""]), title + ", " + rows[name].astype(str))
+    rest = [
+        "".join(f", {a.replace('_', ' ')} {v}" for a, v in unusual(row).items())
+        for row in rows[list(AXES)].to_dict("records")
+    ]
+    title = title + pd.Series(rest, index=rows.index, dtype=object)
     subject = _subject(summary)
     devices = set(subject.device)
     if len(devices) > 1:

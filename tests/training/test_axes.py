@@ -1,0 +1,206 @@
+"""Optimizer, micro-batches, trainable parameters: part of a case, and right in every trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpbench import TRAINERS, SimpleBigModel, StandardTrainer, get_random_dataloader
+from dpbench.case import Case, ModelSize
+from dpbench.cli import main
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.process.build import build, smoke_test
+from dpbench.registry import arguments, chosen_grid, resolve
+from dpbench.training.base import Batch
+from dpbench.training.phases import phase
+from dpbench.workloads.trainable import choose_trainable
+
+ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
+SIZE = ModelSize(50, 16, 1, 2)
+CPU = torch.device("cpu")
+
+
+def small(trainable: str = "all") -> nn.Module:
+    torch.manual_seed(0)
+    model = SimpleBigModel(SIZE, max_seq_len=8)
+    choose_trainable(model, trainable)
+    if trainable.startswith("lora"):  # at first only one of each pair has a gradient
+        for name, parameter in model.named_parameters():
+            if name.endswith("up.weight"):
+                nn.init.normal_(parameter)
+    return model
+
+
+def batch_of(size: int) -> Batch:
+    return next(iter(get_random_dataloader(batch_size=size, seq_len=8, vocab_size=50)))
+
+
+def update_of(trainer: str, trainable: str = "all", **options: object) -> Tensor:
+    """New minus old parameters of a step that clips about half of six examples, without noise."""
+    model = small(trainable)
+    before = torch.cat([p.detach().clone().reshape(-1) for p in model.parameters()])
+    threshold = {"all": 2.1, "*.bias": 0.5}.get(trainable, 0.5)
+    fixed = {"noise_multiplier": 0.0, "max_grad_norm": threshold, "learning_rate": 1.0}
+    made = TRAINERS[trainer](model, batch_size=6, **fixed, **options)
+    made.train_step(batch_of(6))
+    return torch.cat([p.detach().reshape(-1) for p in made.model.parameters()]) - before
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).norm() < 1e-4 * other.norm()) and bool(other.norm() > 0)
+
+
+@pytest.mark.parametrize("trainer", ALL_TRAINERS)
+def test_micro_batches_add_up_to_the_update_of_the_whole_batch(trainer: str) -> None:
+    assert same(update_of(trainer, micro_batches=3), update_of(trainer))
+
+
+@pytest.mark.parametrize("trainer", ALL_TRAINERS)
+def test_a_second_step_of_micro_batches_begins_anew(trainer: str) -> None:
+    def two_steps(**options: int) -> Tensor:
+        fixed = {"noise_multiplier": 0.0, "learning_rate": 0.1}
+        made = TRAINERS[trainer](small(), batch_size=6, **fixed, **options)
+        for _ in range(2):
+            made.train_step(batch_of(6))
+        return torch.cat([p.detach().reshape(-1) for p in made.model.parameters()])
+
+    torch.testing.assert_close(two_steps(micro_batches=2), two_steps(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("trainable", ["*.bias", "lora:2"])
+def test_private_trainers_agree_on_what_alone_is_trained(trainable: str) -> None:
+    updates = [update_of(trainer, trainable) for trainer in ALL_TRAINERS]
+    assert same(updates[2], updates[1])
+    assert same(updates[3], updates[1])
+    moved = [update != 0 for update in updates]
+    frozen = torch.cat(
+        [torch.full((p.numel(),), not p.requires_grad) for p in small(trainable).parameters()]
+    )
+    assert not any((each & frozen).any() for each in moved)
+    assert all(each.any() for each in moved)
+
+
+@pytest.mark.parametrize("trainer", ALL_TRAINERS)
+@pytest.mark.parametrize(
+    "axes", [{"optimizer": "adamw"}, {"micro_batches": 2}, {"trainable": "lora:4"}], ids=str
+)
+def test_every_trainer_trains_along_every_axis(trainer: str, axes: dict[str, str]) -> None:
+    smoke_test(Case(trainer, 4, 8, "50x16x1x2", **axes))  # type: ignore[arg-type]
+
+
+def test_the_axes_choose_the_optimizer_and_the_parameters() -> None:
+    case = Case("dpsgd", 4, 8, "50x16x1x2", optimizer="momentum", trainable="blocks.*")
+    trainer, _ = build(case, CPU, 1)
+    assert trainer.plain_optimizer.defaults["momentum"] == 0.9
+    [group] = trainer.plain_optimizer.param_groups
+    names = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(group["params"]) == len(names)
+    assert all(name.startswith("blocks.") for name in names)
+
+
+def test_adam_moves_its_moments_too() -> None:
+    sums = []
+    for optimizer in ("sgd", "adamw"):
+        result = Logical().count(Case("standard", 2, 8, "50x16x1x2", optimizer=optimizer))
+        sums.append(sum(row.value for row in result.rows if row.phase == "optimizer"))
+    assert sums[1] > 2 * sums[0]
+
+
+def test_micro_batches_hold_fewer_examples_gradients() -> None:
+    def peak(parts: int) -> float:
+        rows = Logical().count(Case("dpsgd", 8, 8, "50x16x1x2", micro_batches=parts)).rows
+        return max(r.value for r in rows if r.metric == "peak_memory_bytes")
+
+    assert peak(4) < 0.6 * peak(1)
+
+
+class Whole(StandardTrainer):
+    """A trainer that knows nothing of micro-batches."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with phase("forward"):
+            return self.mean_loss(self.model, batch)
+
+
+def test_a_trainer_without_micro_batches_is_not_measured_as_if_it_had_some() -> None:
+    case = resolve(Case(Whole, 4, 8, "tiny", micro_batches=2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="built for batches of 2 and got one of 4"):
+        smoke_test(case)
+
+
+# --- as part of a case --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora:8", "*.bias", "a-b/c?"])
+def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
+    case = Case("dpsgd", 8, 16, "tiny", optimizer="adamw", micro_batches=4, trainable=trainable)
+    assert case.id.startswith("dpsgd-bs8-seq16-tiny-fp32-optimizer=adamw-micro_batches=4")
+    assert Case.from_report_path(case.report_path) == case
+    assert len(case.report_path.parts) == 2
+    assert {"--optimizer", "adamw", "--micro-batches", "4"} <= set(arguments(case))
+    assert {**vars(case.baseline), "trainer": "dpsgd"} == vars(case)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "said"),
+    [
+        (
+            lambda: Case("dpsgd", 8, 16, micro_batches=3),
+            "batch size 8 cannot be trained in 3 parts",
+        ),
+        (lambda: Case("dpsgd", 8, 16, micro_batches=0), "micro-batches must be a positive integer"),
+        (lambda: Case("dpsgd", 8, 16, trainable="lora:x"), "write lora:RANK, such as lora:8"),
+        (lambda: Case("dpsgd", 8, 16, trainable="lora:0"), "rank must be a positive integer"),
+        (lambda: resolve(Case("dpsgd", 8, 16, optimizer="lion")), "unknown optimizer 'lion'"),
+        (
+            lambda: build(Case("dpsgd", 8, 16, "tiny", trainable="*.gain"), CPU, 1),
+            "trainable *.gain: the model has no parameter like *.gain; it has token_embedding",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_is_refused(attempt: Callable[[], object], said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        attempt()
+    assert said in str(caught.value)
+
+
+def test_ratios_are_to_the_baseline_with_the_same_axes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    cell = ["--batch-size=4", "--seq-len=8", "--model-size=50x16x1x2", "--instrument=logical"]
+    trainers = ["--trainer=standard", "--trainer=dpsgd"]
+    optimizers = ["--optimizer=sgd", "--optimizer=adamw"]
+    assert main(["run", *cell, *trainers, *optimizers, "--json", str(file)]) == 0
+    assert "50x16x1x2 fp32, optimizer adamw, batch 4" in capsys.readouterr().out
+    document = json.loads(file.read_text())
+    ratios = {
+        row["optimizer"]: row["ratio"]
+        for row in document["ratios"]
+        if (row["trainer"], row["phase"], row["metric"]) == ("dpsgd", "step", "logical_bytes")
+    }
+
+    def moved(trainer: str, optimizer: str) -> float:
+        wanted = (trainer, optimizer, "step", "B")
+        names = ("trainer", "optimizer", "phase", "unit")
+        rows = [row for row in document["rows"] if tuple(row[n] for n in names) == wanted]
+        return sum(row["value"] for row in rows if row["metric"].startswith("logical"))
+
+    for optimizer in ("sgd", "adamw"):
+        expected = moved("dpsgd", optimizer) / moved("standard", optimizer)
+        assert ratios[optimizer] == pytest.approx(expected)
+    assert ratios["adamw"] < ratios["sgd"]
+
+
+def test_own_optimizer_is_named_by_target() -> None:
+    grid = chosen_grid("grid1", optimizer=["torch.optim:Adagrad", torch.optim.AdamW])
+    assert grid.optimizer == ("Adagrad", "adamw")
+    named = [text for text in arguments(grid.cases()[0]) if "Adagrad" in text]
+    assert named == ["Adagrad=torch.optim:Adagrad"]
