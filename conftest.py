@@ -39,6 +39,17 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 
 
+@pytest.fixture
+def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count trainers and workloads from outside in this process, too.
+
+    In one of their own the count is the same and takes seconds: see `test_apart.py`.
+    """
+    from dpbench.instruments.logical.instrument import Counting, Logical
+
+    monkeypatch.setattr(Logical, "start", lambda *counted: Counting(*counted))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compute with one thread, here and in child processes: the models of the tests are tiny.
 

@@ -17,7 +17,6 @@ import pytest
 
 from dpbench import Case
 from dpbench.cli import build_parser, main
-from dpbench.instruments.logical.instrument import Counting, Logical
 from tests.logical.layers import count_by_layers
 from tests.plugin import conftest as sessions
 from tests.recorded import unpacked
@@ -197,14 +196,10 @@ def test_a_measured_table_of_the_documents_is_one_of_the_results(
     assert_printed(block.text, recorded)
 
 
+@pytest.mark.usefixtures("counted_here")
 def test_a_change_is_found_as_the_readme_shows(
-    pytester: pytest.Pytester,
-    imports: sessions.Imports,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    pytester: pytest.Pytester, imports: sessions.Imports, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # What is counted in a process of its own is the same, and takes seconds: see `test_apart.py`.
-    monkeypatch.setattr(Logical, "start", lambda *counted: Counting(*counted))
     trainer = block_with("CONTRIBUTING.md", "class SignTrainer")
     in_place, cloned = "parameter.grad.sign_()", "parameter.grad = parameter.grad.clone().sign_()"
     assert in_place in trainer

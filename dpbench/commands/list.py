@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dpbench.case import AXES
@@ -46,9 +45,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _cells(run: Run) -> list[str]:
     number, _, name = run.name.partition("_")
-    cases = run.document.get("cases", ())
-    asked = {_axes(case) for case in cases}
-    failed = {_axes(case) for case in cases if case.get("error")}
+    axes = [(tuple(map(c.get, AXES)), c.get("error")) for c in run.document.get("cases", ())]
+    asked, failed = {case for case, _ in axes}, {case for case, error in axes if error}
     return [
         number,
         name,
@@ -57,10 +55,6 @@ def _cells(run: Run) -> list[str]:
         f"{len(asked - failed)}/{max(len(asked), run.cases_asked)}",
         _status(run),
     ]
-
-
-def _axes(case: Mapping[str, object]) -> tuple[object, ...]:
-    return tuple(case.get(axis) for axis in AXES)
 
 
 def _status(run: Run) -> str:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dpbench.instruments.base import Instrument
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
-    from dpbench.show.layout import Table
 
 Step = Callable[[], object]
 """One training step, of a test's own."""
@@ -208,7 +207,7 @@ class WholeSession:
             return []
         count = sum(1 for _ in self.session.grid.cases())
         gpus = visible_gpus()
-        times = f"{len(gpus)} x " if len(gpus) > 1 else ""
+        times = f"{len(gpus)} x " * (len(gpus) > 1)
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
         both = "dpbench: bytes counted by ncu and by CUPTI, of which tests are given ncu's"
         return [
@@ -289,22 +288,18 @@ class WholeSession:
         from dpbench.show.layout import as_text, terminal_width
 
         tables = self.session.summary()
-        self._update_tables(tables, outcomes)
+        hook = self.config.hook.pytest_dpbench_group_stats
+        if hook.get_hookimpls():  # the project has tables of its own
+            from dpbench.results.frame import summarise, to_frame
+
+            summary = summarise(to_frame(row for outcome in outcomes for row in outcome.rows))
+            hook(config=self.config, summary=summary, tables=tables)
         for line in as_text(tables, terminal_width()).splitlines():
             # One by one: of what a terminal's encoding lacks a sign for, pytest escapes all,
             # the ends of lines too.
             terminalreporter.write_line(line)
         if warning := append_step_summary(tables):
             terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
-
-    def _update_tables(self, tables: list[Table], outcomes: Sequence[Outcome]) -> None:
-        """Let the project add tables of its own, if it has any."""
-        hook = self.config.hook.pytest_dpbench_group_stats
-        if hook.get_hookimpls():
-            from dpbench.results.frame import summarise, to_frame
-
-            summary = summarise(to_frame(row for outcome in outcomes for row in outcome.rows))
-            hook(config=self.config, summary=summary, tables=tables)
 
     def pytest_unconfigure(self) -> None:
         """Leave nothing behind."""

@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
@@ -84,10 +84,10 @@ class Conditions:
 
     def differences(self, run: Run) -> list[str]:
         """What is not as it was in a run, one phrase each: versions, GPU, code, grid."""
-        here = {"grid": self.grid, "settings": self.settings}
-        return list(
-            _differences(_named(run.environment, run.session), _named(self.environment, here))
-        )
+        old = _named(run.environment, run.session)
+        new = _named(self.environment, {"grid": self.grid, "settings": self.settings})
+        every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
+        return [f"{name} {was} -> {now}" for name, (was, now) in every.items() if was != now]
 
 
 def premise_differences(before: Run, after: Run) -> list[str]:
@@ -96,20 +96,18 @@ def premise_differences(before: Run, after: Run) -> list[str]:
     What one of the two does not say is no difference, nor is an instrument that one lacks.
     """
     old, new = (_named(run.environment, run.session) for run in (before, after))
-    said = [name for name in old if old[name] is not None and new.get(name) is not None]
-    said = [name for name in said if not name.startswith("grid's ")]  # its cases are named anyway
-    found = list(_differences({n: old[n] for n in said}, {n: new[n] for n in said}))
+    found = [
+        f"{name} {was} -> {new[name]}"
+        for name, was in old.items()
+        if None not in (was, new.get(name))
+        and was != new[name]
+        and not name.startswith("grid's ")  # its cases are named anyway
+    ]
     if written := {case for entry in before.updates for case in entry["cases"]}:
         found.append(
             f"of {before.name}, {len(written)} cases were written later, under other conditions"
         )
     return found
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    for name in dict.fromkeys([*old, *new]):
-        if old.get(name) != new.get(name):
-            yield f"{name} {old.get(name)} -> {new.get(name)}"
 
 
 def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class MyTrainer(DPSGDTrainer):
 """
 
 
+@pytest.mark.usefixtures("counted_here")
 def test_fixture_takes_classes_and_objects(project: RunSuite, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         mine=WORKLOAD,

@@ -137,6 +137,7 @@ def test_any_value_stands_in_a_report_path(value: str) -> None:
 # --- on the command line, in grids --------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("counted_here")
 def test_set_given_twice_is_two_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = [f"--workload={HERE}:Digits", "--set=image_size=8", "--set=image_size=9"]
     file = tmp_path / "run.json"
