@@ -68,7 +68,7 @@ def scripts(opacus: Path) -> Iterator[Script]:
     yield Script("BatchMemoryManager", memory, 4, PRIVATE, "none")
 
 
-def line(script: Script) -> list[str]:
+def line(script: Script, instrument: str) -> list[str]:
     """A script's line of the table."""
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder) / "names"
@@ -98,10 +98,11 @@ def line(script: Script) -> list[str]:
             return done.stdout
 
         alone = output(*script.command)
-        watched = ("-m", "dpbench", "exec", "--instrument", "timing", "--continue", "--skip", "0")
+        watched = ("-m", "dpbench", "exec", "--instrument", instrument, "--continue", "--skip", "0")
         told = output(*watched, "--steps", "1000", "--json", "run.json", *script.command)
         rows = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))["rows"]
-    times = [row for row in rows if row["metric"] == "step_time_seconds"]
+    metrics = ("step_time_seconds", "logical_read_bytes")
+    times = [row for row in rows if row["metric"] in metrics]
     steps = len({row["repeat"] for row in times})
     phases = {row["phase"] for row in times} - {"step", "outside"}
     whole = sum(row["value"] for row in times if row["phase"] == "step")
@@ -123,12 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--opacus", type=Path, required=True, help="a checkout of Opacus")
     parser.add_argument("--only", default="", help="those whose title has this")
+    parser.add_argument("--instrument", choices=("timing", "logical"), default="timing")
     options = parser.parse_args()
-    heads = ["script", "steps", "phases", "right", "prints the same", "time outside"]
+    heads = ["script", "steps", "phases", "right", "prints the same", "outside"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for script in scripts(options.opacus.resolve()):
         if options.only in script.title and importlib.util.find_spec(script.needs):
-            print(f"| {' | '.join(line(script))} |", flush=True)
+            print(f"| {' | '.join(line(script, options.instrument))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,10 @@ def run(options: argparse.Namespace) -> int:
                 if outcome.error:
                     print(f"dpbench exec: {outcome.message}", file=sys.stderr)
         finally:  # what was counted until an interruption is kept and shown
-            found = {outcome.case for outcome in session.outcomes()}
-            session.finish(complete={*cases} <= found)
+            outcomes = session.outcomes()
+            found = {outcome.case for outcome in outcomes}
+            failed = any(outcome.error for outcome in outcomes)  # no reference for others
+            session.finish(complete={*cases} <= found and not failed)
             _show(session, baseline)
         return 1 if session.failed else 0
 

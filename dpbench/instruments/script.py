@@ -6,6 +6,7 @@ The program has the terminal, so what is found goes to a file.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -40,6 +41,8 @@ from dpbench.results.rows import Measurement
 
 HEARD: dict[str, type[Recorder]] = {**RECORDERS, NvtxRecorder.name: NvtxRecorder}
 """What can hear the steps of a script, by instrument."""
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 OPTIONS = ("name", "is_module", "skip", "steps", "go_on")
 """The fields of `ScriptRun` that the script's process is told."""
@@ -271,5 +274,12 @@ def _what_is_wrong(
     )
 
 
+def _end_with_parent() -> None:
+    """Let the system end this process with the one that started it, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     sys.exit(run(json.loads(sys.argv[1]), sys.argv[2:]))

@@ -268,7 +268,7 @@ def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
         found = found.dropna(subset="ratio")
         if metric in ratios and group.phase == STEP and len(found):
             outside = found[~found.ratio.between(low, high)]
-            listed = outside.label + outside.ratio.map(" {:.2f}".format)
+            listed = [f"{row.label} {row.ratio:.2f}" for row in outside.itertuples()]
             name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
             yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x standard; outside: {cases}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):

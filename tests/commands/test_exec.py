@@ -16,6 +16,7 @@ from dpbench.case import script_case
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.instruments.script import ScriptRun, run
+from dpbench.results.storage import Storage
 from tests.commands import scripts
 from tests.programs import program
 
@@ -147,11 +148,11 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
 
 def test_script_that_is_killed_is_an_error_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     Path("dies.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
-    assert main(["exec", "dies.py"]) == 1
-    error = capfd.readouterr().err
-    assert (
-        error == "dpbench exec: dies: the script was killed by SIGKILL, and nothing was counted\n"
-    )
+    assert main(["exec", "--save=dies", "dies.py"]) == 1
+    told = "dies: the script was killed by SIGKILL, and nothing was counted\n"
+    assert told in capfd.readouterr().err
+    [saved], _ = Storage(Path(".dpbench")).listing()
+    assert saved.status == "interrupted"  # and no reference for others
 
 
 @pytest.mark.parametrize(
