@@ -13,7 +13,8 @@ import pytest
 from dpbench.cli import main
 
 GUIDE = (Path(__file__).parents[2] / "docs/guide.md").read_text(encoding="utf-8")
-CHAPTER = re.split(r"^## ", GUIDE.partition("\n### Your own loss and data\n")[2], flags=re.MULTILINE)[0]
+AFTER = GUIDE.partition("\n### Your own loss and data\n")[2]
+CHAPTER = AFTER.partition("\n## ")[0]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", CHAPTER, re.DOTALL)
 WORKLOAD, TEST = [
     next(text for kind, text in BLOCKS if kind == "python" and word in text)
