@@ -185,8 +185,17 @@ def exclusive(
         with suppress(PermissionError):
             os.fchmod(file, 0o666)  # for every user, whatever the umask
         told = ""
-        while not _locked(file):
-            holder = os.pread(file, 1000, 0).decode(errors="replace")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(file, 1000, 0).decode(errors="replace")
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{path.parent} has no file locks ({error.strerror}); "
+                    f"set TMPDIR to a folder on a local disk"
+                ) from error
             if holder.endswith("\n") and holder != told:  # else it is still to be written
                 waiting(holder.strip())
                 told = holder
@@ -198,16 +207,3 @@ def exclusive(
         os.ftruncate(file, 0)
     finally:
         os.close(file)
-
-
-def _locked(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise ConfigurationError(
-            f"{tempfile.gettempdir()} has no file locks ({error.strerror}); "
-            f"set TMPDIR to a folder on a local disk"
-        ) from error
-    return True

@@ -28,7 +28,7 @@ SECTOR_BYTES = 32
 RATIO = "_ratio"
 """The end of the name of a metric's ratio to the baseline's."""
 
-Kind = Literal["value", "ratio", "spread", "over_logical"]
+Kind = Literal["value", "ratio", "spread", "over_logical", "logical"]
 """Which number of a metric a column shows."""
 
 

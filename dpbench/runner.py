@@ -20,9 +20,6 @@ from dpbench.results.operators import guesses
 from dpbench.results.outcome import PARTS, Outcome
 from dpbench.results.rows import Measurement
 
-COUNTING_SECONDS = 60.0
-"""After this, an outside trainer is taken not to be countable; a 1b case takes up to 7 s."""
-
 
 class DoesNotFit(InstrumentError):
     """The case needs more memory than the GPU has; it was not started."""
@@ -43,7 +40,7 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
         return
     from dpbench.instruments.logical.instrument import Logical  # loads torch
 
-    counting = Logical(timeout=COUNTING_SECONDS).start(case)
+    counting = Logical(timeout=60).start(case)  # a 1b case takes up to 7 s
     try:
         rows = counting.rows()
     except DpbenchError:

@@ -366,7 +366,7 @@ class Session:
 
     def summary(self) -> list[Table]:
         """Every table of the session, the comparison's last."""
-        from dpbench.show.summary import summary_tables
+        from dpbench.show.export import summary_tables
 
         outcomes = self.outcomes()
         return [*summary_tables(outcomes, self.view.of_tests(outcomes)), *self.comparison.tables]

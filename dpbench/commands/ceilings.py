@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.gpu import child_environment, require_gpu
     from dpbench.process.ceilings import measure_ceilings
     from dpbench.results.cards import Ceilings
-    from dpbench.show.roofline import ceilings_table
+    from dpbench.show.kernels import ceilings_table
 
     require_gpu()
     if options.json:

@@ -6,7 +6,8 @@ outside. After --skip steps as many as --steps says are heard, and then the scri
 its next step would begin, or goes on with --continue. Options of the script come after its name.
 
 By timing are times; by logical the bytes that each operator must read and write, counted on the
-tensors as they pass; by cupti DRAM bytes by hardware counters, on a GPU. --baseline names a saved
+tensors as they pass; by cupti DRAM bytes by hardware counters, on a GPU; by ncu all that Nsight
+Compute counts, for which it runs the script several times. --baseline names a saved
 run of another script, by whose numbers these are divided, phase by phase.
 
 Examples:
@@ -46,6 +47,10 @@ DECLARED = {
 """The options that are those of ``dpbench run``, by group."""
 
 
+NCU = ("ncu_path", "ncu_dir", "ncu_metrics")
+"""Those of measuring by ncu."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.usage = "dpbench exec [options] (SCRIPT | -m MODULE) [ARGUMENT …]"
@@ -54,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--instrument",
         action="append",
         metavar="NAME",
-        help="timing, logical or cupti; repeatable; default cupti, without a GPU logical",
+        help="timing, logical, cupti or ncu; repeatable; default cupti, without a GPU logical",
     )
     how.add_argument(
         "--skip",
@@ -80,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM|FILE",
         help="a saved run of another script: what ratios divide by, as the standard trainer",
     )
+    declare(how.add_argument, *NCU)
     for title, names in DECLARED.items():
         declare(parser.add_argument_group(title).add_argument, *names)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -92,13 +98,13 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.session import Session
 
     gpu = next(iter(visible_gpus()), None)
-    case, scripts = _chosen(options, "cupti" if gpu else "logical")
     declared: dict[str, Any] = {
-        name: getattr(options, name) for names in DECLARED.values() for name in names
+        name: getattr(options, name) for names in (*DECLARED.values(), NCU) for name in names
     }
     declared["compare_fail"] = tuple(declared["compare_fail"])
     settings = Settings(device="cuda" if gpu else "cpu", **declared)
     settings.check()
+    case, scripts = _chosen(options, settings, "cupti" if gpu else "logical")
     baseline = _baseline(options, [script.name for script in scripts])
     session = Session(settings, scripts, gpu)
     session.grid = Grid(case.trainer, **{axis: (getattr(case, axis),) for axis in AXES})
@@ -121,7 +127,9 @@ def run(options: argparse.Namespace) -> int:
         return 1 if session.failed else 0
 
 
-def _chosen(options: argparse.Namespace, usual: str) -> tuple[Case, list[ScriptRun]]:
+def _chosen(
+    options: argparse.Namespace, settings: Settings, usual: str
+) -> tuple[Case, list[ScriptRun]]:
     """The case of the script, and how it is run for each instrument."""
     from dpbench.instruments.script import ScriptRun
 
@@ -130,6 +138,8 @@ def _chosen(options: argparse.Namespace, usual: str) -> tuple[Case, list[ScriptR
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
     stem = program[0].rpartition(".")[2] if options.module else Path(program[0]).stem
     name = options.name or stem
+    if "/" in name:
+        raise ConfigurationError(f"--name {name!r} names files, and cannot have a slash in it")
     if name == BASELINE_TRAINER:
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
@@ -142,6 +152,9 @@ def _chosen(options: argparse.Namespace, usual: str) -> tuple[Case, list[ScriptR
             skip=options.skip,
             steps=options.steps,
             go_on=options.go_on,
+            directory=settings.ncu_dir if instrument == "ncu" else None,
+            path=settings.ncu_path,
+            names=settings.metric_names,
         )
         for instrument in dict.fromkeys(options.instrument or [usual])
     ]

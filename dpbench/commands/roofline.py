@@ -17,7 +17,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,16 +24,13 @@ from typing import TYPE_CHECKING
 from dpbench.case import AXES, Case, parameters_text
 from dpbench.commands.options import add_cases, chosen_grid, count_cases, saved_run
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable_file
+from dpbench.files import check_writable_file, write_text
 from dpbench.registry import registries, resolve
-from dpbench.results.cards import CARDS, Roofs, find_card
+from dpbench.results.cards import CARDS, Roofs, find_card, read_ceilings
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from dpbench.results.outcome import Outcome
-    from dpbench.show.layout import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables; returns the exit code, 1 if a case could not be counted."""
-    from dpbench.files import write_text
+    import pandas as pd
+
     from dpbench.results.frame import to_frame
+    from dpbench.results.roofline import intensities, under
+    from dpbench.show.kernels import roofline_tables
     from dpbench.show.layout import as_markdown, as_text
 
-    named = _named_roofs(options)
+    named = find_card(options.card) if options.card else None
+    if options.ceilings:
+        named = read_ceilings(options.ceilings).roofs()
     if options.markdown:
         check_writable_file(options.markdown)
     saved = _saved(options) if options.files else to_frame([])
@@ -69,39 +70,20 @@ def run(options: argparse.Namespace) -> int:
         named = named or _visible_roofs()
     has_flops = set(_cases_of(saved[saved.metric == "flops"]))
     counted = count_cases([case for case in cases if case not in has_flops])
-    tables = _tables(_with_counts(saved, counted), roofs, named)
+    for outcome in counted:
+        if outcome.error:  # what could not be counted has no place under a roof
+            same = saved[list(AXES)] == pd.Series(asdict(outcome.case))
+            saved = saved[~same.all(axis="columns")]
+    parts = [saved, to_frame(row for outcome in counted for row in outcome.rows)]
+    frame = pd.concat([part for part in parts if len(part)] or [saved], ignore_index=True)
+    tables = []
+    for device, rows in intensities(frame).groupby("device", sort=False):
+        card = roofs.get(str(device)) or named or _visible_roofs()
+        tables += roofline_tables(under(rows, card), card)
     print(as_text(tables))
     if options.markdown:
         write_text(options.markdown, as_markdown(tables))
     return 1 if any(outcome.error for outcome in counted) else 0
-
-
-def _with_counts(saved: pd.DataFrame, counted: Sequence[Outcome]) -> pd.DataFrame:
-    """The saved rows and the counted ones, without the cases that could not be counted."""
-    import pandas as pd
-
-    from dpbench.results.frame import to_frame
-
-    for outcome in counted:
-        if outcome.error:
-            same = saved[list(AXES)] == pd.Series(asdict(outcome.case))
-            saved = saved[~same.all(axis="columns")]
-    parts = [saved, to_frame(row for outcome in counted for row in outcome.rows)]
-    return pd.concat([part for part in parts if len(part)] or [saved], ignore_index=True)
-
-
-def _tables(
-    frame: pd.DataFrame, roofs: Mapping[str, Roofs], elsewhere: Roofs | None
-) -> list[Table]:
-    """The tables of rows, by the device that they are of."""
-    from dpbench.results.roofline import intensities, under
-    from dpbench.show.roofline import roofline_tables
-
-    tables = []
-    for device, rows in intensities(frame).groupby("device", sort=False):
-        bounds = roofs.get(str(device)) or elsewhere or _visible_roofs()
-        tables += roofline_tables(under(rows, bounds), bounds)
-    return tables
 
 
 def _saved(options: argparse.Namespace) -> pd.DataFrame:
@@ -137,21 +119,10 @@ def _spelled(axis: str, value: object) -> object:
 
 
 def _cases_of(frame: pd.DataFrame) -> list[Case]:
-    """The cases of rows, each once."""
-    fields = frame[list(AXES)].drop_duplicates()
-    return [Case(*row) for row in fields.to_numpy(object)]
-
-
-def _named_roofs(options: argparse.Namespace) -> Roofs | None:
-    if options.ceilings:
-        from dpbench.results.cards import read_ceilings
-
-        return read_ceilings(options.ceilings).roofs()
-    return find_card(options.card) if options.card else None
+    return [Case(*row) for row in frame[list(AXES)].drop_duplicates().to_numpy(object)]
 
 
 def _visible_roofs() -> Roofs:
-    """The roofs of the GPU that is visible here."""
     from dpbench.gpu import visible_gpus
 
     gpu = next(iter(visible_gpus()), None)

@@ -29,8 +29,8 @@ from dpbench.files import check_is_file
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
+    from dpbench.results.rows import Measurement
     from dpbench.show.layout import Table
-    from dpbench.show.view import View
 
 
 TIMELINES = (".nsys-rep", ".sqlite")
@@ -45,8 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
+    from dpbench.results.frame import to_frame
+    from dpbench.show.export import summary_tables
     from dpbench.show.layout import as_text, terminal_width
-    from dpbench.show.summary import summary_tables
+    from dpbench.show.tables import tables
     from dpbench.show.view import View
 
     view = View.of(options.columns, options.sort, options.group_by, expect=options.expect)
@@ -59,15 +61,15 @@ def run(options: argparse.Namespace) -> int:
             else f"{timelines[0]} is a timeline: show it alone"
         )
     if timelines:
-        tables = _of_timeline(timelines[0])
+        shown = _of_timeline(timelines[0])
     elif runs:
         outcomes = saved_run(runs[0], options.storage).outcomes
-        tables = summary_tables(outcomes, view.of_tests(outcomes))
+        shown = summary_tables(outcomes, view.of_tests(outcomes))
     else:
-        tables = _of_reports(map(Path, options.files), view)
-    if not tables:
+        shown = tables(to_frame(_rows(map(Path, options.files))), view)
+    if not shown:
         raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
-    print(as_text(tables, terminal_width()))
+    print(as_text(shown, terminal_width()))
     return 0
 
 
@@ -79,19 +81,15 @@ def _of_timeline(path: Path) -> list[Table]:
     return whole_timeline(timeline_of(path), path.stem)
 
 
-def _of_reports(files: Iterable[Path], view: View) -> list[Table]:
+def _rows(reports: Iterable[Path]) -> list[Measurement]:
     from dpbench.instruments.ncu.range_report import case_of, read
-    from dpbench.results.frame import to_frame
-    from dpbench.show.tables import tables
 
     paths: dict[Case, Path] = {}
-    for path in files:
+    for path in reports:
         check_is_file(path)
-        case = case_of(path)
-        if case in paths:
+        other = paths.setdefault(case_of(path), path)
+        if other is not path:
             raise ConfigurationError(
-                f"{paths[case]} and {path} are the same case; show them one at a time"
+                f"{other} and {path} are the same case; show them one at a time"
             )
-        paths[case] = path
-    rows = [row for case, path in paths.items() for row in read(path, case)]
-    return tables(to_frame(rows), view)
+    return [row for case, path in paths.items() for row in read(path, case)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dpbench.instruments.cupti.steps import StepCounter
     from dpbench.instruments.logical.counter import Count
     from dpbench.instruments.logical.running import RunningCounter
-    from dpbench.process.step import PhaseTimes
+    from dpbench.process.step import NvtxRanges, PhaseTimes
 
 
 class Recorder(ABC):
@@ -82,6 +82,7 @@ class TimingRecorder(Recorder):
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
         self._times: PhaseTimes | None = None
+        self._peak: int | None = None
 
     def start_step(self) -> None:
         if self._times is None:
@@ -101,6 +102,10 @@ class TimingRecorder(Recorder):
     def end_step(self) -> None:
         if self._times:
             self._times.end_step()
+            if self._times.on_cuda:  # now: the script may go on
+                import torch
+
+                self._peak = torch.cuda.max_memory_allocated()
         super().end_step()
 
     def record(self) -> dict[str, Any]:
@@ -110,12 +115,11 @@ class TimingRecorder(Recorder):
         import torch
 
         seconds = self._times.seconds()[: self.heard]
-        peak = torch.cuda.max_memory_allocated() if self._times.on_cuda and seconds else None
         return {
             "device": torch.cuda.get_device_name() if self._times.on_cuda else "cpu",
             "torch": torch.__version__,
             "phase_seconds": seconds,
-            "peak_memory_bytes": peak,
+            "peak_memory_bytes": self._peak,
         }
 
     def rows(self, case: Case) -> list[Measurement]:
@@ -207,9 +211,9 @@ class LogicalRecorder(Recorder):
 class CuptiRecorder(TimingRecorder):
     """Times of steps without counters; after these, as many counted ones as it takes.
 
-    The steps of a script need not be alike, so only what is counted in one pass is counted: bytes
-    of DRAM and how busy the GPU was. As many steps are counted by phase as are timed, and as many
-    as a whole, whose busy shares no synchronization disturbs.
+    The steps of a script need not be alike, so only that is counted which one pass is enough for
+    on Hopper and newer chips: bytes of DRAM and how busy the GPU was. As many steps are counted by
+    phase as are timed, and as many as a whole, whose busy shares no synchronization disturbs.
     """
 
     name: ClassVar[str] = "cupti"
@@ -233,6 +237,7 @@ class CuptiRecorder(TimingRecorder):
             rounds = [True] * self.timed + [False] * self.timed
             self._target = Target.of_torch()
             self._counter = StepCounter((), self._target, rounds)
+            self.wanted = self.timed + self._counter.steps
         self._counter.start_step()
 
     def switch(self, phase: str) -> None:
@@ -253,10 +258,12 @@ class CuptiRecorder(TimingRecorder):
         from dpbench.instruments.cupti.instrument import counted_rows, cupti_rows
 
         record = self.record() | {"cupti": "", "counted_phases": {}, "counted_steps": []}
-        if self._times and not self._times.on_cuda:
+        if self._times and record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
-        steps = self._counter.each() if self._counter else []
-        if self._counter:
+        steps = []
+        if self._counter:  # older chips need two passes, and so steps that are alike
+            one_pass = self._counter.passes == 1
+            steps = self._counter.each() if one_pass else self._counter.rounds()
             record["cupti"] = "{}.{}".format(*self._target.library.cuda_version)
         by_phase = [step for step in steps if STEP not in step]
         whole = [step for step in steps if STEP in step]
@@ -274,16 +281,56 @@ class CuptiRecorder(TimingRecorder):
             self._counter.close()
 
 
+class NvtxRecorder(Recorder):
+    """Marks phases as ranges for Nsight Compute, whose report has the numbers."""
+
+    name: ClassVar[str] = "ncu"
+
+    def __init__(self, wanted: int | None = None) -> None:
+        super().__init__(wanted)
+        self._ranges: NvtxRanges | None = None
+
+    def start_step(self) -> None:
+        from dpbench.process.step import NvtxRanges
+
+        self._ranges = self._ranges or NvtxRanges()
+        self._ranges.start_step()
+
+    def switch(self, phase: str) -> None:
+        if self._ranges:
+            self._ranges.switch(phase)
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self._ranges:
+            self._ranges.end_step()
+        if self.finished:
+            self.close()
+
+    def rows(self, case: Case) -> list[Measurement]:
+        return []
+
+    def close(self) -> None:
+        if self._ranges:
+            self._ranges.finish()
+            self._ranges = None
+
+
 RECORDERS: dict[str, type[Recorder]] = {
     recorder.name: recorder for recorder in (TimingRecorder, LogicalRecorder, CuptiRecorder)
 }
+"""Those whose numbers the process that trains has itself, by instrument."""
 
 
-def recorder(instrument: str, wanted: int | None = None) -> Recorder:
+def recorder(
+    instrument: str,
+    wanted: int | None = None,
+    known: Mapping[str, type[Recorder]] = RECORDERS,
+) -> Recorder:
     """The recorder of an instrument, by its name."""
-    if instrument not in RECORDERS:
-        raise unknown("instrument for running training", instrument, RECORDERS)
-    return RECORDERS[instrument](wanted)
+    if instrument not in known:
+        raise unknown("instrument for running training", instrument, known)
+    return known[instrument](wanted)
 
 
 def on_cuda() -> bool:

@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,24 @@ from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
 from dpbench.instruments.base import Instrument, InstrumentError, Running
 from dpbench.instruments.child import describe_exit
+from dpbench.instruments.ncu.instrument import Ncu
+from dpbench.instruments.ncu.metrics import counters, resolve
+from dpbench.instruments.ncu.program import diagnose, find_ncu
+from dpbench.instruments.ncu.range_report import NothingProfiled, read
 from dpbench.instruments.processes import GRACE_SECONDS
-from dpbench.instruments.recorders import RECORDERS, Recorder, recorder
+from dpbench.instruments.recorders import RECORDERS, NvtxRecorder, Recorder, recorder
 from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.script import StepFinder, Stop
 from dpbench.process.watched import watch
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
+
+HEARD: dict[str, type[Recorder]] = {**RECORDERS, NvtxRecorder.name: NvtxRecorder}
+"""What can hear the steps of a script, by instrument."""
+
+OPTIONS = ("name", "is_module", "skip", "steps", "go_on")
+"""The fields of `ScriptRun` that the script's process is told."""
 
 
 class ScriptFailed(InstrumentError):
@@ -49,6 +60,9 @@ class ScriptRun(Instrument):
         skip: steps that come before those that count.
         steps: how many count.
         go_on: whether the script goes on after them; else it is ended.
+        directory: where the report of ncu goes.
+        path: the program ncu, if it is not where it usually is.
+        names: what ncu counts, beside the usual.
     """
 
     name: str  # type: ignore[misc]
@@ -57,15 +71,32 @@ class ScriptRun(Instrument):
     skip: int = 3
     steps: int = 5
     go_on: bool = False
+    directory: Path | None = None
+    path: str | None = None
+    names: tuple[str, ...] | None = None
+
+    @cached_property
+    def ncu(self) -> Ncu | None:
+        """What profiles the script, if that is asked for: once for each group of counters."""
+        if self.name != Ncu.name or self.directory is None:
+            return None
+        metrics = tuple(resolve(self.names, gpu.chip_here()))
+        return Ncu(self.directory, find_ncu(self.path), metrics=metrics)
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self.ncu.versions if self.ncu else {}
 
     @property
     def hardware(self) -> bool:  # type: ignore[override]
         """See `Instrument`."""
-        return RECORDERS[self.name].hardware
+        return HEARD[self.name].hardware
 
     def check(self) -> None:
         """There are a script and a number of steps."""
-        recorder(self.name)
+        recorder(self.name, known=HEARD)
+        if self.ncu:
+            self.ncu.check()
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
                 f"needs --skip >= 0 and --steps >= 1, not {self.skip} and {self.steps}"
@@ -84,9 +115,17 @@ class RunningScript(Running):
         self.script, self.case = script, case
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
         self._record = Path(self._directory.name) / "record.json"
-        options = asdict(script) | {"case": asdict(case), "record": str(self._record)}
-        program = options.pop("program")
-        command = [sys.executable, "-m", __name__, json.dumps(options), *program]
+        options = {name: getattr(script, name) for name in OPTIONS}
+        options |= {"case": asdict(case), "record": str(self._record)}
+        command = [sys.executable, "-m", __name__, json.dumps(options), *script.program]
+        if script.ncu:
+            self._report = script.ncu.report(case)
+            self._report.parent.mkdir(parents=True, exist_ok=True)
+            self._report.unlink(missing_ok=True)
+            self._log = self._report.with_suffix(".log")
+            what = ("--metrics", ",".join(counters(script.ncu.metrics)))
+            said = ("--log-file", str(self._log))
+            command = [*script.ncu.before_program(case, (*what, *said)), *command]
         self._process = subprocess.Popen(command, env={**os.environ, **gpu.child_environment()})
 
     def rows(self) -> list[Measurement]:
@@ -96,6 +135,8 @@ class RunningScript(Running):
         except (OSError, ValueError):
             record = {"error": f"the script {describe_exit(code)}, and nothing was counted"}
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]
+        if self.script.ncu and not interrupted and not record.get("error"):
+            rows = self._read_report(self.script.ncu, record)
         self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
         self.notes = tuple(record.get("notes", ()))
         error = record.get("error")
@@ -106,6 +147,12 @@ class RunningScript(Running):
             failure.rows = rows
             raise failure
         return rows
+
+    def _read_report(self, ncu: Ncu, record: dict[str, Any]) -> list[Measurement]:
+        if not self._report.exists():
+            said = diagnose(self.case, self._log) if self._log.exists() else None
+            raise said or NothingProfiled(f"{self.case.id}: ncu left no report", log=self._log)
+        return read(self._report, self.case, ncu.metrics, tool=ncu.tool(record))
 
     def _wait(self) -> tuple[int, bool]:
         """How the process ended, and whether it was interrupted: by Ctrl-C it is by itself."""
@@ -132,7 +179,7 @@ class RunningScript(Running):
 def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
     """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`."""
     case = Case(**options["case"])
-    heard = recorder(options["name"], options["steps"])
+    heard = recorder(options["name"], options["steps"], HEARD)
     finder = StepFinder(heard, skip=options["skip"], go_on=options["go_on"])
     code: int | str | None = 0
     raised = ""
@@ -155,7 +202,8 @@ def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
             code, raised = 1, f"{type(error).__name__}: {error}".partition("\n")[0]
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         finder.close()
-        found: dict[str, Any] = {"error": None, "rows": [], "operators": [], "notes": finder.notes}
+        torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
+        found: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
         try:
             found["rows"] = [row.as_row() for row in heard.rows(case)]
             found["operators"] = [count.as_row() for count in heard.operators]

@@ -13,26 +13,21 @@ from dpbench.case import PRECISIONS
 from dpbench.process.build import pick_device
 from dpbench.process.step import alone
 
-COPY_BYTES = 4 * 2**30
-"""Size of the copied buffer: 32 times the largest L2 cache that is known of (126 MB)."""
-
-MATRIX = 8192
-"""Side of the multiplied matrices: large enough to fill every card."""
-
 
 def measure_ceilings(
     device: str = "cuda",
     *,
-    copy_bytes: int = COPY_BYTES,
-    matrix: int = MATRIX,
+    copy_bytes: int = 4 * 2**30,
+    matrix: int = 8192,
     seconds: float = 0.5,
 ) -> dict[str, Any]:
     """Measure a device, alone among dpbench's processes.
 
     Args:
         device: ``auto``, ``cuda`` or ``cpu``.
-        copy_bytes: size of the buffer to copy; less if half the free memory is less.
-        matrix: side of the square matrices.
+        copy_bytes: size of the buffer to copy, by default 32 times the largest L2 cache that is
+            known of (126 MB); less if half the free memory is less.
+        matrix: side of the square matrices, by default large enough to fill every card.
         seconds: how long each measurement, the median of several runs, lasts at least.
 
     Returns:

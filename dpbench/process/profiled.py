@@ -25,9 +25,6 @@ from dpbench.training.phases import observed_step
 
 RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
-MAX_ENTRIES = 400_000
-"""Allocations and frees that a memory snapshot keeps; a step of the 1b model has some 15 000."""
-
 
 class PhaseAnnotations:
     """Marks each phase in the trace, and notes how much memory it needed at most.
@@ -143,7 +140,8 @@ def _kind(event: Any) -> str:
 
 def _snapshot(trainer: TrainerBase, batch: Batch, path: Path) -> None:
     """The allocations of one more step, each with its Python stack, for PyTorch's memory_viz."""
-    torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
+    # A step of the 1b model allocates and frees some 15 000 times.
+    torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
     try:
         trainer.train_step(batch)
         torch.cuda.memory._dump_snapshot(str(path))

@@ -159,7 +159,9 @@ def alone_on(
     case: Case, device: torch.device, run: Callable[[torch.device], dict[str, Any]]
 ) -> dict[str, Any]:
     """Run a case while no other dpbench process uses the GPU, and leave its memory free."""
-    import_everything(case)
+    # What a case needs is imported before it holds the GPU: others measure meanwhile.
+    import_named(case)
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
     start = time.monotonic()
     with alone(device, case.id):  # before the first CUDA call
         waited = time.monotonic() - start
@@ -188,12 +190,6 @@ def alone(device: torch.device, purpose: str) -> AbstractContextManager[None]:
 
     say(card.uuid)
     return gpu.exclusive(card, purpose, lambda holder: say(f"{card.uuid}, held by {holder}"))
-
-
-def import_everything(case: Case) -> None:
-    """Import what a case needs before it holds the GPU, so that others measure meanwhile."""
-    import_named(case)
-    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
 
 
 def describe(

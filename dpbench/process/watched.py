@@ -128,6 +128,8 @@ class _Watching:
         finder = self.finder
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
+            if finder.settled and module._compiled_call_impl is None:
+                return module._call_impl(*args, **options)  # all that the original does
             if finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
             with finder.forward():

@@ -7,9 +7,6 @@ up to the third, nothing is missing from a table of kernels and copies.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES
@@ -41,50 +38,44 @@ ACCOUNT_COLUMNS = {
 
 
 def account(frame: pd.DataFrame) -> pd.DataFrame:
-    """The account of one case, in bytes of one step: a row for each phase and for the step.
+    """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
 
     Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
     ``share`` (the remainder over the step's range). An instrument or a metric that is missing
-    is an error.
-
-    Args:
-        frame: the long table of one case on one device.
+    from the long table is an error.
     """
     summary = summarise(frame)
     if len(summary[[*AXES, "device"]].drop_duplicates()) > 1:
         raise ConfigurationError("an account is of one case on one device; these rows mix several")
-    columns = {
-        name: _by_phase(summary, instrument, metrics)
-        for name, (instrument, metrics) in ACCOUNT_COLUMNS.items()
-    }
     # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
-    # clipping has copies and no kernel. That the instrument saw the step is checked above.
-    table = pd.DataFrame(columns).fillna(0.0)
+    # clipping has copies and no kernel. That the instrument saw the step is checked.
+    table = pd.DataFrame(
+        {name: _by_phase(summary, *source) for name, source in ACCOUNT_COLUMNS.items()}
+    ).fillna(0.0)
     table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
     ranges = table.range_read + table.range_written
     parts = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
-    table["remainder"] = ranges - parts
-    table["share"] = table.remainder / ranges[STEP]
-    return table
+    return table.assign(remainder=ranges - parts, share=(ranges - parts) / ranges[STEP])
 
 
-def _by_phase(summary: pd.DataFrame, instrument: str, metrics: Iterable[str]) -> pd.Series[float]:
-    """The sum of metrics by phase."""
-    of_instrument = summary[summary.instrument == instrument]
-    rows = of_instrument[of_instrument.metric.isin(list(metrics))]
-    if STEP not in set(rows.phase):
+def _by_phase(summary: pd.DataFrame, instrument: str, metrics: tuple[str, ...]) -> pd.Series[float]:
+    """The sum of an instrument's metrics by phase; each must be there in each of its phases."""
+    sources = ACCOUNT_COLUMNS.values()
+    known = {metric for whose, names in sources if whose == instrument for metric in names}
+    rows = summary[(summary.instrument == instrument) & summary.metric.isin(known)]
+    wide = rows.pivot(index="phase", columns="metric", values="value")
+    wide = wide.reindex(columns=sorted(metrics))
+    if STEP not in wide.index or wide.loc[STEP].isna().all():
         raise ConfigurationError(
             f"an account needs {' or '.join(metrics)} of the instrument {instrument!r}; "
             f"there is {', '.join(sorted(set(summary.instrument))) or 'nothing'}"
         )
-    known = {m for whose, names in ACCOUNT_COLUMNS.values() if whose == instrument for m in names}
-    phases = set(of_instrument[of_instrument.metric.isin(known)].phase)
-    for metric in sorted({*metrics} - {OTHER_COPIES}):
-        if lacking := phases - set(rows[rows.metric == metric].phase):
+    for metric in wide.columns.drop(OTHER_COPIES, errors="ignore"):
+        if lacking := sorted(wide.index[wide[metric].isna()]):
             raise ConfigurationError(
-                f"an account needs {metric} of each phase; {', '.join(sorted(lacking))} has none"
+                f"an account needs {metric} of each phase; {', '.join(lacking)} has none"
             )
-    return rows.groupby("phase").value.sum()
+    return wide.sum(axis="columns")
 
 
 def in_cache(account: pd.DataFrame) -> bool:
@@ -95,10 +86,3 @@ def in_cache(account: pd.DataFrame) -> bool:
 def unaccounted(account: pd.DataFrame) -> bool:
     """Whether more of the step is left over than `TOLERANCE`, of steps that reach DRAM."""
     return not in_cache(account) and bool(abs(account.share[STEP]) > TOLERANCE)
-
-
-def account_json(case_id: str, account: pd.DataFrame) -> str:
-    """An account in bytes of one step: under ``phases``, the columns of `account` by phase."""
-    phases = {str(phase): line.to_dict() for phase, line in account.iterrows()}
-    document = {"case": case_id, "unit": "B", "tolerance": TOLERANCE, "phases": phases}
-    return json.dumps(document, indent=1) + "\n"

@@ -17,22 +17,13 @@ from dpbench.results.rows import SCHEMA
 
 @dataclass(frozen=True)
 class Roofs:
-    """What bounds a card from above.
+    """What bounds a card from above."""
 
-    Args:
-        name: the card, for people.
-        devices: the names of the card in measured rows, as NVML and CUDA give them.
-        bandwidth: bytes per second between the chip and its memory, read and written together.
-        flops: dense floating-point operations per second by precision of a case (`PRECISIONS`), a
-            multiply-add counting as two.
-        premise: what the figures are, e.g. ``NVIDIA H200 Tensor Core GPU data sheet``.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    bandwidth: float
-    flops: Mapping[str, float]
-    premise: str
+    name: str  # for people
+    devices: tuple[str, ...]  # its names in measured rows, as NVML and CUDA give them
+    bandwidth: float  # of its memory, read and written together, B/s
+    flops: Mapping[str, float]  # dense FLOP/s by precision; a multiply-add counts as two
+    premise: str  # what the figures are, e.g. NVIDIA H200 Tensor Core GPU data sheet
 
     def ridge(self, precision: str) -> float:
         """FLOP per byte above which arithmetic, not bandwidth, bounds the card."""
@@ -69,20 +60,17 @@ CARDS = _read_cards()
 """By short name, a card's peaks, which no program exceeds and few reach."""
 
 
+def known_roofs(name: str) -> Roofs | None:
+    """The card with a short name (``h200``) or one of the driver's (``NVIDIA H200``), if known."""
+    named = (c for key, c in CARDS.items() if _plain(name) in map(_plain, (key, *c.devices)))
+    return next(named, None)
+
+
 def find_card(name: str) -> Roofs:
-    """The card with a short name (``h200``) or a name of the driver's (``NVIDIA H200``)."""
-    for key, card in CARDS.items():
-        if _plain(name) in map(_plain, (key, *card.devices)):
-            return card
+    """The card with such a name; an error if dpbench has no data sheet of it."""
+    if card := known_roofs(name):
+        return card
     raise unknown("card", name, CARDS, "or measure this one's roofs: dpbench ceilings --json FILE")
-
-
-def known_roofs(device: str) -> Roofs | None:
-    """The roofs of a card by its name in measured rows, or None if dpbench has no data sheet."""
-    try:
-        return find_card(device)
-    except ConfigurationError:
-        return None
 
 
 def _plain(name: str) -> str:
@@ -92,23 +80,14 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What one device reached.
-
-    Args:
-        device: its name.
-        bandwidth: bytes per second, read and written together, of a copy on the device.
-        copy_bytes: size of what was copied, B.
-        flops: FLOP/s of a square matrix product by precision.
-        matrix: its side.
-        torch: the version that ran it.
-    """
+    """What one device reached."""
 
     device: str
-    bandwidth: float
+    bandwidth: float  # of a copy on the device, read and written together, B/s
     copy_bytes: int
-    flops: Mapping[str, float]
-    matrix: int
-    torch: str
+    flops: Mapping[str, float]  # FLOP/s of a square matrix product by precision
+    matrix: int  # its side
+    torch: str  # the version that ran it
 
     def roofs(self) -> Roofs:
         """The ceilings as roofs of this device."""
@@ -124,13 +103,11 @@ def read_ceilings(path: Path) -> Ceilings:
     """The ceilings in a document of `Ceilings.as_json`."""
     try:
         found = Ceilings(**json.loads(path.read_bytes())["ceilings"])
-        figures = [found.bandwidth, *(found.flops[precision] for precision in PRECISIONS)]
-        if not all(figure > 0 for figure in figures):
+        if not all(f > 0 for f in (found.bandwidth, *map(found.flops.__getitem__, PRECISIONS))):
             raise ValueError("a ceiling is not positive")
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{path}: not a document of dpbench ceilings --json ({error})"
-        ) from error
+        what = f"not a document of dpbench ceilings --json ({error})"
+        raise ConfigurationError(f"{path}: {what}") from error
     return found

@@ -7,18 +7,103 @@ ranges.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
 
 from dpbench.case import Case
 from dpbench.metrics import METRICS, unit
-from dpbench.results.kernel_names import category, short_name
+from dpbench.results.operators import Entry
 from dpbench.results.rows import STEP, Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
+CATEGORIES: tuple[tuple[str, str], ...] = (
+    ("attention", r"fmha|flash|MemEffAttention|sdpa|cudnn::fusion"),
+    ("random", r"distribution_|curand|philox|dropout|randperm|bernoulli"),
+    ("reduction", r"LpNormFunctor|lpnorm_cleanup|dot_kernel|reduce_1Block_kernel"),
+    ("optimizer", r"multi_tensor_apply|Fused(Sgd|Adam|Adagrad)"),
+    ("normalisation", r"(layer|batch|group|rms)_?norm|GammaBeta|RowwiseMoments|ComputeFusedParams"),
+    ("other", r"sort|unique|::scan::|_scan_|adjacent_difference|topk|nonzero|DeviceSelect|Compact"),
+    ("embedding", r"embedding|grad_weight|gather|scatter|indexSelect|indexFunc|index_(put|kernel)"),
+    ("GEMM", r"gemm|gemv|cutlass_|cublas|nvjet|splitK"),
+    ("copy", r"copy_kernel|CatArrayBatchedCopy|memcpy"),
+    ("set", r"FillFunctor|arange_|linspace|memset"),
+    ("reduction", r"reduce_kernel|softmax|nll_loss|_reduce_|DeviceReduce|SegmentedReduce"),
+    ("elementwise", r"elementwise|pointwise|transform_kernel"),
+)
+"""Categories and what a kernel's whole name must contain, as Nsight Compute demangles those that
+PyTorch's eager mode launches; upper and lower case are the same, and the first that fits counts.
+Multi-tensor kernels count as the optimizer's, who launches them."""
+
+_WRAPPERS = re.compile(
+    r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"
+)
+"""Names in template arguments that only wrap another that says what is done."""
+
+_TELLING = re.compile(
+    r"\w*?(Functor\w*|functor|Ops|_kernel\w*|KernelImpl|_cuda\w*|_scalar|Epilogue|Agent)"
+)
+"""Names in template arguments that say what is done."""
+
+_GENERIC = {"Kernel", "Kernel2", "device_kernel", "kernel"}
+"""Kernels whose own name says nothing."""
+
+
+@cache
+def category(name: str) -> str | None:
+    """The first of `CATEGORIES` that fits a demangled name, or None."""
+    fitting = (kind for kind, pattern in CATEGORIES if re.search(pattern, name, re.IGNORECASE))
+    return next(fitting, None)
+
+
+@cache
+def short_name(name: str) -> str:
+    """A demangled name with its template arguments folded to the one that says what is done.
+
+    Return type, parameters and most namespaces go as well::
+
+        void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>,
+        std::array<char *, (unsigned long)1>>(int, T2, T3)
+
+    becomes ``vectorized_elementwise_kernel<FillFunctor>``, and of cuBLAS's names the tile sizes
+    go, which are template arguments by another spelling.
+    """
+    cleaned = re.sub(r"(<unnamed>|\(anonymous namespace\)|\{anonymous\})::", "", name)
+    path, arguments = _split(cleaned)
+    base = re.sub(r"_tilesize\w*?_execute(_split_k)?_kernel\w*", r"\1", path.rpartition("::")[2])
+    if base in _GENERIC:
+        if library := re.match(r"\s*(cutlass_\w+)", arguments):
+            return library[1]
+        return "::".join(path.split("::")[-2:])
+    for word in re.findall(r"[A-Za-z_]\w*", arguments):
+        if _TELLING.fullmatch(word) and not _WRAPPERS.fullmatch(word):
+            return f"{base}<{word}>"
+    return base
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The path of a kernel, ``a::b::kernel``, and what stands between its angle brackets."""
+    path, arguments, depth, start = "", "", 0, 0
+    for i, character in enumerate(name):
+        if character == "<":
+            start = start if depth else i + 1
+            depth += 1
+        elif character == ">" and depth:
+            depth -= 1
+            arguments = arguments if depth else name[start:i]
+        elif depth == 0:
+            if character == "(":
+                break
+            if character == " ":  # before it stood the return type
+                path = arguments = ""
+            else:
+                path += character
+    return path or name, arguments
+
 
 ADDED_UP = ("read_bytes", "write_bytes", "l2_bytes", "seconds")
 """What adds up over launches."""
@@ -26,44 +111,27 @@ ADDED_UP = ("read_bytes", "write_bytes", "l2_bytes", "seconds")
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One launch of one kernel.
+    """One launch of one kernel."""
 
-    Args:
-        repeat: which of the active steps, from 0.
-        phase: the phase in which it was launched.
-        ordinal: its place among the kernel launches of that phase of that step, from 0; copies
-            and memsets are not counted.
-        name: the whole demangled name, template arguments and parameters included.
-        grid: thread blocks in x, y and z.
-        read_bytes: read from DRAM, B.
-        write_bytes: written to DRAM, B.
-        l2_bytes: all traffic of the L2 cache's slices, B.
-        seconds: from its start on the GPU to its end.
-    """
-
-    repeat: int
+    repeat: int  # which of the active steps, from 0
     phase: str
-    ordinal: int
-    name: str
-    grid: tuple[int, int, int]
-    read_bytes: float
-    write_bytes: float
-    l2_bytes: float
-    seconds: float
+    ordinal: int  # among the kernel launches of its phase and step, from 0, copies not counted
+    name: str  # demangled, template arguments and parameters included
+    grid: tuple[int, int, int]  # thread blocks
+    read_bytes: float  # from DRAM, B
+    write_bytes: float  # to DRAM, B
+    l2_bytes: float  # all traffic of the L2 cache's slices, B
+    seconds: float  # from its start on the GPU to its end
 
 
 @dataclass(frozen=True)
-class KernelCount:
-    """All launches of one kernel in one phase of one step, added up.
-
-    The fields are sums of those of `KernelLaunch`; ``operator`` is which operator launched them,
-    e.g. ``aten::clone``, or None if it is not known.
-    """
+class KernelCount(Entry):
+    """All launches of one kernel in one phase of one step, added up."""
 
     repeat: int
     phase: str
     name: str
-    operator: str | None
+    operator: str | None  # which launched them, e.g. aten::clone, if that is known
     launches: int
     read_bytes: float
     write_bytes: float
@@ -82,54 +150,37 @@ class KernelCount:
 
     def as_row(self) -> dict[str, Any]:
         """Plain JSON types, short name and category included."""
-        return {**asdict(self), "kernel": self.kernel, "category": category(self.name)}
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> KernelCount:
-        """The inverse of `as_row`; what else is in the row is left alone."""
-        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+        kind = category(self.name) or "other"
+        return {**super().as_row(), "kernel": self.kernel, "category": kind}
 
 
 @dataclass(frozen=True)
-class KernelSpeed:
+class KernelSpeed(Entry):
     """One launch of a kernel against the card's limits: Nsight Compute's Speed of Light.
 
-    Args:
-        phase: the phase in which it was launched.
-        name: the whole demangled name.
-        grid: thread blocks in x, y and z.
-        seconds: from its start on the GPU to its end.
-        sm: of the peak throughput of the streaming multiprocessors, the busiest unit's, %.
-        memory: of the peak throughput of the memory system, the busiest part's, %.
-        dram: of the peak throughput of DRAM, %.
-        l2_hit: of the sectors asked of the L2 cache, those that were there, %.
-        occupancy: warps that were active, of those that a multiprocessor can hold, %.
-        occupancy_limit: warps that the launch allows to be active, of the same, %.
-        stall: what warps waited for most often, in Nsight Compute's words; None if they were
-            not sampled.
+    Numbers without another unit are in % of the hardware's peak.
     """
 
     phase: str
     name: str
     grid: tuple[int, int, int]
     seconds: float
-    sm: float
-    memory: float
+    sm: float  # the busiest unit of the streaming multiprocessors
+    memory: float  # the busiest part of the memory system
     dram: float
-    l2_hit: float
-    occupancy: float
-    occupancy_limit: float
-    stall: str | None
+    l2_hit: float  # of the sectors asked of the L2 cache, those that were there, %
+    occupancy: float  # warps that were active, of those that a multiprocessor can hold
+    occupancy_limit: float  # warps that the launch allows to be active, of the same
+    stall: str | None  # what warps waited for most often, in Nsight Compute's words, if sampled
 
     def as_row(self) -> dict[str, Any]:
         """Plain JSON types, the short name included."""
-        return {**asdict(self), "grid": list(self.grid), "kernel": short_name(self.name)}
+        return {**super().as_row(), "grid": list(self.grid), "kernel": short_name(self.name)}
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> KernelSpeed:
-        """The inverse of `as_row`; what else is in the row is left alone."""
-        values = {name: row[name] for name in cls.__dataclass_fields__}
-        return cls(**{**values, "grid": tuple(values["grid"])})
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
+        """The inverse of `as_row`."""
+        return super().from_row({**row, "grid": tuple(row["grid"])})
 
 
 def fold(
@@ -137,10 +188,8 @@ def fold(
 ) -> tuple[KernelCount, ...]:
     """Launches added up by step, phase, kernel and operator, most DRAM bytes first.
 
-    Args:
-        launches: of one or more steps.
-        operators: which operator launched what, by the launch's repeat, phase and ordinal, as far
-            as it is known.
+    ``operators`` says which operator launched what, by the launch's repeat, phase and ordinal, as
+    far as it is known.
     """
     known = operators or {}
     groups: dict[tuple[int, str, str, str | None], list[KernelLaunch]] = defaultdict(list)
@@ -148,11 +197,7 @@ def fold(
         operator = known.get((launch.repeat, launch.phase, launch.ordinal))
         groups[launch.repeat, launch.phase, launch.name, operator].append(launch)
     counts = [
-        KernelCount(
-            *key,
-            launches=len(group),
-            **{name: sum(getattr(launch, name) for launch in group) for name in ADDED_UP},
-        )
+        KernelCount(*key, len(group), *(sum(getattr(x, name) for x in group) for name in ADDED_UP))
         for key, group in groups.items()
     ]
     return tuple(sorted(counts, key=lambda count: -count.dram_bytes))

@@ -4,50 +4,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+HEAVY = 0.01
+"""An operator with more than this part of a step's bytes is heavy."""
 
 
 @dataclass(frozen=True)
-class OperatorCount:
-    """What one operator did in one phase. A list of them makes a ``pandas.DataFrame``.
-
-    Args:
-        phase: a phase of the step.
-        operator: e.g. ``aten.clone``.
-        calls: how often it ran.
-        read_bytes: logical bytes read, B.
-        write_bytes: logical bytes written, B.
-        flops: floating-point operations, a multiply-add counting as two.
-        general_rule: whether nobody has reviewed a rule for this operator, so that its bytes
-            are a guess.
-    """
-
-    phase: str
-    operator: str
-    calls: int
-    read_bytes: int
-    write_bytes: int
-    flops: int
-    general_rule: bool = False
-
-    @property
-    def total_bytes(self) -> int:
-        """Logical bytes read and written, B."""
-        return self.read_bytes + self.write_bytes
+class Entry:
+    """One line of a document's list of operators or kernels."""
 
     def as_row(self) -> dict[str, Any]:
         """Plain JSON types."""
         return asdict(self)
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> OperatorCount:
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
         """The inverse of `as_row`; what else is in the row is left alone."""
-        return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
+        return cls(**{each.name: row[each.name] for each in fields(cls) if each.name in row})
 
 
-HEAVY = 0.01
-"""An operator with more than this part of a step's bytes is heavy."""
+@dataclass(frozen=True)
+class OperatorCount(Entry):
+    """What one operator did in one phase. A list of them makes a ``pandas.DataFrame``."""
+
+    phase: str
+    operator: str  # e.g. aten.clone
+    calls: int
+    read_bytes: int  # logical, B
+    write_bytes: int
+    flops: int  # a multiply-add counts as two
+    general_rule: bool = False  # nobody has reviewed a rule for it: its bytes are a guess
+
+    @property
+    def total_bytes(self) -> int:
+        """Logical bytes read and written, B."""
+        return self.read_bytes + self.write_bytes
 
 
 def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:

@@ -45,46 +45,38 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
         ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` and ``busy``, the
         part of them in which the GPU did anything (NaN where they were not measured).
     """
+    place = [*AXES, "device", "phase"]
     summary = of_one_instrument(summarise(frame))
-    flops = _values(summary, "flops", "flops").drop(columns="device")
-    logical = _values(summary, "logical_bytes", "bytes").assign(bytes_are=COUNTED_BYTES)
-    dram = _values(summary, "dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
-    seconds = _values(summary, "step_time_seconds", "seconds")
+
+    def of(metric: str, column: str) -> pd.DataFrame:
+        found = summary.loc[summary.metric == metric, [*place, "value"]]
+        return found.rename(columns={"value": column})
+
+    flops = of("flops", "flops").drop(columns="device")
+    logical = of("logical_bytes", "bytes").assign(bytes_are=COUNTED_BYTES)
+    dram = of("dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
+    seconds = of("step_time_seconds", "seconds")
     on_hardware = pd.concat([dram, seconds])[[*AXES, "device"]].drop_duplicates()
     # Timed, but not under the profiler: the logical bytes of the case, on its device.
     timed = _without(on_hardware, dram, [*AXES, "device"])
-    timed = timed.merge(logical.drop(columns="device"), on=AXES)
-    parts = [dram, timed, _without(logical, on_hardware)]
+    timed = timed.merge(logical.drop(columns="device"), on=list(AXES))
+    parts = [dram, timed, _without(logical, on_hardware, list(AXES))]
     table = pd.concat([part for part in parts if not part.empty] or parts, ignore_index=True)
     table = table.merge(flops, on=[*AXES, "phase"], how="left")
-    table = table.merge(seconds, on=[*AXES, "device", "phase"], how="left")
-    busy = _values(summary, BUSY, "busy")
-    table = table.merge(busy, on=[*AXES, "device", "phase"], how="left")
-    missing = [*_without(on_hardware, flops).to_dict("records")]
-    missing += table[table.flops.isna()].to_dict("records")
-    if missing:  # an error, never zero
-        case = missing[0]
-        raise ConfigurationError(
-            f"no operations were counted for {Case.from_row(case).id}, phase "
-            f"{case.get('phase', STEP)}: count the same case with the logical instrument"
+    table = table.merge(seconds, on=place, how="left")
+    table = table.merge(of(BUSY, "busy"), on=place, how="left")
+    missing = _without(on_hardware, flops, list(AXES)).assign(phase=STEP)
+    for case in pd.concat([missing, table[table.flops.isna()]]).head(1).to_dict("records"):
+        raise ConfigurationError(  # never zero
+            f"no operations were counted for {Case.from_row(case).id}, phase {case['phase']}: "
+            f"count the same case with the logical instrument"
         )
     return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
 
 
-def _values(summary: pd.DataFrame, metric: str, column: str) -> pd.DataFrame:
-    """One metric as a column, by case, device and phase."""
-    found = summary[summary.metric == metric].drop_duplicates([*AXES, "device", "phase"])
-    return found[[*AXES, "device", "phase", "value"]].rename(columns={"value": column})
-
-
-def _without(
-    table: pd.DataFrame, other: pd.DataFrame, keys: list[str] | None = None
-) -> pd.DataFrame:
-    """The rows of a table whose keys (the case's fields) do not occur in another."""
-    keys = keys or list(AXES)
-    if other.empty:
-        return table
-    return table[~pd.MultiIndex.from_frame(table[keys]).isin(pd.MultiIndex.from_frame(other[keys]))]
+def _without(table: pd.DataFrame, other: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    rows, others = (pd.MultiIndex.from_frame(frame[keys]) for frame in (table, other))
+    return table[~rows.isin(others)]
 
 
 def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
@@ -92,9 +84,9 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
 
     Returns:
         The table with ``bound_by`` (a roof; where the GPU waits for its launches, these, and how
-        busy it was), ``least_seconds``, ``share`` (``least_seconds / seconds``),
-        and what was achieved, ``flops_per_second`` and ``bytes_per_second``. The least time of
-        a step is the sum over its phases, because they run one after the other.
+        busy it was), ``least_seconds``, ``share`` (``least_seconds / seconds``), and what was
+        achieved, ``flops_per_second``. The least time of a step is the sum over its phases,
+        because they run one after the other.
     """
     measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
     roofs.require(measured.device)
@@ -107,14 +99,12 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         ),
         least_seconds=np.maximum(arithmetic, bandwidth),
     )
-    keys = [*AXES, "device", "bytes_are"]
-    phases = table[table.phase != STEP].groupby(keys, as_index=False).least_seconds.sum()
-    table = table.merge(phases, on=keys, how="left", suffixes=("", "_of_phases"))
-    is_sum = (table.phase == STEP) & table.least_seconds_of_phases.notna()
-    least = table.least_seconds.mask(is_sum, table.least_seconds_of_phases)
-    return table.drop(columns="least_seconds_of_phases").assign(
+    phases = table.least_seconds.where(table.phase != STEP)
+    of_phases = phases.groupby([table[k] for k in (*AXES, "device", "bytes_are")])
+    whole = of_phases.transform("sum", min_count=1).where(table.phase == STEP)
+    least = whole.fillna(table.least_seconds)
+    return table.assign(
         least_seconds=least,
         share=least / table.seconds,
         flops_per_second=table.flops / table.seconds,
-        bytes_per_second=table.bytes / table.seconds,
     )

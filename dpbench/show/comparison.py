@@ -13,7 +13,7 @@ from dpbench.results.compare import KEYS
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.gate import Verdict
 from dpbench.results.rows import STEP
-from dpbench.show.layout import ABSENT, Table, gigabytes
+from dpbench.show.layout import ABSENT, Table, gigabytes, written
 
 SHOWN = (
     *("dram_bytes", "dram_ratio", "l2_total_bytes", "l2_ratio"),
@@ -22,34 +22,36 @@ SHOWN = (
 """Metrics of the step that are shown without a threshold."""
 
 
+HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
+
+
 def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> list[Table]:
     """The step's main metrics, and whatever a limit judged, cell by cell.
 
     A table's title begins with ``title``, and ends with the reference it is ``against``.
     """
     changes, judged = verdict.changes, verdict.judged
-    shown = changes[changes.metric.isin(SHOWN) & (changes.phase == STEP)]
     keys = [*KEYS, "device"]
-    judged_keys = pd.MultiIndex.from_frame(judged[keys])
-    others = shown[~pd.MultiIndex.from_frame(shown[keys]).isin(judged_keys)]
-    rows = pd.concat([others, judged]) if not judged.empty else others
-    found = []
-    together = [*CONFIGURATION, "instrument", "device"]
-    for key, group in rows.groupby(together):
-        cell = dict(zip(together, key, strict=True))
+    known = pd.MultiIndex.from_frame(changes[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
+    rows = changes[changes.metric.isin(SHOWN) & (changes.phase == STEP) & ~known]
+    if not judged.empty:
+        rows = pd.concat([rows, judged])
+    tables = []
+    for key, group in rows.groupby([*CONFIGURATION, "instrument", "device"]):
+        cell = dict(zip([*CONFIGURATION, "instrument", "device"], key, strict=True))
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
-        what = f"{case.configuration}, batch {case.batch_size}"
-        what += f", sequence {case.seq_len}" if case.seq_len else ""
-        with_what = f", against {against}" if against else ""
-        name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
+        sequence = f", sequence {case.seq_len}" if case.seq_len else ""
+        name = (
+            f"{title}{case.configuration}, batch {case.batch_size}{sequence}, "
+            f"{cell['instrument']} on {cell['device']}{f', against {against}' if against else ''}"
+        )
         cells = []
-        for row in group.sort_values(["trainer", "metric"], kind="stable", key=_rank).to_dict(
-            "records"
-        ):
+        ordered = group.sort_values(["trainer", "metric"], kind="stable", key=_rank)
+        for row in ordered.to_dict("records"):
             metric, phase, *rest = change_cells(row)
             cells.append([row["trainer"], metric + (f"@{phase}" if phase != STEP else ""), *rest])
-        found.append(Table(name, ["trainer", HEADERS[0], *HEADERS[2:]], cells))
-    return found
+        tables.append(Table(name, ["trainer", HEADERS[0], *HEADERS[2:]], cells))
+    return tables
 
 
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
@@ -59,20 +61,16 @@ def _rank(names: pd.Series[str]) -> pd.Series[int]:
     return names.map(lambda name: [*SHOWN, name].index(name))
 
 
-HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
-
-
 def change_cells(row: Mapping[Any, Any]) -> list[str]:
     """One line of a comparison or of a verdict, under `HEADERS`."""
-    limit = row.get("threshold")
-    text = ABSENT if limit is None or pd.isna(limit) else str(limit).rpartition(":")[2]
+    limit = written(row.get("threshold"), lambda limit: str(limit).rpartition(":")[2])
     return [
         str(row["metric"]),
         str(row["phase"]),
         amount(row["before"], row["unit"]),
         amount(row["after"], row["unit"]),
-        ABSENT if pd.isna(row["relative"]) else f"{row['relative']:+.2%}",
-        f"{text} exceeded" if row.get("regressed") is True else text,
+        written(row["relative"], "{:+.2%}".format),
+        f"{limit} exceeded" if row.get("regressed") is True else limit,
     ]
 
 

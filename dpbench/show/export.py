@@ -1,10 +1,14 @@
-"""A run for other programs: CSV, the JSON of github-action-benchmark, GitHub's step summary."""
+"""A whole run: every table of it, and forms for other programs.
+
+These are CSV, the JSON of github-action-benchmark, and GitHub's step summary.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +17,69 @@ import pandas as pd
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import write_text
 from dpbench.results.frame import to_frame
-from dpbench.results.outcome import Outcome
+from dpbench.results.operators import guesses
+from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
-from dpbench.show.layout import Table, as_markdown
-from dpbench.show.summary import summary_tables
-from dpbench.show.tables import complete, in_order
-from dpbench.show.view import Column, View, shown_by_default
+from dpbench.show.kernels import case_kernel_tables
+from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
+from dpbench.show.profile import profile_tables
+from dpbench.show.tables import complete, in_order, tables
+from dpbench.show.timeline import timeline_tables
+from dpbench.show.view import View, usual_columns
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 STEP_SUMMARY_BYTES = 1024 * 1024
 """GitHub refuses a longer summary of one step (its documentation of workflow commands)."""
+
+
+def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> list[Table]:
+    """Every table of a run; last, how many cases of each trainer succeeded, and why not.
+
+    The notes below say what was assumed about values that logical counting does not have.
+    """
+    if not outcomes:
+        return []
+    view = view or View()
+    frame = to_frame(row for outcome in outcomes for row in outcome.rows)
+    found = tables(frame, view)
+    guessed = [
+        f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, which has no "
+        f"rule of its own and was counted by the general one."
+        for outcome in outcomes
+        for operator, part in guesses(outcome.operators).items()
+    ]
+    found[:1] = [replace(table, notes=(*table.notes, *guessed)) for table in found[:1]]
+    assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
+    return [
+        *found,
+        *profile_tables(frame),
+        *timeline_tables(frame),
+        *(table for outcome in outcomes for table in case_kernel_tables(outcome, view.top)),
+        trainer_table(trainer_summary(outcomes), assumed),
+    ]
+
+
+def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:
+    """`trainer_summary` for people; the reason of each failure is said below, then the notes.
+
+    Peak memory that was only predicted has a column of its own.
+    """
+    lines = pd.DataFrame(summary)
+    tried, skipped = lines.ok + lines.failed, lines.skipped.map(", {} skipped".format)
+    lines["cases"] = lines.ok.astype(str) + "/" + tried.astype(str)
+    lines["cases"] += skipped.where(lines.skipped > 0, "")
+    columns: dict[str, Shown] = {
+        "trainer": ("trainer", str),
+        "instruments": ("instruments", ", ".join),
+        "cases\nok": ("cases", str),
+        "success": ("success_rate", "{:.0%}".format),
+        "peak\nmemory GB": ("peak_memory_bytes", gigabytes),
+    }
+    if lines.logical_peak_memory_bytes.notna().any():
+        columns["logical\npeak GB"] = ("logical_peak_memory_bytes", gigabytes)
+    failures = [failure for line in summary for failure in line["failures"]]
+    reasons = [f"{failure['error']}: {failure['message']}" for failure in failures]
+    return Table.of("Cases by trainer", lines, columns, [*reasons, *notes])
 
 
 def write_renderings(
@@ -67,9 +124,11 @@ def github_benchmark_entries(
     frame = to_frame(measurements)
     if frame.empty:
         return
-    usual = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
-    shown = dict.fromkeys(view.columns or usual)
-    columns = [c for c in shown if c.kind != "spread" and c.smaller_is_better]
+    columns = [
+        column
+        for column in view.columns or usual_columns()
+        if column.kind != "spread" and column.smaller_is_better
+    ]
     summary = in_order(complete(frame))
     by_instrument = frame.groupby([*AXES, "device", "instrument"], as_index=False)
     tools = by_instrument.agg(tool=("tool", lambda names: ", ".join(dict.fromkeys(names))))
@@ -80,22 +139,17 @@ def github_benchmark_entries(
             if column.kind == "ratio":  # that of standard training is always 1
                 rows = rows[rows.trainer != BASELINE_TRAINER]
             for row in rows.head(1).to_dict("records"):
-                yield _entry(row, column)
-
-
-def _entry(row: Mapping[Any, Any], column: Column) -> dict[str, Any]:
-    case = Case.from_row(row)
-    unit = {"value": row["unit"], "ratio": "x standard"}.get(column.kind, "x logical")
-    made_by = f"instrument: {row['instrument']}\ntool: {row['tool']}\nsteps: {row['repeats']:.0f}"
-    entry = {
-        "name": f"{row['device']}/{case.id}/{column.name}",
-        "unit": unit,
-        "value": row[column.kind],
-        "extra": made_by,
-    }
-    if column.kind == "value" and not pd.isna(row["spread"]):
-        entry["range"] = f"± {row['spread'] / 2:.2%}"
-    return entry
+                units = {"value": row["unit"], "ratio": "x standard", "over_logical": "x logical"}
+                entry = {
+                    "name": f"{row['device']}/{Case.from_row(row).id}/{column.name}",
+                    "unit": units[column.kind],
+                    "value": row[column.kind],
+                    "extra": f"instrument: {row['instrument']}\ntool: {row['tool']}\n"
+                    f"steps: {row['repeats']:.0f}",
+                }
+                if column.kind == "value" and not pd.isna(row["spread"]):
+                    entry["range"] = f"± {row['spread'] / 2:.2%}"
+                yield entry
 
 
 def append_step_summary(tables: Sequence[Table]) -> str | None:

@@ -1,87 +1,81 @@
-"""Which kernels move the bytes, how near they come to the hardware's limits, what else does."""
+"""What bounds a case: its kernels and copies by bytes, and the roofs of the card above them."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pandas as pd
 
+from dpbench.case import ALL_PHASES
 from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
-from dpbench.results.cards import Roofs, known_roofs
-from dpbench.results.kernel_names import matched_category, short_name
+from dpbench.results.cards import Ceilings, Roofs, known_roofs
 from dpbench.results.kernels import (
     KernelCount,
     KernelSpeed,
+    category,
     dram_bytes_of_step,
     kernel_frame,
     kernel_table,
+    short_name,
 )
 from dpbench.results.outcome import Outcome
-from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
+from dpbench.results.rows import STEP
+from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
+from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order
 from dpbench.show.view import TOP
 
 NAME_WIDTH = 24
 """Of the column of kernels: with it a table fits 80 columns."""
 
 
-@dataclass(frozen=True)
-class KernelContext:
-    """Which case it is, and what its kernels are compared with: its step's DRAM bytes, roofs."""
-
-    title: str
-    step_bytes: float | None = None
-    roofs: Roofs | None = None
-
-
 def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
     """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
     device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
     title = ", ".join(filter(None, (outcome.case.id, device)))
-    measured = [row for row in outcome.rows if row.instrument == "ncu"]
-    context = KernelContext(title, dram_bytes_of_step(measured), known_roofs(device))
+    step_bytes = dram_bytes_of_step(row for row in outcome.rows if row.instrument == "ncu")
     return [
-        *kernel_tables(outcome.kernels, context, top=top),
+        *kernel_tables(outcome.kernels, title, step_bytes, known_roofs(device), top=top),
         *speed_table(outcome.speed_of_light, title),
     ]
 
 
 def kernel_tables(
-    counts: Sequence[KernelCount], context: KernelContext, *, top: int = TOP
+    counts: Iterable[KernelCount],
+    title: str,
+    step_bytes: float | None = None,
+    roofs: Roofs | None = None,
+    *,
+    top: int = TOP,
 ) -> list[Table]:
-    """The kernels of a case for a terminal: the top ones by bytes, categories, operators."""
+    """The kernels of a case for a terminal: the top ones by bytes, categories, operators.
+
+    They are compared with the DRAM bytes of the case's step and the roofs of its card.
+    """
     frame = kernel_frame(counts)
     if frame.empty:
         return []
-    tables = [
-        _bytes_by(["kernel", "phase"], frame, context, top),
-        _bytes_by(["category"], frame, context),
-    ]
-    if frame.operator.notna().any():
-        tables.append(_bytes_by(["operator", "phase"], frame, context, top))
-    return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(frame, context)))]
-
-
-def _bytes_by(
-    by: list[str], frame: pd.DataFrame, context: KernelContext, top: int | None = None
-) -> Table:
-    bandwidth = context.roofs.bandwidth if context.roofs else None
-    table = kernel_table(frame, by, step_bytes=context.step_bytes, bandwidth=bandwidth)
-    shown = table.head(len(table) if top is None else top).reset_index()
-    count = f" (top {len(shown)} of {len(table)})" if len(shown) < len(table) else ""
-    columns: dict[str, Shown] = {
-        by[0]: (by[0], wrapped),
-        **{name: (name, str) for name in by[1:]},
-        "count": ("launches", "{:.0f}".format),
-        "DRAM\nGB": ("dram_bytes", gigabytes),
-        "ms": ("seconds", milliseconds),
-        "share": ("share", "{:.1%}".format),
-        "of\npeak": ("ceiling", "{:.0%}".format),
-    }
-    shown[by[0]] = shown[by[0]].fillna("unknown")
-    return Table.of(f"{context.title}: bytes by {by[0]}{count}", shown, columns)
+    groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
+    tables = []
+    for by in groups if frame.operator.notna().any() else groups[:2]:
+        bandwidth = roofs.bandwidth if roofs else None
+        table = kernel_table(frame, by, step_bytes=step_bytes, bandwidth=bandwidth)
+        shown = table if by == ["category"] else table.head(top)
+        count = f" (top {len(shown)} of {len(table)})" if len(shown) < len(table) else ""
+        columns: dict[str, Shown] = {
+            by[0]: (by[0], wrapped),
+            **{name: (name, str) for name in by[1:]},
+            "count": ("launches", "{:.0f}".format),
+            "DRAM\nGB": ("dram_bytes", gigabytes),
+            "ms": ("seconds", milliseconds),
+            "share": ("share", "{:.1%}".format),
+            "of\npeak": ("ceiling", "{:.0%}".format),
+        }
+        shown = shown.reset_index().fillna({by[0]: "unknown"})
+        tables.append(Table.of(f"{title}: bytes by {by[0]}{count}", shown, columns))
+    return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(frame, step_bytes, roofs)))]
 
 
 def wrapped(name: str) -> str:
@@ -95,66 +89,131 @@ def wrapped(name: str) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _notes(frame: pd.DataFrame, context: KernelContext) -> Iterator[str]:
-    """What a reader must know to read the numbers right."""
+def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -> Iterator[str]:
     total = frame.dram_bytes.sum() / max(frame.repeat.nunique(), 1)
     of = f"{gigabytes(total)} GB of all kernels profiled; the step itself was not measured"
-    if step := context.step_bytes:
-        of = f"step's {gigabytes(step)} GB by its ranges; all kernels profiled move "
-        of += f"{total / step:.1%} of it"
+    if step_bytes:
+        of = f"step's {gigabytes(step_bytes)} GB by its ranges; all kernels profiled move "
+        of += f"{total / step_bytes:.1%} of it"
     yield f"Share of the {of}. Copies and memsets are no kernels."
     yield "ms: the kernels' own time under the profiler, without the gaps between them."
-    if context.roofs:
+    if roofs:
         yield (
-            f"Of peak: DRAM bytes ÷ that time, of the {context.roofs.bandwidth / 1e9:.4g} GB/s of "
-            f"{context.roofs.name} ({context.roofs.premise})."
+            f"Of peak: DRAM bytes ÷ that time, of the {roofs.bandwidth / 1e9:.4g} GB/s of "
+            f"{roofs.name} ({roofs.premise})."
         )
-    strangers = {short_name(name) for name in frame.name if matched_category(name) is None}
+    strangers = {short_name(name) for name in frame.name if category(name) is None}
     if strangers:
         yield f"No category fits: {', '.join(sorted(strangers))}."
 
 
-def speed_table(speeds: Iterable[KernelSpeed], title: str) -> list[Table]:
+def speed_table(speeds: Sequence[KernelSpeed], title: str) -> list[Table]:
     """A table of launches, the slowest first; none if there are none."""
-    cells = [
-        [
-            wrapped(short_name(speed.name)),
-            f"{speed.seconds * 1e6:.0f}",
-            *(f"{part:.0f}" for part in (speed.sm, speed.memory, speed.dram, speed.l2_hit)),
-            f"{speed.occupancy:.0f}/{speed.occupancy_limit:.0f}",
-            (speed.stall or ABSENT).replace("_", "_\n"),
-        ]
-        for speed in sorted(speeds, key=lambda speed: -speed.seconds)
-    ]
-    if not cells:
+    if not speeds:
         return []
+    launches = pd.DataFrame(map(vars, sorted(speeds, key=lambda speed: -speed.seconds)))
+    whole = "{:.0f}".format
+    achieved, allowed = launches.occupancy.map(whole), launches.occupancy_limit.map(whole)
+    columns: dict[str, Shown] = {
+        "kernel": ("name", lambda name: wrapped(short_name(name))),
+        "µs": ("seconds", lambda seconds: whole(seconds * 1e6)),
+        "SM": ("sm", whole),
+        "mem": ("memory", whole),
+        "DRAM": ("dram", whole),
+        "L2\nhit": ("l2_hit", whole),
+        "occ.": ("occupied", str),
+        "top stall": ("stall", lambda stall: stall.replace("_", "_\n")),
+    }
     note = (
         "In % of the hardware's peak; occ.: occupancy achieved / that the launch allows. Each "
         "kernel ran once a pass, its caches warm from the pass before."
     )
-    headers = ["kernel", "µs", "SM", "mem", "DRAM", "L2\nhit", "occ.", "top stall"]
-    return [Table(f"{title}: Speed of Light", headers, cells, (note,))]
+    launches = launches.assign(occupied=achieved + "/" + allowed)
+    return [Table.of(f"{title}: Speed of Light", launches, columns, [note])]
 
 
 def account_table(title: str, account: pd.DataFrame) -> Table:
     """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
     small = in_cache(account)
-    cells = [
-        [
-            str(phase),
-            *(
-                gigabytes(line[part]) if small else f"{line[part] / 1e9:.2f}"
-                for part in (*ACCOUNT_COLUMNS, "remainder")
-            ),
-            f"{line.share:.2%}",
-        ]
-        for phase, line in account.iterrows()
-    ]
-    parts = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
+    write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
+    ways = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
+    parts = dict(zip([*ways, "left\nover"], [*ACCOUNT_COLUMNS, "remainder"], strict=True))
+    columns: dict[str, Shown] = {header: (name, write) for header, name in parts.items()}
+    columns = {"phase": ("phase", str), **columns, "%": ("share", "{:.2%}".format)}
     notes = ["Left over: range less kernels less copies; % of the step's range."]
     if small:
         notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
     elif unaccounted(account):
         notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
-    headers = ["phase", *parts, "left\nover", "%"]
-    return Table(f"{title}: DRAM GB per step", headers, cells, tuple(notes))
+    lines = account.rename_axis("phase").reset_index()
+    return Table.of(f"{title}: DRAM GB per step", lines, columns, notes)
+
+
+def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
+    """What `dpbench.results.roofline.under` returned: a table per cell and kind of bytes."""
+    return [
+        _roofline(f"{title}: roofline of {premise}", rows, roofs)
+        for premise, group in table.groupby("bytes_are", sort=False)
+        for title, rows in by_cell(in_order(group))
+    ]
+
+
+def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
+    """For each trainer a line for the step, then one per phase that matters to any of them."""
+    matters = rows.phase[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()]
+    trainers, phases = list(dict.fromkeys(rows.trainer)), [STEP, *ALL_PHASES]
+    lines = rows[rows.phase.isin(matters)].sort_values(
+        ["trainer", "phase"],
+        key=lambda names: names.map((trainers if names.name == "trainer" else phases).index),
+        kind="stable",
+    )
+    lines = lines.assign(name=lines.trainer.where(lines.phase == STEP, "· " + lines.phase))
+    columns: dict[str, Shown] = {
+        "trainer\n· phase": ("name", str),
+        "TFLOP": ("flops", lambda operations: gigabytes(operations / 1e3)),
+        "GB": ("bytes", gigabytes),
+        "FLOP\n/ B": ("intensity", "{:.1f}".format),
+        "bound by": ("bound_by", str),
+        "least\nms": ("least_seconds", _milliseconds),
+    }
+    if rows.seconds.notna().any():
+        columns["time\nms"] = ("seconds", _milliseconds)
+        columns["% of\nroof"] = ("share", "{:.0%}".format)
+    precision = str(rows.precision.iloc[0])
+    note = (
+        f"Roofs of {roofs.name}: {roofs.bandwidth / 1e9:.4g} GB/s and "
+        f"{roofs.flops[precision] / 1e12:.4g} TFLOP/s at {precision}, which meet at "
+        f"{roofs.ridge(precision):.1f} FLOP/B ({roofs.premise}). FLOP are counted: matrix products "
+        f"and attention. The step's least time is the sum of its phases'."
+    )
+    return Table.of(title, lines, columns, [note])
+
+
+def _milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds, with one digit after the point or three in all."""
+    return f"{seconds * 1e3:.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:.3g}"
+
+
+def ceilings_table(ceilings: Ceilings) -> Table:
+    """Measured and, if the card is known, data-sheet figures side by side."""
+    sheet = known_roofs(ceilings.device)
+    lines = [("copy, GB/s", 1e9, ceilings.bandwidth, sheet and sheet.bandwidth)]
+    lines += [
+        (f"{precision} matrix product, TFLOP/s", 1e12, reached, sheet and sheet.flops[precision])
+        for precision, reached in ceilings.flops.items()
+    ]
+    cells = [
+        [
+            name,
+            f"{reached / unit:.1f}",
+            *([f"{peak / unit:.4g}", f"{reached / peak:.0%}"] if peak else []),
+        ]
+        for name, unit, reached, peak in lines
+    ]
+    headers = ["what", "measured", *(["data sheet", "share"] if sheet else [])]
+    notes = (
+        f"Copy of {gigabytes(ceilings.copy_bytes)} GB on the device, bytes read and written; "
+        f"matrices of {ceilings.matrix} x {ceilings.matrix}; torch {ceilings.torch}.",
+        f"Data sheet: {sheet.premise}." if sheet else "This card is not in dpbench's table.",
+    )
+    return Table(f"{ceilings.device}: measured ceilings", headers, cells, notes)

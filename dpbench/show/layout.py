@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -26,57 +27,61 @@ Shown = tuple[str, Callable[[Any], str]]
 
 @dataclass(frozen=True)
 class Table:
-    """Text cells under a title; ``notes`` are said below."""
+    """Text cells under a title; ``notes`` are said below, ``exact`` are the values of the cells."""
 
     title: str
     headers: list[str]
     cells: list[list[str]]
     notes: tuple[str, ...] = ()
+    exact: list[list[Any]] = field(default_factory=list)
 
     @classmethod
     def of(
         cls, title: str, rows: pd.DataFrame, columns: Mapping[str, Shown], notes: Iterable[str] = ()
     ) -> Table:
         """A line for each row; columns by header: the name in the frame, and how it is written."""
-        written_columns = [
-            [written(value, write) for value in rows[name]] for name, write in columns.values()
+        writers = [write for _, write in columns.values()]
+        exact = rows[[name for name, _ in columns.values()]].to_numpy(object).tolist()
+        cells = [list(map(written, line, writers)) for line in exact]
+        return cls(title, list(columns), cells, tuple(notes), exact)
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Which columns have numbers."""
+        return [
+            any(isinstance(v := line[place], Number) and v == v for line in self.exact)
+            for place in range(len(self.headers))
         ]
-        cells = [list(line) for line in zip(*written_columns, strict=True)]
-        return cls(title, list(columns), cells, tuple(notes))
 
     def as_text(self, width: int = WIDTH) -> str:
         """For a terminal; columns that go beyond its width follow below, their rows named again."""
-        blocks = [_render(*self._columns(block), "simple") for block in self._blocks(width)]
+        blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         return "\n".join([_fill(self.title, width), "", "\n\n".join(blocks), *notes])
 
     def as_markdown(self) -> str:
         """A heading and a GitHub table."""
-        headers = [escaped(header) for header in self.headers]
         # A line break in a cell is inside a name, which a terminal has no room for.
         cells = [[escaped(cell.replace("\n", "")) for cell in line] for line in self.cells]
-        body = _render(headers, cells, "github")
+        plain = Table("", list(map(escaped, self.headers)), cells)
+        body = plain._render(range(len(self.headers)), "github")
         return "\n\n".join([f"### {escaped(self.title)}", body, *map(escaped, self.notes)])
 
     def _blocks(self, width: int) -> Iterator[list[int]]:
         """Which columns stand side by side: the first in every block, the others once."""
         block = [0]
         for index in range(1, len(self.headers)):
-            lines = _render(*self._columns([*block, index]), "simple").splitlines()
+            lines = self._render([*block, index], "simple").splitlines()
             if max(map(len, lines)) > width and len(block) > 1:
                 yield block
                 block = [0]
             block.append(index)
         yield block
 
-    def _columns(self, chosen: list[int]) -> tuple[list[str], list[list[str]]]:
-        cells = [[line[i] for i in chosen] for line in self.cells]
-        return [self.headers[i] for i in chosen], cells
-
-
-def _render(headers: list[str], cells: list[list[str]], style: str) -> str:
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
+    def _render(self, columns: Sequence[int], style: str) -> str:
+        headers, *cells = ([line[i] for i in columns] for line in (self.headers, *self.cells))
+        align = ["left"] + ["right"] * (len(columns) - 1)
+        return tabulate(cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
 def terminal_width() -> int:

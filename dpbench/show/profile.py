@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -25,32 +24,29 @@ REPORT_WIDTH = 120
 
 
 def profile_tables(frame: pd.DataFrame) -> list[Table]:
-    """For each profiled case of a long table: time, memory and copies by phase."""
+    """For each profiled case of a long table: time, memory and copies, one line a phase."""
     profiled = frame[frame.instrument == "torch_profiler"]
     if profiled.empty:
         return []
-    keys = [*AXES, "device"]
-    return [
-        _phases(f"{title_of(dict(zip(keys, case, strict=True)))}: PyTorch profiler, per step", rows)
-        for case, rows in summarise(profiled).groupby(keys, sort=False)
-    ]
-
-
-def _phases(title: str, summary: pd.DataFrame) -> Table:
-    """Time, memory and copies by phase, one line a phase."""
-    wide = summary.pivot(index="phase", columns="metric", values="value")
-    wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
-    columns: dict[str, Shown] = {"phase": ("phase", str)}
-    for metric in METRICS.had_by("torch_profiler"):
-        if metric.name in wide and wide[metric.name].any():
-            in_bytes = metric.unit == "B"
-            header = f"{metric.header} GB" if in_bytes else metric.header
-            columns[header] = (metric.name, gigabytes if in_bytes else milliseconds)
-    notes = []
-    if "device_time_seconds" in wide:
-        ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
-        notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."]
-    return Table.of(title, wide.reset_index(), columns, notes)
+    tables, keys = [], [*AXES, "device"]
+    for case, rows in summarise(profiled).groupby(keys, sort=False):
+        wide = rows.pivot(index="phase", columns="metric", values="value")
+        wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
+        columns: dict[str, Shown] = {"phase": ("phase", str)}
+        for metric in METRICS.had_by("torch_profiler"):
+            if metric.name in wide and wide[metric.name].any():
+                in_bytes = metric.unit == "B"
+                header = f"{metric.header} GB" if in_bytes else metric.header
+                columns[header] = (metric.name, gigabytes if in_bytes else milliseconds)
+        notes = []
+        if "device_time_seconds" in wide:
+            ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
+            notes = [
+                f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."
+            ]
+        title = f"{title_of(dict(zip(keys, case, strict=True)))}: PyTorch profiler, per step"
+        tables.append(Table.of(title, wide.reset_index(), columns, notes))
+    return tables
 
 
 def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Table]:
@@ -59,6 +55,7 @@ def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Tabl
     if copies.empty:
         return []
     copies = copies.sort_values("bytes", ascending=False, kind="stable").head(TOP)
+    copies["copy"] = copies.phase + ": " + copies.name.str.partition(" (")[0]
     columns: dict[str, Shown] = {
         "copy": ("copy", str),
         "count": ("count", lambda count: f"{count / steps:g}"),
@@ -66,7 +63,6 @@ def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Tabl
         "operator": ("operator", lambda name: name or ABSENT),
         "called by": ("called_by", lambda name: name or ABSENT),
     }
-    copies["copy"] = copies.phase + ": " + copies.name.str.partition(" (")[0]
     note = "A copy on the device reads its bytes and writes them; a memset only writes."
     return [Table.of("Copies and memsets, per step", copies, columns, [note])]
 
@@ -89,16 +85,18 @@ def profile_report(
     steps = int(frame.repeat.nunique())
     schedule = ", ".join(f"{name} {value}" for name, value in record["schedule"].items())
     head = f"torch {record['torch']}, {record['device']}; schedule: {schedule}"
-    everything = _per_step(operators, steps)
-    per_step = everything[everything.kind == "operator"]
-    by_name = per_step[per_step.input_shapes.isna()]
-    by_shape = per_step[per_step.input_shapes.notna()]
-    calls = everything[everything.input_shapes.isna()]
+    cycles = pd.DataFrame(operators)
+    cycles["name"] = cycles.name.str.replace("::engine::evaluate_function:", ":", regex=False)
+    keys = ["name", "kind", "input_shapes"]
+    per_step = (cycles.groupby(keys, dropna=False, sort=False).sum() / steps).reset_index()
+    shapeless, of_operators = per_step.input_shapes.isna(), per_step.kind == "operator"
+    by_name, by_shape = per_step[of_operators & shapeless], per_step[of_operators & ~shapeless]
+    calls = per_step[shapeless & per_step.kind.isin(["operator", "call"])]
     device, column = ("GPU", "device") if record["device"] != "cpu" else ("CPU", "cpu")
     found = [
         *profile_tables(frame),
         *copies_table(launches, steps),
-        _bottlenecks(by_name, device, threshold),
+        _bottlenecks(by_name, device, f"self_{column}_seconds", threshold),
         _by(by_name, "self_device_seconds", "Operators by GPU time"),
         _by(calls, "self_cpu_seconds", "Operators and CUDA calls by CPU time"),
         _by(by_name, f"self_{column}_memory_bytes", f"Operators by {device} memory"),
@@ -108,52 +106,39 @@ def profile_report(
     return f"{head}\n\n{text}\n"
 
 
-def _per_step(operators: Sequence[Mapping[str, Any]], steps: int) -> pd.DataFrame:
-    """Operators and calls over all cycles, as means over the steps."""
-    frame = pd.DataFrame(operators)
-    frame = frame[frame.kind.isin(["operator", "call"])]
-    frame["name"] = frame.name.str.replace("::engine::evaluate_function:", ":", regex=False)
-    keys = ["name", "kind", "input_shapes"]
-    summed = frame.groupby(keys, dropna=False, sort=False).sum()
-    return (summed / steps).reset_index()
-
-
 def _by(operators: pd.DataFrame, column: str, title: str) -> Table:
-    """The operators with the most of something, per step."""
     chosen = operators[operators[column] > 0].nlargest(TOP, column)
-    shapes = (" " + chosen.input_shapes.astype(str)).where(chosen.input_shapes.notna(), "")
-    labelled = (chosen.name + shapes).str.slice(stop=SHAPES_WIDTH)
+    labelled = (chosen.name + " " + chosen.input_shapes.astype(str)).str.slice(stop=SHAPES_WIDTH)
     chosen = chosen.assign(label=chosen.name.where(chosen.input_shapes.isna(), labelled))
     on_gpu = bool((operators.self_device_seconds > 0).any())
-    gpu: dict[str, Shown] = {
-        "self\nGPU ms": ("self_device_seconds", milliseconds),
-        "GPU ms": ("device_seconds", milliseconds),
-    }
-    memory = "self_device_memory_bytes" if on_gpu else "self_cpu_memory_bytes"
     columns: dict[str, Shown] = {
         "operator": ("label", str),
         "calls": ("calls", "{:g}".format),
-        **(gpu if on_gpu else {}),
+        "self\nGPU ms": ("self_device_seconds", milliseconds),
+        "GPU ms": ("device_seconds", milliseconds),
         "self\nCPU ms": ("self_cpu_seconds", milliseconds),
         "CPU ms": ("cpu_seconds", milliseconds),
-        "memory\nMB": (memory, lambda size: f"{size / 1e6:.1f}"),
+        "memory\nMB": (
+            "self_device_memory_bytes" if on_gpu else "self_cpu_memory_bytes",
+            lambda size: f"{size / 1e6:.1f}",
+        ),
         "GFLOP": ("flops", lambda flops: f"{flops / 1e9:.1f}" if flops else ABSENT),
     }
+    if not on_gpu:
+        del columns["self\nGPU ms"], columns["GPU ms"]
     return Table.of(f"{title}, per step", chosen, columns)
 
 
-def _bottlenecks(operators: pd.DataFrame, device: str, threshold: float) -> Table:
+def _bottlenecks(operators: pd.DataFrame, device: str, column: str, threshold: float) -> Table:
     """Operators that alone take at least ``threshold`` milliseconds of a step."""
-    column = "self_device_seconds" if device == "GPU" else "self_cpu_seconds"
-    chosen = operators[operators[column] * 1e3 >= threshold].sort_values(column, ascending=False)
-    total = operators[column].sum()
-    table = Table.of(
-        f"Bottlenecks: operators with {threshold:g} ms of a step or more on the {device}",
-        chosen.assign(share=chosen[column] / total),
-        {
-            "operator": ("name", str),
-            f"{device} ms": (column, milliseconds),
-            "share": ("share", "{:.1%}".format),
-        },
-    )
-    return table if table.cells else replace(table, cells=[["none", ABSENT, ABSENT]])
+    shares = operators.assign(share=operators[column] / operators[column].sum())
+    chosen = shares[shares[column] * 1e3 >= threshold].sort_values(column, ascending=False)
+    if chosen.empty:
+        chosen = pd.DataFrame([{"name": "none"}], columns=["name", column, "share"])
+    columns: dict[str, Shown] = {
+        "operator": ("name", str),
+        f"{device} ms": (column, milliseconds),
+        "share": ("share", "{:.1%}".format),
+    }
+    title = f"Bottlenecks: operators with {threshold:g} ms of a step or more on the {device}"
+    return Table.of(title, chosen, columns)

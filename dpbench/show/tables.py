@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -24,16 +25,7 @@ from dpbench.results.frame import (
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import (
-    NAME,
-    OF_TESTS,
-    PARAM,
-    Column,
-    View,
-    column,
-    rates,
-    shown_by_default,
-)
+from dpbench.show.view import NAME, OF_TESTS, PARAM, Column, View, column, rates, shown_by_default
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -43,9 +35,6 @@ AGAINST_LOGICAL = (
     "outputs once.",
     "Above 1 the hardware reads them again, below 1 the L2 cache keeps some of them.",
 )
-
-Row = dict[Any, Any]
-"""A row of a summary: its columns by name."""
 
 
 def complete(frame: pd.DataFrame) -> pd.DataFrame:
@@ -86,11 +75,18 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
     summary = view.under_tests(complete(frame))
     listed: list[Table] = []
     for group in groups(summary, view):
-        listed += _step_table(group, view)
-        if not (view.columns or group.by_phase):
+        columns = _columns(group, view)
+        in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
+        listed += group.table(
+            "GB per step" if in_bytes else "per step",
+            [(shown.header, shown, group.phase) for shown in columns],
+            group.shown.label.unique(),
+            _notes(group, columns, view),
+        )
+        if not (view.columns or "phase" in view.group_by):
             listed += _phase_table(group, "dram_bytes", "DRAM GB")
             listed += _phase_table(group, "logical_bytes", "logical GB")
-            if any(row["workload"] == SCRIPT for row in group.rows.values()):
+            if (group.frame.workload == SCRIPT).any():
                 listed += _phase_table(group, "step_time_seconds", "ms")
             listed += _busy_table(group)
             listed += [*against_logical(group), *_throughput_table(group)]
@@ -104,29 +100,26 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
 class Group:
     """Cases that share a table.
 
-    ``rows`` are theirs, by label (which tells them apart), phase and metric; ``labels`` are in the
-    order of the view. ``phase`` is what the first table shows: whole steps, or the phase that the
-    group is of; ``one_cell`` whether the cases share a baseline.
+    ``frame`` has their rows in the order of the view, with a ``label`` that tells cases apart.
+    ``phase`` is what the first table shows: whole steps, or the phase that the group is of.
     """
 
     title: str
-    rows: dict[tuple[str, str, str], Row]
-    labels: list[str]
+    frame: pd.DataFrame
     phase: str
     first_header: str
-    by_phase: bool
-    one_cell: bool
 
-    @property
-    def shown(self) -> dict[str, list[Row]]:
-        """The cases that have rows of the group's phase, with these."""
-        cases: dict[str, list[Row]] = {label: [] for label in self.labels}
-        for (label, phase, _), row in self.rows.items():
-            if phase == self.phase:
-                cases[label].append(row)
-        return {label: rows for label, rows in cases.items() if rows}
+    @cached_property
+    def rows(self) -> dict[tuple[str, str, str], dict[Any, Any]]:
+        """The rows by label, phase and metric."""
+        return {(r["label"], r["phase"], r["metric"]): r for r in self.frame.to_dict("records")}
 
-    def find(self, label: str, shown: Column, phase: str | None = None) -> list[Row]:
+    @cached_property
+    def shown(self) -> pd.DataFrame:
+        """The rows of the group's phase."""
+        return self.frame[self.frame.phase == self.phase]
+
+    def find(self, label: str, shown: Column, phase: str | None = None) -> list[dict[Any, Any]]:
         """The rows of a case that have a number for a column."""
         rows = (self.rows.get((label, phase or self.phase, name)) for name in shown.metrics)
         return [row for row in rows if row and not math.isnan(row[shown.kind])]
@@ -134,7 +127,7 @@ class Group:
     def having(self, *columns: Column, phases: Iterable[str] = (*ALL_PHASES, STEP)) -> list[str]:
         """The cases with a number of any of these columns in any of these phases."""
         wanted = [(c, phase) for c in columns for phase in phases]
-        return [label for label in self.labels if any(self.find(label, *w) for w in wanted)]
+        return [x for x in self.frame.label.unique() if any(self.find(x, *w) for w in wanted)]
 
     def cell(self, label: str, shown: Column, phase: str | None = None) -> str:
         """A case's number in a column, for people; `ABSENT` where there is none."""
@@ -144,7 +137,7 @@ class Group:
         value, unit = rows[0][shown.kind], rows[0]["unit"]
         if shown.kind == "spread":
             return f"{max(row['spread'] for row in rows):.2%}"
-        if shown.kind != "value":
+        if shown.kind in ("ratio", "over_logical"):
             return f"{value:.2f}"
         if "__" in shown.name:  # as the tool gives it
             return f"{value:.6g} {unit}"
@@ -154,10 +147,23 @@ class Group:
             return three_digits(value)
         return f"{value * 1e3:.1f}" if unit == "s" else gigabytes(value)
 
+    def table(
+        self,
+        title: str,
+        columns: list[tuple[str, Column, str]],
+        labels: Iterable[str],
+        notes: Iterable[str] = (),
+    ) -> list[Table]:
+        """A table with a line for each case; a column is its header, what it shows, the phase."""
+        cells = [[label, *(self.cell(label, *c[1:]) for c in columns)] for label in labels]
+        headers = [self.first_header, *(header for header, *_ in columns)]
+        table = Table(f"{self.title}: {title}", headers, cells, tuple(notes))
+        return [table] if columns and cells else []
 
-def in_order(summary: pd.DataFrame) -> pd.DataFrame:
+
+def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
     """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
-    return _sorted(summary, [*CONFIGURATION, "device", "trainer"])
+    return _sorted(summary, [*configuration, "device", "trainer"])
 
 
 def _sorted(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -200,32 +206,18 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
         shared = dict(zip(keys, values, strict=True))
         # What is the same everywhere is said once.
         shared |= {a: group[a].iloc[0] for a in AXES if a not in (*keys, *labels)}
+        group = group.drop_duplicates(["label", "phase", "metric"])
+        phase = str(shared.get("phase", STEP))
         if view.sort in AXES:
             group = _sorted(group, [view.sort])
-        made = Group(
-            title=title_of(shared),
-            rows={(r["label"], r["phase"], r["metric"]): r for r in group[::-1].to_dict("records")},
-            labels=list(dict.fromkeys(group.label)),
-            phase=str(shared.get("phase", STEP)),
-            first_header="trainer" if labels == ["trainer"] else "case",
-            by_phase="phase" in keys,
-            one_cell=set(CONFIGURATION) <= set(keys),
-        )
-        yield replace(made, labels=_by_column(made, view.sort))
-
-
-def _by_column(group: Group, name: str | None) -> list[str]:
-    """The labels by the numbers of a column; those that have none go last."""
-    if name is None or name in AXES:
-        return group.labels
-    if name == NAME:
-        return sorted(group.labels)
-    shown = column(name)
-    numbers = {
-        label: max((row[shown.kind] for row in group.find(label, shown)), default=math.inf)
-        for label in group.labels
-    }
-    return sorted(group.labels, key=lambda label: numbers[label])
+        elif view.sort == NAME:
+            group = group.sort_values("label", kind="stable")
+        elif view.sort is not None:  # what has no number goes last
+            by = column(view.sort)
+            sorting = group[group.metric.isin(by.metrics) & (group.phase == phase)]
+            places = group.label.map(sorting.groupby("label")[by.kind].max())
+            group = group.loc[places.sort_values(kind="stable").index]
+        yield Group(title_of(shared), group, phase, "trainer" if labels == ["trainer"] else "case")
 
 
 def title_of(shared: Mapping[str, Any]) -> str:
@@ -246,83 +238,60 @@ def title_of(shared: Mapping[str, Any]) -> str:
 # --- the step --------------------------------------------------------------------------------
 
 
-def _step_table(group: Group, view: View) -> Iterator[Table]:
-    columns = _columns(group, view)
-    labels = list(group.shown)
-    if columns and labels:
-        in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
-        yield Table(
-            f"{group.title}: {'GB per step' if in_bytes else 'per step'}",
-            [group.first_header, *(shown.header for shown in columns)],
-            [[label, *(group.cell(label, shown) for shown in columns)] for label in labels],
-            tuple(_notes(group, columns, view)),
-        )
-
-
 def _columns(group: Group, view: View) -> list[Column]:
     """The columns that were asked for, or else those of the group's instrument.
 
     A group of one phase leaves out what is known of whole steps only, and a group that has
     none of what was asked for (logical bytes of hardware, say) all of it.
     """
-    logical = any(
-        (phase, metric) == (group.phase, "logical_bytes") for _, phase, metric in group.rows
-    )
+    logical = "logical_bytes" in set(group.shown.metric)
     chosen = view.columns or shown_by_default(logical=logical)
     filled = [shown for shown in chosen if group.having(shown, phases=[group.phase])]
-    if group.by_phase and not view.columns:
-        return filled
-    if not view.columns:  # not every chip and instrument says how busy the GPU was
-        return [shown for shown in chosen if shown in filled or shown.name != BUSY]
-    return list(chosen) if filled else []
+    if view.columns:
+        return list(chosen) if filled else []
+    # Not every chip and instrument says how busy the GPU was.
+    return [c for c in chosen if c in filled or not ("phase" in view.group_by or c.name == BUSY)]
 
 
 def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
-    """What a reader must know to read the numbers right."""
-    cases = group.shown
-    ratios = {c.metrics[0]: c for c in columns if c.kind == "ratio"}
-    alone = [label for label, rows in cases.items() if not any(r["has_baseline"] for r in rows)]
+    rows, names = group.shown, {column.name for column in columns}
+    ratios = {c.metrics[0] for c in columns if c.kind == "ratio"}
+    known = rows.groupby("label", sort=False).has_baseline.any()
     said = f"the {BASELINE_TRAINER!r} trainer was not measured for"
-    if ratios and len(alone) == len(cases):
-        yield f"No ratio: {said} {'this cell' if group.one_cell else 'these cells'}."
-    elif ratios and alone:
-        yield f"No ratio for {', '.join(alone)}: {said} their cells."
+    if ratios and not known.any():
+        one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
+        yield f"No ratio: {said} {'this cell' if one_cell else 'these cells'}."
+    elif ratios and not known.all():
+        yield f"No ratio for {', '.join(known.index[~known])}: {said} their cells."
     for metric, (low, high) in view.expected.items():
-        if metric in ratios and group.phase == STEP:
-            found = [(label, row) for label in cases for row in group.find(label, ratios[metric])]
-            known = {k: row["ratio"] for k, row in found if row["trainer"] != BASELINE_TRAINER}
-            outside = [f"{label} {r:.2f}" for label, r in known.items() if not low <= r <= high]
-            if known:
-                name, names = METRICS[metric].short_header, ", ".join(outside) or "none"
-                yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x standard; outside: {names}."
-    if not any(c.kind == "spread" for c in columns) and (spreads := _spreads(group, columns)):
+        found = rows[(rows.metric == metric) & (rows.trainer != BASELINE_TRAINER)]
+        found = found.dropna(subset="ratio")
+        if metric in ratios and group.phase == STEP and len(found):
+            outside = found[~found.ratio.between(low, high)]
+            listed = outside.label + outside.ratio.map(" {:.2f}".format)
+            name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
+            yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x standard; outside: {cases}."
+    if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
-    in_cache = any(row["in_cache"] for rows in cases.values() for row in rows)
-    if in_cache and any(c.name.startswith("dram_") for c in columns):
+    if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
         yield "WARNING: at this size the data stays in the L2 cache; DRAM ratios mean nothing."
-    if group.phase == STEP and any(c.name == BUSY for c in columns):
-        rows = [row for label in cases for row in group.find(label, column(BUSY))]
-        if idle := [row["label"] for row in rows if row["value"] < LAUNCH_BOUND]:
-            yield (
-                f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle)} waits for its "
-                f"launches; bytes do not explain its time."
-            )
+    idle = rows[(rows.metric == BUSY) & (rows.value < LAUNCH_BOUND)]
+    if BUSY in names and group.phase == STEP and len(idle):
+        yield (
+            f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle.label)} waits for its "
+            f"launches; bytes do not explain its time."
+        )
 
 
-def _spreads(group: Group, columns: list[Column]) -> list[str]:
+def _spreads(group: Group, columns: list[Column]) -> Iterator[str]:
     """The largest spread of each column, with the case and the number of steps it is over."""
-    parts = []
     for shown in columns:
-        if shown.kind != "value" or shown.metrics[0] not in column("spread").metrics:
-            continue
-        spread = replace(shown, kind="spread")
-        rows = [row for label in group.labels for row in group.find(label, spread)]
-        if rows:
-            worst = max(rows, key=lambda row: row["spread"])
+        metric = METRICS.get(shown.metrics[0])
+        rows = group.shown[group.shown.metric == shown.metrics[0]].dropna(subset="spread")
+        if shown.kind == "value" and metric and metric.spread and len(rows):
+            worst = rows.sort_values("spread", ascending=False, kind="stable").iloc[0]
             name = shown.header.replace("\n", " ").removesuffix(" ms")
-            steps = f"{worst['repeats']:.0f} steps"
-            parts.append(f"{name} {worst['spread']:.2%} ({worst['label']}, {steps})")
-    return parts
+            yield f"{name} {worst.spread:.2%} ({worst.label}, {worst.repeats:.0f} steps)"
 
 
 # --- phases ----------------------------------------------------------------------------------
@@ -330,82 +299,64 @@ def _spreads(group: Group, columns: list[Column]) -> list[str]:
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
     """The phases in which any of the cases moves enough to be worth a column."""
-    most = dict.fromkeys((*ALL_PHASES, STEP), 0.0)
-    for (_, phase, name), row in group.rows.items():
-        if name == metric:
-            most[phase] = max(most[phase], row["value"])
-    return [phase for phase in ALL_PHASES if most[phase] > max(most.values()) * SHOWN_SHARE]
+    most = group.frame[group.frame.metric == metric].groupby("phase").value.max()
+    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
 
-def _phase_table(group: Group, metric: str, name: str) -> Iterator[Table]:
+def _phase_table(group: Group, metric: str, name: str) -> list[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
-    value, ratio = column(metric), column(ratio_name(metric))
-    phases = _phases_shown(group, metric)
+    value, ratio, phases = column(metric), column(ratio_name(metric)), _phases_shown(group, metric)
     cells = []
-    for label in group.having(value):
+    for label in group.having(value) if phases else ():
         numbers = [(group.cell(label, value, p), group.cell(label, ratio, p)) for p in phases]
         cells.append([label, *(n if r == ABSENT else f"{n} ({r})" for n, r in numbers)])
-    if phases:
-        title = f"{group.title}: {name} by phase (÷ standard)"
-        yield Table(title, [group.first_header, *phases], cells)
+    title = f"{group.title}: {name} by phase (÷ standard)"
+    return [Table(title, [group.first_header, *phases], cells)] if cells else []
 
 
-def _busy_table(group: Group) -> Iterator[Table]:
+def _busy_table(group: Group) -> list[Table]:
     """For which part of each phase's time the GPU did anything, by case."""
-    busy, phases = column(BUSY), _phases_shown(group, "gpu_elapsed_cycles")
-    cells = [
-        [label, *(group.cell(label, busy, phase) for phase in (*phases, STEP))]
-        for label in group.having(busy)
-    ]
-    if cells and phases:
-        note = "Phases are synchronized at their borders, the whole step is not."
-        headers = [group.first_header, *phases, STEP]
-        yield Table(f"{group.title}: busy by phase", headers, cells, (note,))
+    phases, busy = _phases_shown(group, "gpu_elapsed_cycles"), column(BUSY)
+    columns = [(phase, busy, phase) for phase in (*phases, STEP)] if phases else []
+    note = "Phases are synchronized at their borders, the whole step is not."
+    return group.table("busy by phase", columns, group.having(busy), [note])
 
 
-def against_logical(group: Group) -> Iterator[Table]:
+def against_logical(group: Group) -> list[Table]:
     """How often the hardware moves what an ideal unfused step moves once, where both are known.
 
     By case: DRAM and logical bytes of the step, and their quotient by phase and for the step.
     """
-    times = column("dram_over_logical")
-    phases = [*_phases_shown(group, "dram_bytes"), STEP]
-    cells = []
-    for label in group.having(times):
-        step = group.rows.get((label, STEP, "dram_bytes"))
-        totals = [gigabytes(step[c]) for c in ("value", "logical")] if step else [ABSENT, ABSENT]
-        cells.append([label, *totals, *(group.cell(label, times, phase) for phase in phases)])
-    if cells:
-        headers = [group.first_header, "DRAM\nGB", "logical\nGB", *phases]
-        yield Table(f"{group.title}: DRAM measured ÷ logical", headers, cells, AGAINST_LOGICAL)
+    times, phases = column("dram_over_logical"), _phases_shown(group, "dram_bytes")
+    dram = column("dram_bytes")
+    columns = [
+        ("DRAM\nGB", dram, STEP),
+        ("logical\nGB", replace(dram, kind="logical"), STEP),
+        *((phase, times, phase) for phase in (*phases, STEP)),
+    ]
+    return group.table("DRAM measured ÷ logical", columns, group.having(times), AGAINST_LOGICAL)
 
 
 # --- throughput and other counters -----------------------------------------------------------
 
 
-def _throughput_table(group: Group) -> Iterator[Table]:
-    """Bytes per second of unprofiled step time, by case."""
-    headers = {rate: metric.header for metric, rate in rates() if metric.throughput}
-    shown = [rate for rate in headers if group.having(rate, phases=[STEP])]
-    if shown:
-        cells = [
-            [label, *(group.cell(label, rate) for rate in shown)]
-            for label in group.having(*shown, phases=[STEP])
-        ]
-        note = "Counted bytes ÷ step time of the unprofiled process."
-        first = [group.first_header]
-        yield Table(f"{group.title}: GB/s", first + [headers[r] for r in shown], cells, (note,))
+def _throughput_table(group: Group) -> list[Table]:
+    columns = [
+        (metric.header, rate, STEP)
+        for metric, rate in rates()
+        if metric.throughput and group.having(rate, phases=[STEP])
+    ]
+    labels = group.having(*(rate for _, rate, _ in columns), phases=[STEP])
+    note = "Counted bytes ÷ step time of the unprofiled process."
+    return group.table("GB/s", columns, labels, [note])
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     """Counters that were asked for by their own names, as the tool gives them."""
-    step = summary[(summary.phase == STEP) & (summary.unit != "B/s")]
+    own = summary.metric.str.contains("__") & (summary.unit != "B/s")
+    step = summary[own & (summary.phase == STEP)]
     cells = [
-        [
-            Case.from_row(row).id,
-            str(row["metric"]),
-            f"{row['value']:.6g} {row['unit']}",
-        ]
-        for row in step[step.metric.str.contains("__")].to_dict("records")
+        [Case.from_row(row).id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]
+        for row in step.to_dict("records")
     ]
     return [Table("Other counters, per step", ["case", "counter", "value"], cells)] if cells else []

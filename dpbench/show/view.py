@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES
@@ -20,8 +19,12 @@ if TYPE_CHECKING:
 THROUGHPUT = "_throughput"
 """The end of the name of bytes per second."""
 
-OF_CASES = ("ncu", "timing", "cupti", "logical")
+OF_CASES = {"ncu", "timing", "cupti", "logical"}
 """The instruments whose metrics stand in tables of cases."""
+
+
+HEADERS: Mapping[Kind, str] = {"ratio": "÷ std", "spread": "spread", "over_logical": "÷ logical"}
+"""What heads a column below the name of its metric."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +49,16 @@ class Column:
 
 def columns() -> dict[str, Column]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
-    return _columns_of(tuple(METRICS.values()))
-
-
-@lru_cache(maxsize=1)  # metrics can be registered
-def _columns_of(metrics: Sequence[Metric]) -> dict[str, Column]:
-    headed = [m for m in metrics if m.header and not set(m.by).isdisjoint(OF_CASES)]
+    headed = [m for m in METRICS.values() if m.header and not OF_CASES.isdisjoint(m.by)]
     listed = [Column(m.name, m.header, (m.name,)) for m in headed]
     listed += [rate for _, rate in rates()]
     for metric in headed:
-        short, named = metric.short_header, (metric.name,)
-        listed.append(Column(f"{metric.stem}_ratio", f"{short}\n÷ std", named, "ratio"))
-        listed.append(Column(f"{metric.stem}_spread", f"{short}\nspread", named, "spread"))
-        if metric.logical:
-            name, header = f"{metric.stem}_over_logical", f"{short}\n÷ logical"
-            listed.append(Column(name, header, named, "over_logical"))
+        for kind, header in HEADERS.items():
+            if kind != "over_logical" or metric.logical:
+                name, header = f"{metric.stem}_{kind}", f"{metric.short_header}\n{header}"
+                listed.append(Column(name, header, (metric.name,), kind))
     listed.append(Column("l2_bytes", "L2\ntotal", ("l2_total_bytes",)))
-    trusted = tuple(metric.name for metric in metrics if metric.spread)
+    trusted = tuple(metric.name for metric in METRICS.values() if metric.spread)
     listed.append(Column("spread", "largest\nspread", trusted, "spread"))
     return {column.name: column for column in listed}
 
@@ -79,11 +75,18 @@ def rates() -> list[tuple[Metric, Column]]:
 
 def shown_by_default(*, logical: bool) -> list[Column]:
     """What is shown of logical counting, or of counters and times, unless columns are chosen."""
-    kinds = {"value": "{0.name}", "ratio": "{0.stem}_ratio"}
-    metrics = [m for m in METRICS.values() if "logical" in m.by or not logical]
-    if not logical:
-        metrics = [m for m in metrics if m.by != ("logical",)]
-    return [column(kinds[kind].format(m)) for m in metrics for kind in m.shown]
+    every = [metric for metric in METRICS.values() if metric.by != ("logical",)]
+    return [
+        column(metric.name if kind == "value" else f"{metric.stem}_{kind}")
+        for metric in (METRICS.had_by("logical") if logical else every)
+        for kind in metric.shown
+    ]
+
+
+def usual_columns() -> list[Column]:
+    """What is shown of runs with both, each once."""
+    both = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
+    return list(dict.fromkeys(both))
 
 
 TOP = Settings.top
@@ -104,11 +107,12 @@ GROUPS = ("cell", "device", "phase", *AXES)
 
 def column(name: str) -> Column:
     """The column with a name."""
-    if found := columns().get(name):
-        return found
+    known = columns()
+    if name in known:
+        return known[name]
     if "__" in name:  # a counter, by ncu's own name
         return Column(name, name, (name,))
-    values = [known.name for known in columns().values() if known.kind == "value"]
+    values = [name for name, column in known.items() if column.kind == "value"]
     hint = "also dram_ratio, dram_spread, dram_over_logical and so on, spread, or an ncu counter"
     raise unknown("column", name, values, hint)
 
@@ -196,6 +200,5 @@ def check_top(top: int) -> None:
 
 
 def _names(listed: str | None) -> tuple[str, ...]:
-    """The names in a list with commas, each once."""
     names = (name.strip() for name in (listed or "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))

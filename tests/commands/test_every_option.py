@@ -37,8 +37,7 @@ def replayed_gpu(monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None = Non
     """Let there be a GPU; of unknown memory, any case may fit it."""
     build_parser()  # a module that is first imported now would keep this GPU
     found = [Gpu("GPU-0", "NVIDIA H200", memory_bytes, "580.159.03")]
-    for module in ("gpu", "commands.attribute"):
-        monkeypatch.setattr(f"dpbench.{module}.visible_gpus", lambda: found)
+    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: found)
 
 
 def test_run_counts_the_chosen_case_as_asked(

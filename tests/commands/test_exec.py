@@ -14,8 +14,10 @@ import pytest
 
 from dpbench.case import script_case
 from dpbench.cli import main
+from dpbench.gpu import Gpu
 from dpbench.instruments.script import ScriptRun, run
 from tests.commands import scripts
+from tests.programs import program
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +163,7 @@ def test_script_that_is_killed_is_an_error_of_its_own(capfd: pytest.CaptureFixtu
         (["--steps=0", "training.py"], "needs --skip >= 0 and --steps >= 1, not 3 and 0"),
         (["--name=standard", "training.py"], "'standard' is what the baseline of ratios is called"),
         (["--baseline=7", "training.py"], "no run number 0007"),
+        (["--name=a/b", "training.py"], "'a/b' names files, and cannot have a slash in it"),
     ],
     ids=str,
 )
@@ -169,6 +172,44 @@ def test_bad_input_is_refused_before_the_script_runs(
 ) -> None:
     assert main(["exec", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+NCU = """
+import json, shutil, sys
+arguments = sys.argv[1:]
+if arguments == ["--version"]:
+    print("Version 2025.3.1.0")
+    sys.exit()
+start = arguments.index("-m")
+options = json.loads(arguments[start + 2])
+with open("arguments.json", "w") as stream:
+    json.dump([arguments, options], stream)
+shutil.copy("recorded.ncu-rep", arguments[arguments.index("--export") + 1])
+with open(options["record"], "w") as stream:
+    json.dump({"torch": "2.11.0", "notes": [], "error": None}, stream)
+"""
+
+
+def test_script_under_ncu_has_the_rows_of_its_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
+    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [gpu])
+    recorded = Path(__file__).parents[1] / "data/tiny-fp32/report_dpsgd_bs4_seq64.ncu-rep"
+    Path("recorded.ncu-rep").write_bytes(recorded.read_bytes())
+    program(Path("ncu"), NCU)
+    how = ["--instrument=ncu", "--ncu-path=./ncu", "--steps=1"]
+    assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
+    assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in capsys.readouterr().out
+    arguments, options = json.loads(Path("arguments.json").read_text())
+    report = "ncu_reports/script-fp32/report_training_bs1"
+    under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
+    assert {*under, f"{report}.ncu-rep", f"{report}.log"} <= {*arguments}
+    assert arguments[-2:] == ["training.py", "--private"]
+    assert (options["name"], options["skip"], options["steps"]) == ("ncu", 3, 1)
+    moved = rows("run.json", "dram_read_bytes")
+    assert {("training", "clip"), ("training", "step")} <= set(moved)
+    assert len(moved["training", "step"]) >= 1
 
 
 def test_case_of_a_script_is_called_what_the_script_is() -> None:

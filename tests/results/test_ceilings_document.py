@@ -9,7 +9,7 @@ import pytest
 
 from dpbench import ConfigurationError
 from dpbench.results.cards import Ceilings, read_ceilings
-from dpbench.show.roofline import ceilings_table
+from dpbench.show.kernels import ceilings_table
 
 H200 = Ceilings("NVIDIA H200", 4.2e12, 2**32, {"fp32": 5e13, "tf32": 4e14, "bf16": 7e14}, 8192, "2")
 

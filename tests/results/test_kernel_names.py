@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.results.kernel_names import (
-    CATEGORIES,
-    OTHER,
-    category,
-    matched_category,
-    short_name,
-)
+from dpbench.results.kernels import CATEGORIES, category, short_name
 
 NAMES = (Path(__file__).parents[1] / "data" / "kernel_names.txt").read_text().splitlines()
 
@@ -61,7 +55,7 @@ def test_a_real_kernel_has_its_short_name_and_category(kernel: str, kind: str) -
 
 
 def test_a_pattern_fits_every_kernel_of_the_recorded_steps() -> None:
-    assert [name for name in NAMES if matched_category(name) is None] == []
+    assert [name for name in NAMES if category(name) is None] == []
 
 
 def test_every_category_but_other_is_used_by_the_recorded_steps() -> None:
@@ -93,7 +87,6 @@ def test_two_tools_spell_a_kernel_differently_and_mean_the_same(spellings: tuple
     assert len({short_name(name) for name in spellings}) == 1
 
 
-def test_an_unknown_kernel_keeps_its_name_and_is_other() -> None:
+def test_an_unknown_kernel_keeps_its_name_and_has_no_category() -> None:
     assert short_name("my_kernel(float*)") == "my_kernel"
-    assert category("my_kernel(float*)") == OTHER
-    assert matched_category("my_kernel(float*)") is None
+    assert category("my_kernel(float*)") is None

@@ -22,11 +22,7 @@ from dpbench.results.kernels import (
     kernel_table,
 )
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.kernels import (
-    KernelContext,
-    kernel_tables,
-    wrapped,
-)
+from dpbench.show.kernels import kernel_tables, wrapped
 from dpbench.show.layout import as_markdown, as_text
 
 FILL = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int)"
@@ -133,7 +129,7 @@ def test_without_a_bandwidth_or_a_step_nothing_is_made_up() -> None:
 
 def test_the_text_names_the_top_kernels_and_what_has_no_category() -> None:
     many = [launch(f"kernel_{i}(int)", read_bytes=i * 1e9) for i in range(30)]
-    text = as_text(kernel_tables(fold([*many, launch(FILL)]), KernelContext("case"), top=3))
+    text = as_text(kernel_tables(fold([*many, launch(FILL)]), "case", top=3))
     assert "case: bytes by kernel (top 3 of 31)" in text
     assert "kernel_29" in text
     assert text.count("kernel_") == 3 + 30  # the table, and the note below
@@ -151,9 +147,9 @@ def test_a_wrapped_name_loses_nothing_and_fits(width: int, monkeypatch: pytest.M
 
 
 def test_markdown_keeps_each_name_whole_and_in_sight() -> None:
-    text = as_markdown(kernel_tables(fold([launch()]), KernelContext("case")))
+    text = as_markdown(kernel_tables(fold([launch()]), "case"))
     assert r"| vectorized_elementwise_kernel\<FillFunctor\> |" in text
 
 
 def test_without_kernels_there_is_no_table() -> None:
-    assert kernel_tables((), KernelContext("case")) == []
+    assert kernel_tables((), "case") == []

@@ -23,8 +23,7 @@ from dpbench.results.outcome import (
     write_document,
 )
 from dpbench.results.rows import SCHEMA, STEP, Measurement
-from dpbench.show.export import write_renderings
-from dpbench.show.summary import summary_tables, trainer_table
+from dpbench.show.export import summary_tables, trainer_table, write_renderings
 from dpbench.show.view import View
 
 UNITS = {"bytes": "B", "seconds": "s"}

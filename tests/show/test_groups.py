@@ -39,7 +39,7 @@ GRID = [
 def grouped(rows: list[Measurement], **view: str) -> dict[str, list[str]]:
     """Titles, and the labels below them."""
     found = groups(complete(to_frame(rows)), View.of(**view))
-    return {group.title: list(group.shown) for group in found}
+    return {group.title: list(group.shown.label.unique()) for group in found}
 
 
 def test_cell_is_what_shares_a_baseline() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.summary import trainer_table
+from dpbench.show.export import trainer_table
 
 
 def outcome(

@@ -14,8 +14,8 @@ from dpbench.instruments.nsys.sqlite import read_timeline
 from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome
 from dpbench.results.timeline import Timeline
+from dpbench.show.export import summary_tables
 from dpbench.show.layout import Table
-from dpbench.show.summary import summary_tables
 from dpbench.show.timeline import timeline_tables, whole_timeline
 from tests.instruments.nsys.recording import Recording, case_recording
 

@@ -71,7 +71,14 @@ class NcuInstrument(Instrument):
     def command_under_ncu(
         self, case: Case, collect: Iterable[str], include: Iterable[str] = (EVERY_PHASE,)
     ) -> list[str]:
-        """The whole argument list for one case, caches and clocks left alone.
+        """The whole argument list for one case."""
+        step = step_command(case, self.steps, device="cuda", nvtx=True)
+        return [*self.before_program(case, collect, include), *step]
+
+    def before_program(
+        self, case: Case, collect: Iterable[str], include: Iterable[str] = (EVERY_PHASE,)
+    ) -> list[str]:
+        """The arguments before those of the profiled program, caches and clocks left alone.
 
         Options say what to ``collect``, and of which kernels; a range or kernel is profiled if one
         of the NVTX filters ``include`` fits.
@@ -88,7 +95,6 @@ class NcuInstrument(Instrument):
             *collect,
             "--force-overwrite",
             *("--export", str(self.report(case))),
-            *step_command(case, self.steps, device="cuda", nvtx=True),
         ]
 
     def launch(self, case: Case, command: list[str]) -> Child:

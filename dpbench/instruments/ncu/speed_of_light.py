@@ -69,20 +69,14 @@ def name_filter(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class SpeedOfLight(OfKernels):
-    """Reads many metrics of the kernels that move most; the report of `NcuKernels` must be there.
-
-    Args:
-        set: one of `NCU_SETS`, or None for ``sections`` alone.
-        sections: further sections of ``ncu --list-sections``.
-        kernels: how many kernels, by DRAM bytes.
-    """
+    """Reads many metrics of the kernels that move most, by the report of `NcuKernels`."""
 
     name: ClassVar[str] = "speed_of_light"
     folder: ClassVar[str] = SPEED_OF_LIGHT
 
-    set: str | None = "detailed"
-    sections: tuple[str, ...] = ()
-    kernels: int = Settings.ncu_set_kernels
+    set: str | None = "detailed"  # one of NCU_SETS, or None for the sections alone
+    sections: tuple[str, ...] = ()  # further ones of ncu --list-sections
+    kernels: int = Settings.ncu_set_kernels  # how many, by DRAM bytes
 
     @classmethod
     def from_settings(cls, settings: Settings) -> SpeedOfLight:
@@ -153,35 +147,29 @@ class Waiting(Running):
 def read_speeds(path: Path) -> tuple[KernelSpeed, ...]:
     """The kernels of a report that holds `METRICS`, in the order of the run."""
     check_complete(path)
-    return tuple(_speed(action, path) for action in load_actions(path))
-
-
-def _speed(action: Any, path: Path) -> KernelSpeed:
-    def value(name: str) -> float:
-        return float(counter(action, name, path).value())
-
-    x, y, z = (int(value(name)) for name in GRID)
-    return KernelSpeed(
-        phase=phase_of(label(action))[1],
-        name=full_name(action),
-        grid=(x, y, z),
-        seconds=value(TIME) * 1e-9,
-        stall=top_stall(action),
-        **{field: value(metric) for field, metric in METRICS.items()},
-    )
+    speeds = []
+    for action in load_actions(path):
+        names = (*METRICS.values(), TIME, *GRID)
+        value = {name: float(counter(action, name, path).value()) for name in names}
+        x, y, z = (int(value[name]) for name in GRID)
+        percents = {field: value[metric] for field, metric in METRICS.items()}
+        phase, stall = phase_of(label(action))[1], top_stall(action)
+        speed = KernelSpeed(
+            phase, full_name(action), (x, y, z), value[TIME] * 1e-9, stall=stall, **percents
+        )
+        speeds.append(speed)
+    return tuple(speeds)
 
 
 def top_stall(action: Any) -> str | None:
     """What an action's warps waited for most; counted if it was, otherwise sampled."""
-    counted: dict[str, float] = {}
-    sampled: dict[str, float] = {}
+    reasons: dict[str, dict[str, float]] = {"counted": {}, "sampled": {}}
     for name in action.metric_names():
         match = STALL.fullmatch(name)
-        if match is None or match["rest"]:
-            continue
-        reasons = counted if match["counted"] else sampled
-        reasons[match["counted"] or match["sampled"]] = float(action.metric_by_name(name).value())
-    reasons = counted or sampled
-    reasons.pop("selected", None)  # that warp was not waiting
-    most = max(reasons, key=lambda reason: reasons[reason], default=None)
-    return most if most and reasons[most] else None
+        if match and not match["rest"]:
+            how = "counted" if match["counted"] else "sampled"
+            reasons[how][match[how]] = float(action.metric_by_name(name).value())
+    found = reasons["counted"] or reasons["sampled"]
+    found.pop("selected", None)  # that warp was not waiting
+    most = max(found, key=lambda reason: found[reason], default=None)
+    return most if most and found[most] else None

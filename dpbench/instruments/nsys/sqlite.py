@@ -16,7 +16,7 @@ from typing import Any
 
 from dpbench.instruments.base import InstrumentError
 from dpbench.process.messages import NVTX_DOMAIN
-from dpbench.results.kernel_names import short_name
+from dpbench.results.kernels import short_name
 from dpbench.results.timeline import Activity, Call, Range, Timeline, unversioned
 
 START_END_RANGE = 60

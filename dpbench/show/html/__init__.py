@@ -1,9 +1,4 @@
-"""Runs as one HTML page that opens offline: the same numbers, drawn. Never imports torch.
-
-`source` labels runs, `data` prepares what each chart shows, the modules of charts draw it with
-plotly, `overview` makes tables, `page` puts all into a template. What draws needs the extra
-``report``; `check_libraries` says whether it is there.
-"""
+"""Runs as one HTML page that opens offline: the same numbers, drawn; needs the extra ``report``."""
 
 from __future__ import annotations
 

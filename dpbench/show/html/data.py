@@ -1,39 +1,53 @@
-"""What the page shows, as frames: runs under labels, one summary of all, each chart's rows."""
+"""What the page shows, as frames: runs under labels, one summary of all, which bytes it is of."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, BASELINE_TRAINER, Case, trained_in, unusual
+from dpbench.case import ADDED, AXES, BASELINE_TRAINER, LATER, Case, trained_in, unusual
+from dpbench.metrics import METRICS
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
     of_one_instrument,
     summarise,
-    with_logical,
     with_ratios,
 )
+from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import COLUMNS, STEP
-from dpbench.show.tables import SHOWN_SHARE, in_order
-from dpbench.show.view import Column, column, shown_by_default
+from dpbench.show.html.figures import Key, Style, styles
+from dpbench.show.layout import Shown
+from dpbench.show.tables import in_order
 
 UNMEASURED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""
 
-KEYS = ["run", "title", "device", *CONFIGURATION, "trainer"]
-"""What tells a case on the page from every other."""
+KEYS = ["run", "title", "device", *(a for a in CONFIGURATION if a not in LATER), "trainer"]
+"""What tells a case on the page from every other; the title says what is unusual."""
+
+CASE: Mapping[str, Shown] = {
+    "configuration": ("title", str),
+    "batch": ("batch_size", str),
+    "sequence": ("seq_len", str),
+    "trainer": ("trainer", str),
+}
+"""The columns of a table that name a case."""
+
+NEEDS_LOGICAL = (
+    "These runs hold no logical counts of the measured cases. The option --with-logical of "
+    "dpbench report counts them, in seconds a case and without a GPU."
+)
 
 IN_CACHE = (
     "Warning: some steps move less than 1 GB. At that size the data stays in the L2 cache, and "
     "ratios of DRAM bytes mean nothing."
 )
-
-# --- runs ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -82,39 +96,138 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Source]
     return sources
 
 
-def summary_of(sources: Sequence[Source]) -> pd.DataFrame:
-    """One row per run, case, instrument, phase and metric, in the order of reading.
+def has_case_of(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows are of a case of which the others have a row."""
+    cases, known = (pd.MultiIndex.from_frame(frame[list(AXES)]) for frame in (rows, others))
+    return pd.Series(cases.isin(known), index=rows.index)
 
-    The columns are those of `with_ratios`, then ``run``, the source's label; ``measured``, False
-    where the number was counted without hardware; and ``title``, which configuration it is. A
-    ratio compares with the standard trainer of the same run.
+
+def cases_without_logical(sources: Iterable[Source]) -> list[Case]:
+    """The measured cases of which no run has logical counts, each once."""
+    parts = [source.frame[["instrument", *AXES]] for source in sources]
+    rows = pd.concat(parts, ignore_index=True).drop_duplicates()
+    without = rows[~has_case_of(rows, rows[rows.instrument == UNMEASURED])]
+    return [Case.from_row(case) for case in without.drop_duplicates(list(AXES)).to_dict("records")]
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Which bytes a chart is about; measured and counted ones never share one.
+
+    ``short`` is the name for an axis, ``premise`` where such a number comes from, in a word
+    ``verb``.
     """
-    parts = [
-        in_order(with_ratios(of_one_instrument(summarise(source.frame)))).assign(run=source.label)
-        for source in sources
-        if not source.frame.empty
-    ]
-    if not parts:
-        empty = {name: pd.Series(dtype=object) for name in (*COLUMNS, "run", "title")}
-        return pd.DataFrame(empty).assign(measured=False, ratio=0.0, spread=0.0)
-    summary = pd.concat(parts, ignore_index=True)
-    summary["measured"] = summary.instrument != UNMEASURED
-    return summary.assign(title=_titles(summary, summary))
+
+    metric: str
+    name: str
+    short: str
+    premise: str
+    verb: str
 
 
-def failures_of(sources: Sequence[Source], summary: pd.DataFrame) -> pd.DataFrame:
-    """The cases that failed or were skipped, one row each.
+DRAM = Basis(
+    "dram_bytes",
+    "DRAM bytes",
+    "DRAM GB per step (measured)",
+    "measured by hardware counters",
+    "measured",
+)
+LOGICAL = Basis(
+    "logical_bytes",
+    "Logical bytes",
+    "logical GB per step (counted)",
+    "counted operator by operator without hardware, not measured",
+    "counted",
+)
 
-    With the case's fields, ``run``, ``error`` and ``message``; ``device`` is where the others of
-    the run were measured; ``title`` as in the summary.
+
+@dataclass(frozen=True)
+class Material:
+    """What the charts of one page share: frames, colours, and which bytes they are about.
+
+    ``expected`` says by metric between which ratios to standard the reader expects it.
     """
-    failed = pd.DataFrame(
-        [{"run": source.label, **case} for source in sources for case in source.failures],
-        columns=["run", *AXES, "error", "message"],
-    )
-    devices = _subject(summary).drop_duplicates("run").set_index("run").device
-    failed["device"] = [devices.get(run, "") for run in failed.run]
-    return failed.assign(title=_titles(failed, summary))
+
+    sources: Sequence[Source]
+    expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """One row per run, case, instrument, phase and metric, in the order of reading.
+
+        The columns are those of `with_ratios`, then ``run``, the source's label; ``measured``,
+        False where the number was counted without hardware; and ``title``, which configuration it
+        is. A ratio compares with the standard trainer of the same run.
+        """
+        sources = [s for s in self.sources if not s.frame.empty] or self.sources[:1]
+        parts = [
+            with_ratios(of_one_instrument(summarise(source.frame))).assign(run=source.label)
+            for source in sources
+        ]
+        summary = pd.concat(map(in_order, parts), ignore_index=True)
+        summary["measured"] = summary.instrument != UNMEASURED
+        return summary.assign(title=_titles(summary, summary))
+
+    @cached_property
+    def failed(self) -> pd.DataFrame:
+        """The cases that failed or were skipped, one row each.
+
+        With the case's fields, ``run``, ``error``, ``message`` and ``fate``; ``device`` is where
+        the others of the run were measured; ``title`` as in the summary.
+        """
+        failed = pd.DataFrame(
+            [{"run": source.label, **case} for source in self.sources for case in source.failures],
+            columns=["run", *AXES, "error", "message"],
+        )
+        devices = _subject(self.summary).drop_duplicates("run").set_index("run").device
+        failed["device"] = [devices.get(run, "") for run in failed.run]
+        failed["fate"] = ["skipped" if e == NOT_TRIED else "failed" for e in failed.error]
+        return failed.assign(title=_titles(failed, self.summary))
+
+    @cached_property
+    def basis(self) -> Basis:
+        """Measured bytes, or counted ones where there are no others."""
+        metrics = set(self.summary.metric)
+        return LOGICAL if LOGICAL.metric in metrics and DRAM.metric not in metrics else DRAM
+
+    @cached_property
+    def look(self) -> dict[str, Style]:
+        """How each trainer is drawn."""
+        return styles({*self.summary.trainer, *self.failed.trainer})
+
+    def keys(self, trainers: Iterable[str]) -> list[Key]:
+        """The legend of a chart with these trainers."""
+        shown = set(trainers)
+        return [Key(s.glyph, name, s.colour) for name, s in self.look.items() if name in shown]
+
+    def step_bytes(self, basis: Basis) -> pd.DataFrame:
+        """The rows of a basis for whole steps."""
+        return self.summary[(self.summary.metric == basis.metric) & (self.summary.phase == STEP)]
+
+    @cached_property
+    def ratios(self) -> pd.DataFrame:
+        """Whole-step rows of all trainers but the baseline, where there is a ratio."""
+        rows = self.step_bytes(self.basis)
+        return rows[(rows.trainer != BASELINE_TRAINER) & rows.ratio.notna()]
+
+    @cached_property
+    def cautions(self) -> list[str]:
+        """What must be said beside ratios of these bytes."""
+        small = (self.step_bytes(DRAM).value < IN_CACHE_BYTES).any()
+        return [IN_CACHE] if self.basis is DRAM and small else []
+
+    @cached_property
+    def peaks(self) -> pd.DataFrame:
+        """Peak memory of each case, by the same premise as the bytes."""
+        rows = self.summary[self.summary.metric == "peak_memory_bytes"]
+        return rows[rows.measured == (self.basis is DRAM)].drop_duplicates(KEYS)
+
+
+def pivot(rows: pd.DataFrame, columns: str, values: str = "value") -> pd.DataFrame:
+    """One row per case, in the order in which cases first come; the first of equals counts."""
+    unique = rows.drop_duplicates([*KEYS, columns])
+    wide = unique.pivot(index=KEYS, columns=columns, values=values).rename_axis(columns=None)
+    return unique[KEYS].drop_duplicates().join(wide, on=KEYS).reset_index(drop=True)
 
 
 def _subject(summary: pd.DataFrame) -> pd.DataFrame:
@@ -141,151 +254,3 @@ def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     if again.any():  # the same case in two runs: only the run's label tells them apart
         title = title + ", " + rows.run
     return title
-
-
-def has_case_of(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are of a case of which the others have a row."""
-    cases, known = (pd.MultiIndex.from_frame(frame[list(AXES)]) for frame in (rows, others))
-    return pd.Series(cases.isin(known), index=rows.index)
-
-
-def cases_without_logical(sources: Iterable[Source]) -> list[Case]:
-    """The measured cases of which no run has logical counts, each once."""
-    parts = [source.frame[["instrument", *AXES]] for source in sources]
-    rows = pd.concat(parts, ignore_index=True).drop_duplicates()
-    without = rows[~has_case_of(rows, rows[rows.instrument == UNMEASURED])]
-    return [Case.from_row(case) for case in without.drop_duplicates(list(AXES)).to_dict("records")]
-
-
-# --- what each chart shows -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Basis:
-    """Which bytes a chart is about; measured and counted ones never share one.
-
-    ``short`` is the name for an axis, ``premise`` where such a number comes from, in a word
-    ``verb``.
-    """
-
-    metric: str
-    name: str
-    short: str
-    premise: str
-    verb: str = "measured"
-
-    @property
-    def measured(self) -> bool:
-        """Whether hardware counted them."""
-        return self.verb == "measured"
-
-
-DRAM = Basis(
-    "dram_bytes", "DRAM bytes", "DRAM GB per step (measured)", "measured by hardware counters"
-)
-LOGICAL = Basis(
-    "logical_bytes",
-    "Logical bytes",
-    "logical GB per step (counted)",
-    "counted operator by operator without hardware, not measured",
-    "counted",
-)
-
-
-def basis_of(summary: pd.DataFrame) -> Basis | None:
-    """Measured bytes where there are any, else counted ones, else None."""
-    return next((basis for basis in (DRAM, LOGICAL) if basis.metric in set(summary.metric)), None)
-
-
-def step_bytes(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
-    """The rows of a basis for whole steps."""
-    return summary[(summary.metric == basis.metric) & (summary.phase == STEP)]
-
-
-def cautions(summary: pd.DataFrame, basis: Basis) -> list[str]:
-    """What must be said beside ratios of these bytes."""
-    small = basis.measured and (step_bytes(summary, basis).value < IN_CACHE_BYTES).any()
-    return [IN_CACHE] if small else []
-
-
-def by_phase(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
-    """Bytes by case and phase, in the columns that `phases_of` lists, and for the ``step``.
-
-    A phase is left out if no case moves `SHOWN_SHARE` of its step there; a case that was
-    measured for the whole step only has NaN in its phases.
-    """
-    wide = _pivot(summary[summary.metric == basis.metric], "phase", "value", KEYS)
-    if STEP not in wide:
-        wide[STEP] = float("nan")
-    shown = [name for name in phases_of(wide) if (wide[name] > SHOWN_SHARE * wide[STEP]).any()]
-    ratio = step_bytes(summary, basis).set_index(KEYS).ratio
-    return wide[[*KEYS, *shown, STEP]].join(ratio, on=KEYS)
-
-
-def phases_of(wide: pd.DataFrame) -> list[str]:
-    """The phases that a frame of `by_phase` has, in order."""
-    return [name for name in ALL_PHASES if name in wide]
-
-
-def ratios(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
-    """Whole-step rows of all trainers but the baseline, where there is a ratio."""
-    rows = step_bytes(summary, basis)
-    return rows[(rows.trainer != BASELINE_TRAINER) & rows.ratio.notna()]
-
-
-def series(ratios: pd.DataFrame, along: str) -> Iterator[tuple[Any, Any, pd.DataFrame]]:
-    """Ratios along one axis of the grid: title, the other axis's value, the rows.
-
-    Only series in which some trainer has two points or more.
-    """
-    other = {"seq_len": "batch_size", "batch_size": "seq_len"}[along]
-    for (title, value), rows in ratios.groupby(["title", other], sort=False):
-        if (rows.groupby("trainer")[along].nunique() > 1).any():
-            yield title, value, rows.sort_values(along, kind="stable")
-
-
-def memory_against_bytes(summary: pd.DataFrame, basis: Basis) -> pd.DataFrame:
-    """Bytes of a step (``value``) and ``peak`` memory of the same case, device and premise."""
-    step = summary[(summary.phase == STEP) & (summary.measured == basis.measured)]
-    peaks = step[step.metric == "peak_memory_bytes"].drop_duplicates(KEYS).set_index(KEYS).value
-    moved = step[step.metric == basis.metric]
-    return moved.join(peaks.rename("peak"), on=KEYS).dropna(subset="peak")
-
-
-def measured_against_logical(summary: pd.DataFrame) -> pd.DataFrame:
-    """Measured DRAM bytes of each step with the ``logical`` ones of the same case.
-
-    ``over_logical`` is measured ÷ logical, as everywhere else; NaN where nothing was counted. A
-    case that was counted in several runs has the counts of the first: they depend on nothing but
-    the case and the versions that counted it.
-    """
-    counted = step_bytes(summary, LOGICAL).drop_duplicates(list(AXES))
-    both = with_logical(pd.concat([step_bytes(summary, DRAM), counted]))
-    return both[both.measured].dropna(subset="logical")
-
-
-def case_columns() -> list[Column]:
-    """What the table of cases shows of whole steps, where it was measured or counted."""
-    usual = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
-    return list(dict.fromkeys([*usual, column("samples_per_second")]))
-
-
-def by_case(summary: pd.DataFrame) -> pd.DataFrame:
-    """One row per case and premise, with those of `case_columns` for which there are rows."""
-    step = summary[summary.phase == STEP]
-    keys = [*KEYS, "measured"]
-    parts = [
-        step.loc[step.metric == shown.metrics[0], [*keys, shown.kind]]
-        .rename(columns={shown.kind: "number"})
-        .assign(column=shown.name)
-        for shown in case_columns()
-    ]
-    wide = _pivot(pd.concat(parts).sort_index(kind="stable"), "column", "number", keys)
-    return wide[[*keys, *(shown.name for shown in case_columns() if shown.name in wide)]]
-
-
-def _pivot(rows: pd.DataFrame, columns: str, values: str, index: list[str]) -> pd.DataFrame:
-    """One row per case, in the order in which cases first come; the first of equals counts."""
-    unique = rows.drop_duplicates([*index, columns])
-    wide = unique.pivot(index=index, columns=columns, values=values).rename_axis(columns=None)
-    return unique[index].drop_duplicates().join(wide, on=index).reset_index(drop=True)

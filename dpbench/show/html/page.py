@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,15 +18,14 @@ from dpbench.case import AXES
 from dpbench.files import write_text
 from dpbench.metrics import unit
 from dpbench.registry import TRAINERS
-from dpbench.results.rows import COLUMNS
-from dpbench.show.html import charts, data, figures
-from dpbench.show.html.busy import busy
-from dpbench.show.html.data import UNMEASURED, Source
-from dpbench.show.html.figures import CASE, Cell, Chart, DataTable, Material, Writer
-from dpbench.show.html.roofline import against_logical, roofline
-from dpbench.show.layout import ABSENT, gigabytes
+from dpbench.results.rows import COLUMNS, STEP
+from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios
+from dpbench.show.html.data import CASE, KEYS, UNMEASURED, Material, Source
+from dpbench.show.html.figures import Chart, milliseconds, times
+from dpbench.show.html.roofline import roofline
+from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
 from dpbench.show.tables import in_order
-from dpbench.show.view import Column
+from dpbench.show.view import column, usual_columns
 
 Limits = Mapping[str, tuple[float, float]]
 """By metric, between which ratios to standard it is expected."""
@@ -44,7 +42,7 @@ def render(sources: Sequence[Source], expected: Limits | None = None) -> str:
     Everything from outside is escaped, and the page's own policy lets a browser run no script
     but the two that dpbench puts there, and fetch nothing.
     """
-    material = Material.of(sources, expected)
+    material = Material(sources) if expected is None else Material(sources, expected)
     environment = Environment(
         loader=PackageLoader("dpbench.show.html"),
         autoescape=True,
@@ -53,18 +51,20 @@ def render(sources: Sequence[Source], expected: Limits | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    templates = resources.files(__package__) / "templates"
+    script = (templates / "report.js").read_text(encoding="utf-8")
     # As a browser reads a script, and its hash: with plain line ends.
-    scripts = [text.replace("\r\n", "\n").replace("\r", "\n") for text in _scripts()]
+    scripts = [s.replace("\r\n", "\n").replace("\r", "\n") for s in (get_plotlyjs(), script)]
     return environment.get_template("report.html.j2").render(
         title=", ".join(source.label for source in sources),
         headline=headline(material),
         trainers=trainers(material),
-        failures=failures(material.failed),
+        failures=failures(material),
         charts=draw(material),
         cases=cases(material),
         rows=every_row(sources),
         environments=environments(sources),
-        style=Markup(_template("report.css")),
+        style=Markup((templates / "report.css").read_text(encoding="utf-8")),
         scripts=[*map(Markup, scripts)],
         hashes=[base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts],
     )
@@ -72,117 +72,84 @@ def render(sources: Sequence[Source], expected: Limits | None = None) -> str:
 
 def draw(material: Material) -> list[Chart]:
     """Every chart of the page, in order."""
-    return [
-        charts.phases(material),
-        charts.ratio_map(material),
-        *(charts.ratio_along(material, axis) for axis in charts.AXES_OF_THE_GRID),
-        charts.memory(material),
-        *busy(material),
-        roofline(material),
-        against_logical(material),
-    ]
-
-
-def _scripts() -> list[str]:
-    return [get_plotlyjs(), _template("report.js")]
-
-
-def _template(name: str) -> str:
-    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8")
-
-
-# --- tables of text --------------------------------------------------------------------------
+    every = (phases, ratios, memory, busy, roofline, against_logical)
+    return [chart for draws in every if (chart := draws(material))]
 
 
 def headline(material: Material) -> list[str]:
     """What the page is about, in sentences: cases, devices, premises, failures."""
     summary = material.summary.drop_duplicates(["run", *AXES, "measured"])
     devices = sorted(set(material.summary.device[material.summary.measured]))
-    found = {
+    counts = {
         f"measured on {', '.join(devices)}": int(summary.measured.sum()),
         "counted without hardware": int((~summary.measured).sum()),
+        **dict(sorted(Counter(material.failed.fate).items())),
     }
-    fates = Counter(map(figures.fate, material.failed.error))
-    said = [(n, what) for what, n in (*found.items(), *sorted(fates.items())) if n]
-    sentences = [f"{n} {'case' if n == 1 else 'cases'} {what}." for n, what in said]
+    sentences = [f"{n} {'case' if n == 1 else 'cases'} {what}." for what, n in counts.items() if n]
     return sentences if len(summary) else ["No number was measured or counted.", *sentences]
 
 
-def trainers(material: Material) -> DataTable:
+def trainers(material: Material) -> Table:
     """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
-    summary, basis = material.summary, material.basis
     listed = [
         {**case, "failed": bool(case.get("error"))} for s in material.sources for case in s.cases
     ]
     each = pd.DataFrame(listed, columns=[*AXES, "failed"])
     each = each.groupby(list(AXES), sort=False).failed.any().reset_index()
     counts = each.groupby("trainer", sort=False).failed.agg(cases="size", failed="sum")
-    ratios = data.ratios(summary, basis).groupby("trainer").ratio.agg(["min", "max"])
-    peaks = data.memory_against_bytes(summary, basis).groupby("trainer").peak.max()
-    table = counts.join(ratios).join(peaks).reset_index()
+    extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
+    peaks = material.peaks.groupby("trainer").value.max().rename("peak")
+    table = counts.join(extremes).join(peaks).reset_index()
     table = table.iloc[table.trainer.map(TRAINERS.rank).argsort(kind="stable")]
-    headers = {
-        "trainer": "trainer",
-        "cases": "cases",
-        "failed": "without a result",
-        "min": f"smallest {basis.name} ÷ standard",
-        "max": f"largest {basis.name} ÷ standard",
-        "peak": f"largest peak memory, GB ({basis.verb})",
+    name, verb = material.basis.name, material.basis.verb
+    columns: dict[str, Shown] = {
+        "trainer": ("trainer", str),
+        "cases": ("cases", str),
+        "without a result": ("failed", str),
+        f"smallest {name} ÷ standard": ("min", times),
+        f"largest {name} ÷ standard": ("max", times),
+        f"largest peak memory, GB ({verb})": ("peak", gigabytes),
     }
-    return DataTable.of("Trainers", table, headers)
+    return Table.of("Trainers", table, columns)
 
 
-def cases(material: Material) -> DataTable:
-    """Whole steps, one line per case and premise; failed cases with their error."""
-    wide, failed = data.by_case(material.summary), material.failed
-    numbers = {column.name: column for column in data.case_columns() if column.name in wide}
-    if not failed.empty:
-        # What was measured before a failure has its own line, any other case has one for it.
-        keys = ["run", "title", *AXES]
-        wide = pd.concat([wide, failed[[*keys, "device", "error"]]], ignore_index=True)
-        wide["error"] = wide.groupby(keys).error.transform("first")
-        empty = wide[[*numbers]].isna().all(axis=1) & wide.duplicated(keys, keep=False)
-        wide = in_order(wide[~empty])
-    premise = wide.measured.map({True: "measured", False: "counted"})
-    headers = {
-        **({"run": "run"} if wide.run.nunique() > 1 else {}),
-        **CASE,
-        "premise": "premise",
-        **{name: _header(column) for name, column in numbers.items()},
-        **({} if failed.empty else {"error": "error"}),
-    }
-    return DataTable.of(
+def failures(material: Material) -> Table | None:
+    """The cases without a result and why, or None."""
+    failed = in_order(material.failed)
+    columns: dict[str, Shown] = {"run": ("run", str), **CASE}
+    columns |= {"error": ("error", str), "message": ("message", str)}
+    title = "Cases that failed or were skipped"
+    return None if failed.empty else Table.of(title, failed, columns)
+
+
+def cases(material: Material) -> Table:
+    """Whole steps, one line per case and premise."""
+    step = material.summary[material.summary.phase == STEP]
+    wide = step[[*KEYS, "measured"]].drop_duplicates()
+    columns: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
+    columns |= {**CASE, "premise": ("premise", str)}
+    numbers = []
+    for shown in dict.fromkeys([*usual_columns(), column("samples_per_second")]):
+        rows = step.loc[step.metric == shown.metrics[0], [*KEYS, "measured", shown.kind]]
+        if rows.empty:
+            continue
+        rows = rows.drop_duplicates([*KEYS, "measured"]).rename(columns={shown.kind: shown.name})
+        wide = wide.merge(rows, how="left")
+        numbers.append(shown.name)
+        header = shown.header.replace("\n", " ").replace("mem.", "memory")
+        write = {"B": gigabytes, "s": milliseconds}.get(unit(shown.name), "{:.2f}".format)
+        if shown.kind != "value":
+            write, header = times, header.replace("÷ std", "÷ standard")
+        columns[f"{header}, GB" if write is gigabytes else header] = (shown.name, write)
+    wide = wide.dropna(subset=numbers, how="all")
+    return Table.of(
         "One step of each case: means over the steps, medians of times; exact when pointed at",
-        wide.assign(premise=premise.where(premise.notna(), ABSENT)),
-        headers,
-        **{name: _writer(column) for name, column in numbers.items()},
+        wide.assign(premise=wide.measured.map({True: "measured", False: "counted"})),
+        columns,
     )
 
 
-def _header(column: Column) -> str:
-    """The header of a column of the tables, on one line, with its unit."""
-    header = column.header.replace("\n", " ")
-    header = header.replace("÷ std", "÷ standard").replace("mem.", "memory")
-    return f"{header}, GB" if _writer(column) is gigabytes else header
-
-
-def _writer(column: Column) -> Writer:
-    """How its numbers are written."""
-    if column.kind != "value":
-        return figures.times
-    by_unit: dict[str, Writer] = {"B": gigabytes, "s": figures.milliseconds}
-    return by_unit.get(unit(column.name), "{:.2f}".format)
-
-
-def failures(failed: pd.DataFrame) -> DataTable | None:
-    """The cases without a result and why, or None."""
-    if failed.empty:
-        return None
-    headers = {"run": "run", **CASE, "error": "error", "message": "message"}
-    return DataTable.of("Cases that failed or were skipped", in_order(failed), headers)
-
-
-def every_row(sources: Sequence[Source]) -> DataTable:
+def every_row(sources: Sequence[Source]) -> Table:
     """The long table of all runs, exact; what is the same in all rows is in the caption."""
     frame = pd.concat([s.frame.assign(run=s.label) for s in sources], ignore_index=True)
     names = ["run", *COLUMNS]
@@ -191,20 +158,22 @@ def every_row(sources: Sequence[Source]) -> DataTable:
     if same and len(frame) > 1:
         caption += "; the same in all: " + ", ".join(f"{n} {frame[n].iloc[0]}" for n in same)
         names = [name for name in names if name not in same]
-    headers = {name: name.replace("_", " ") for name in names}
-    return DataTable.of(caption, frame, headers, value=figures.exact)
+    columns = {name.replace("_", " "): (name, exact if name == "value" else str) for name in names}
+    return Table.of(caption, frame, columns)
 
 
-def environments(sources: Sequence[Source]) -> DataTable:
+def exact(value: float) -> str:
+    """A number as it is, whole ones with their thousands apart."""
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 2**53 else repr(value)
+
+
+def environments(sources: Sequence[Source]) -> Table:
     """What each run was measured on and with, one column per run."""
-    described = [dict(_about(source)) for source in sources]
-    names = dict.fromkeys(name for about in described for name in about)
-    rows = [
-        [Cell(text, text) for text in (name, *(about.get(name, ABSENT) for about in described))]
-        for name in names
-    ]
-    headers = ["", *(source.label for source in sources)]
-    return DataTable("What it was measured on", headers, rows, [False] * len(headers))
+    about = {str(place): dict(_about(source)) for place, source in enumerate(sources)}
+    columns: dict[str, Shown] = {"": ("name", str)}
+    columns |= {source.label: (place, str) for place, source in zip(about, sources, strict=True)}
+    table = pd.DataFrame(about, dtype=object).rename_axis("name").reset_index()
+    return Table.of("What it was measured on", table, columns)
 
 
 def _about(source: Source) -> Iterator[tuple[str, str]]:
@@ -212,20 +181,12 @@ def _about(source: Source) -> Iterator[tuple[str, str]]:
         how = "counted without hardware" if instrument == UNMEASURED else f"measured on {device}"
         yield f"rows of {instrument}", f"{len(rows)}, {how}: {'; '.join(sorted(set(rows.tool)))}"
     yield "cases", f"{len(source.cases)}, {len(source.failures)} without a result"
-    yield from _flat(source.environment)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested values as name and text, e.g. ``gpu driver``."""
-    for key, value in values.items():
-        name = f"{prefix}{str(key).replace('_', ' ')}"
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name} ")
-        elif value is None:
-            yield name, ABSENT
-        elif str(key).endswith("_bytes") and isinstance(value, int | float):
-            yield name.removesuffix(" bytes"), f"{gigabytes(value)} GB"
-        elif isinstance(value, list):
-            yield name, ", ".join(map(str, value)) or ABSENT
+    flat = pd.json_normalize(dict(source.environment), sep=" ")
+    for name, value in flat.to_dict("records")[0].items() if len(flat.columns) else ():
+        said = str(name).replace("_", " ")
+        if isinstance(value, list):
+            yield said, ", ".join(map(str, value)) or ABSENT
+        elif said.endswith(" bytes") and isinstance(value, int | float):
+            yield said.removesuffix(" bytes"), f"{gigabytes(value)} GB"
         else:
-            yield name, str(value)
+            yield said, written(value, str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,13 @@ def test_parts_read_by_several_processes_are_the_whole(
     monkeypatch.setattr(ncu_kernel_report, "PART", 240)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert read_kernels(dpsgd_path) == dpsgd
+
+
+def test_an_error_keeps_its_words_and_its_remedy_on_the_way_to_another_process() -> None:
+    error = MetricMissing("x.ncu-rep: the report has no cake", log=Path("x.log"))
+    there = pickle.loads(pickle.dumps(error))
+    assert (type(there), str(there), there.log) == (MetricMissing, str(error), error.log)
+    assert str(error).count(MetricMissing.remedy) == 1
 
 
 def test_a_filter_by_phase_leaves_the_other_kernels_out(

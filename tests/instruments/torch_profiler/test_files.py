@@ -25,7 +25,7 @@ from dpbench.instruments.torch_profiler.files import (
     write_summary,
 )
 from dpbench.instruments.torch_profiler.trace import Launch, TraceUnreadable, read
-from dpbench.results.kernel_names import short_name
+from dpbench.results.kernels import short_name
 from dpbench.results.report import CaseReport
 from tests.recorded import unpacked
 

@@ -38,7 +38,6 @@ MARKS = """
 return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [plot.id, {
   bars: [...plot.querySelectorAll(".barlayer .point path")].filter((p) => p.getBBox().width).length,
   points: plot.querySelectorAll(".scatterlayer .points path").length,
-  maps: plot.querySelectorAll(".heatmaplayer image").length,
   width: plot.querySelector(".main-svg").getBoundingClientRect().width,
   room: plot.getBoundingClientRect().width,
 }]));
@@ -122,16 +121,14 @@ def every_mark_is_there(browser: Chrome) -> None:
         browser.execute_script("return document.getElementById('figures').textContent")
     )
     marks = browser.execute_script(MARKS)
-    assert len(marks) == 16
+    assert len(marks) == 11
     assert set(marks) == set(filter(None, figures))
     for name, found in marks.items():
-        expected = {"bars": 0, "points": 0, "maps": 0}
+        expected = {"bars": 0, "points": 0}
         for trace in figures[name]["data"]:
             present = sum(value is not None for value in trace["x"])
             if trace["type"] == "bar":
                 expected["bars"] += present
-            elif trace["type"] == "heatmap":
-                expected["maps"] += 1
             elif "markers" in trace["mode"]:
                 expected["points"] += present
         assert {kind: found[kind] for kind in expected} == expected, name
