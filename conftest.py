@@ -8,7 +8,7 @@ import pytest
 
 from dpbench.gpu import visible_gpus
 from dpbench.metrics import METRICS
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import registries
 
 pytest_plugins = ["pytester"]
 
@@ -28,7 +28,7 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """
     if request.node.get_closest_marker("gpu"):
         return
-    for registry in (TRAINERS, MODELS):
+    for registry in registries().values():
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]

@@ -161,9 +161,9 @@ class Group:
         return [table] if columns and cells else []
 
 
-def in_order(summary: pd.DataFrame) -> pd.DataFrame:
+def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
     """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
-    return _sorted(summary, [*CONFIGURATION, "device", "trainer"])
+    return _sorted(summary, [*configuration, "device", "trainer"])
 
 
 def _sorted(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:

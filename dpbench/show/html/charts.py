@@ -13,7 +13,7 @@ from dpbench.results.frame import with_logical
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
-from dpbench.show.html.data import CASE, DRAM, KEYS, LOGICAL, NEEDS_LOGICAL, Material, pivot
+from dpbench.show.html.data import CASE, CELL, DRAM, KEYS, LOGICAL, NEEDS_LOGICAL, Material, pivot
 from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, Json, Key, Style, times
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import SHOWN_SHARE, in_order
@@ -39,8 +39,8 @@ def phases(material: Material) -> Chart:
     keys = ["run", "title", "batch_size", "seq_len", "trainer"]
     known = pd.MultiIndex.from_frame(wide[keys])
     failed = material.failed[~pd.MultiIndex.from_frame(material.failed[keys]).isin(known)]
-    failed = failed.drop(columns=[*PHASES], errors="ignore")  # an axis is called optimizer too
-    drawn = in_order(pd.concat([wide, failed], ignore_index=True)) if len(failed) else wide
+    failed = failed.drop(columns=[*PHASES], errors="ignore")
+    drawn = in_order(pd.concat([wide, failed], ignore_index=True), CELL) if len(failed) else wide
     columns: dict[str, Shown] = {f"{name}, GB": (name, gigabytes) for name in (*shown, STEP)}
     return Chart(
         "phases",

@@ -28,9 +28,11 @@ from dpbench.show.tables import in_order
 UNMEASURED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""
 
-KEYS = ["run", "title", "device", *(a for a in CONFIGURATION if a not in PHASES), "trainer"]
-"""What tells a case on the page from every other; its optimizer, which is a phase's name too, is in
-the title."""
+CELL = [axis for axis in CONFIGURATION if axis not in PHASES]
+"""What a case shares with its baseline, but for the optimizer: a phase is called so, too."""
+
+KEYS = ["run", "title", "device", *CELL, "trainer"]
+"""What tells a case on the page from every other; its optimizer is in the title."""
 
 CASE: Mapping[str, Shown] = {
     "configuration": ("title", str),
