@@ -94,7 +94,8 @@ class RunningScript(Running):
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            record = {"error": f"the script {describe_exit(code)}, and nothing was counted"}
+            how = describe_exit(code) if code else "ended by os._exit(0)"
+            record = {"error": f"the script {how}, and nothing was counted"}
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]
         self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
         self.notes = tuple(record.get("notes", ()))
@@ -174,7 +175,7 @@ def _say_who_holds(holder: str) -> None:
 def _notes(finder: StepFinder, heard: Recorder) -> list[str]:
     notes = list(finder.notes)
     if heard.heard and not heard.finished:
-        notes.append(f"{heard.heard} steps were heard where {heard.wanted} were asked for")
+        notes.append(f"steps that count: {heard.heard}, where {heard.wanted} were asked for")
     if finder.evaluations:
         notes.append(
             f"{finder.evaluations} calls of a model without gradients (evaluation) are in "
@@ -197,9 +198,8 @@ def _what_is_wrong(
     if finder.failure is not None:
         return f"its steps could not be recorded: {finder.failure}{kept}"
     if code:
-        return (
-            f"the script ended by itself with exit status {code}{kept or ', before a step counted'}"
-        )
+        kept = kept or ", before a step counted"
+        return f"the script ended by itself with exit status {code!r}{kept}"
     if heard.heard:
         return None
     if finder.steps:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import BASELINE_TRAINER, Case
+from dpbench.case import BASELINE_TRAINER, SCRIPT, Case
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import KEYS
 from dpbench.results.frame import CONFIGURATION
@@ -40,6 +40,7 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
         what = f"{case.configuration}, batch {case.batch_size}"
         what += f", sequence {case.seq_len}" if case.seq_len else ""
+        what = "steps of a script" if case.workload == SCRIPT else what
         with_what = f", against {against}" if against else ""
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []
