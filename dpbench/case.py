@@ -96,14 +96,14 @@ def parameters_of(text: str) -> dict[str, Parameter]:
 def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
     """Parameters as one text, the same however they were given."""
     if isinstance(given, Mapping):
-        pairs = [(str(name), _written(value)) for name, value in given.items()]
+        pairs = [(str(name), _written(value).strip()) for name, value in given.items()]
     else:
         texts = [given] if isinstance(given, str) else given
         pairs = _pairs(part for text in texts if text for part in text.split(","))
     for name, value in pairs:
-        if not name.isidentifier() or not value or "," in value:
+        if not name.isidentifier() or not value.isprintable() or not value or "," in value:
             raise ConfigurationError(
-                f"a parameter is NAME=VALUE without commas, not {name}={value}"
+                f"a parameter is NAME=VALUE in printable text without commas, not {name}={value!r}"
             )
     return ",".join(
         f"{name}={_written(_read(value))}" for name, value in sorted(dict(pairs).items())

@@ -429,3 +429,46 @@ def test_grid_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, content: 
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
     assert refusal(lambda: Grid.named(str(path))).startswith(f"grid file {path}: ")
+
+
+# --- parameters of other workloads -----------------------------------------------------------
+
+PARAMETERS = st.dictionaries(
+    st.sampled_from(["a", "b", "image_size"]),
+    st.one_of(
+        st.integers(),
+        st.booleans(),
+        st.floats(),
+        st.text("aA1.0e/-%=, \n", max_size=5),
+        st.sampled_from(["x-fp32", "..", "1", "1.0", "true", "%2D", "NaN"]),
+    ),
+    max_size=2,
+)
+
+
+def with_parameters(parameters: dict[str, object], precision: str) -> Case | None:
+    try:
+        return Case("dpsgd", 8, precision=precision, workload="layer", set=parameters)
+    except ConfigurationError:
+        return None
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(PARAMETERS, st.sampled_from(PRECISIONS)), min_size=2, max_size=6))
+def test_cases_with_other_parameters_share_neither_id_nor_report(
+    given_: list[tuple[dict[str, object], str]],
+) -> None:
+    cases = {case for each in given_ if (case := with_parameters(*each))}
+    assert len({case.id for case in cases}) == len({case.report_path for case in cases})
+    assert len({case.id for case in cases}) == len(cases)
+    for case in cases:
+        assert case.id.isprintable()
+        assert Case.from_report_path(case.report_path) == case
+        assert with_parameters(case.parameters, case.precision) == case
+
+
+@pytest.mark.parametrize("value", [" ", "two\nlines", "a,b", ""])
+def test_parameter_that_no_command_line_could_say_is_refused(value: str) -> None:
+    assert "a parameter is NAME=VALUE in printable text without commas" in refusal(
+        lambda: Case("dpsgd", 8, workload="layer", set={"layer": value})
+    )

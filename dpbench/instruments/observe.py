@@ -76,6 +76,8 @@ def observe(
         steps: how many count, all by default. With ``cupti`` as many are timed, counted by phase
             and counted as a whole: the loop needs three times as many; 5 by default.
     """
+    if skip < 0 or (steps is not None and steps < 1):
+        raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")
     heard = recorder(instrument, steps)
     finder = StepFinder(heard, skip=skip, by_hand=True)
     with ExitStack() as held:

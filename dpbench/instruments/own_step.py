@@ -60,6 +60,11 @@ class OwnSteps(Running):
             watch(finder)
             while not heard.finished:
                 self._take(finder)
+        if self.instrument.name == "logical" and not heard.operators:
+            raise CaseFailed(
+                f"{self.case.id}: the function did nothing that could be counted: it must take one "
+                f"training step each time it is called"
+            )
         self.operators = heard.operators
         self.notes = [*heard.notes, *finder.notes]
         return heard.rows(self.case)

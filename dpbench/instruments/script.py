@@ -136,7 +136,8 @@ class RunningScript(Running):
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            record = {"error": f"the script {describe_exit(code)}, and nothing was counted"}
+            how = describe_exit(code) if code else "ended by os._exit(0)"
+            record = {"error": f"the script {how}, and nothing was counted"}
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]
         if self.script.ncu and not interrupted and not record.get("error"):
             rows = self._read_report(self.script.ncu, record)
@@ -225,7 +226,7 @@ def _say_who_holds(holder: str) -> None:
 def _notes(finder: StepFinder, heard: Recorder) -> list[str]:
     notes = list(finder.notes)
     if heard.heard and not heard.finished:
-        notes.append(f"{heard.heard} steps were heard where {heard.wanted} were asked for")
+        notes.append(f"steps that count: {heard.heard}, where {heard.wanted} were asked for")
     if finder.evaluations:
         notes.append(
             f"{finder.evaluations} calls of a model without gradients (evaluation) are in "
@@ -248,9 +249,8 @@ def _what_is_wrong(
     if finder.failure is not None:
         return f"its steps could not be recorded: {finder.failure}{kept}"
     if code:
-        return (
-            f"the script ended by itself with exit status {code}{kept or ', before a step counted'}"
-        )
+        kept = kept or ", before a step counted"
+        return f"the script ended by itself with exit status {code!r}{kept}"
     if heard.heard:
         return None
     if finder.steps:

@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard, cast
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.case import AXES, Case
+from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import printable
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
@@ -315,8 +317,17 @@ def _is_step(case: Any, fields: dict[str, Any]) -> TypeGuard[Step]:
 
 
 def _case(case: Any, fields: dict[str, Any]) -> Case:
-    """A case, given as one or as its fields."""
-    return resolve(case if isinstance(case, Case) else Case(**{"trainer": case, **fields}))
+    """A case, given as one, as its fields, or as one of which some fields are others."""
+    if wrong := [name for name in fields if name not in AXES]:
+        raise unknown("field of a case", wrong[0], AXES)
+    if isinstance(case, Case):
+        return resolve(replace(case, **fields))
+    if "batch_size" not in fields:
+        raise ConfigurationError(
+            f"{case!r} is neither a case nor a function that takes a step; with a trainer, give "
+            f"batch_size"
+        )
+    return resolve(Case(**{"trainer": case, **fields}))
 
 
 def _open_terminal() -> TextIO | None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpbench import gpu
 from dpbench.case import TRANSFORMER, Case
@@ -41,6 +41,11 @@ def build(case: Case, device: torch.device, num_batches: int) -> tuple[TrainerBa
     workload = workload_of(case)
     with device:
         model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"{type(workload).__name__}.model must return an nn.Module, not {type(model).__name__}"
+        )
+    with device:
         choose_trainable(model, case.trainable)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
     trainer = TRAINERS[case.trainer](

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.metrics import RATIO
 from dpbench.results.compare import CHANGES, Pairs, grown, pairs, without_baseline
 from dpbench.results.conditions import premise_differences
@@ -156,6 +156,7 @@ class _Sides:
         """What a limit had to judge and did not, or that it judged nothing at all."""
         missing = needed[~needed.index.isin(judged.old)]
         yield from _by_reason(limit, missing, self._lost)
+        yield from _by_reason(limit, judged, self._cut_short)
         new = self.pairs.new
         first = new[_about(new, limit) & ~new.index.isin(self.pairs.changes.new.dropna())]
         first = first[_inside(first, self.asked)]
@@ -203,6 +204,17 @@ class _Sides:
             return f"the ratio needs its baseline {case.baseline.id}, which is not in {before}"
         return f"{before} has no such number of it"
 
+    def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
+        """Whether a script ended before all steps were counted that the reference has of it."""
+        if case.workload != SCRIPT:
+            return ""
+        (asked, there), (again, here) = (
+            _steps_of(run, case, instrument) for run in (self.before, self.after)
+        )
+        if asked != again or here >= there:
+            return ""
+        return f"{self.before.name} has {there} steps of it, {self.after.name} only {here}"
+
     def _lacks_baseline(
         self, places: Mapping[Case, Collection[str]], case: Case, instrument: str
     ) -> bool:
@@ -245,6 +257,13 @@ class _Sides:
             yield f"{self.before.name} did not pass its own comparison"
         if differences := premise_differences(self.before, self.after):
             yield f"different from {self.before.name}: {'; '.join(differences)}"
+
+
+def _steps_of(run: Run, case: Case, instrument: str) -> tuple[int | None, int]:
+    """How many steps of a script were asked for, if that is known, and how many were counted."""
+    asked = run.session.get("settings", {}).get(instrument, {}).get("steps")
+    rows = run.frame[run.frame.trainer.eq(case.trainer) & run.frame.instrument.eq(instrument)]
+    return asked, rows[rows.workload == SCRIPT].repeat.nunique()
 
 
 def _by_reason(

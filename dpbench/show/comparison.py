@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import BASELINE_TRAINER, Case
+from dpbench.case import BASELINE_TRAINER, SCRIPT, Case
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import KEYS
 from dpbench.results.frame import CONFIGURATION
@@ -40,11 +40,11 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     for key, group in rows.groupby([*CONFIGURATION, "instrument", "device"]):
         cell = dict(zip([*CONFIGURATION, "instrument", "device"], key, strict=True))
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
-        sequence = f", sequence {case.seq_len}" if case.seq_len else ""
-        name = (
-            f"{title}{case.configuration}, batch {case.batch_size}{sequence}, "
-            f"{cell['instrument']} on {cell['device']}{f', against {against}' if against else ''}"
-        )
+        what = f"{case.configuration}, batch {case.batch_size}"
+        what += f", sequence {case.seq_len}" if case.seq_len else ""
+        what = "steps of a script" if case.workload == SCRIPT else what
+        with_what = f", against {against}" if against else ""
+        name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []
         ordered = group.sort_values(["trainer", "metric"], kind="stable", key=_rank)
         for row in ordered.to_dict("records"):

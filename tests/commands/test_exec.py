@@ -146,11 +146,17 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     assert "process/script.py" not in error
 
 
-def test_script_that_is_killed_is_an_error_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
-    Path("dies.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [("kill(os.getpid(), 9)", "was killed by SIGKILL"), ("_exit(0)", "ended by os._exit(0)")],
+    ids=["killed", "exits at once"],
+)
+def test_script_that_leaves_no_record_is_an_error_of_its_own(
+    capfd: pytest.CaptureFixture[str], ends: str, words: str
+) -> None:
+    Path("dies.py").write_text(f"import os; os.{ends}", encoding="utf-8")
     assert main(["exec", "--save=dies", "dies.py"]) == 1
-    told = "dies: the script was killed by SIGKILL, and nothing was counted\n"
-    assert told in capfd.readouterr().err
+    assert f"dies: the script {words}, and nothing was counted\n" in capfd.readouterr().err
     [saved], _ = Storage(Path(".dpbench")).listing()
     assert saved.status == "interrupted"  # and no reference for others
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,9 +98,15 @@ def test_report_without_a_step_says_what_is_missing() -> None:
         _ = seen.report
 
 
-def test_unknown_instrument_is_refused() -> None:
-    with (
-        pytest.raises(ConfigurationError, match="choose from timing, logical, cupti"),
-        observe("x"),
-    ):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"instrument": "x"}, "choose from timing, logical, cupti"),
+        ({"steps": 0}, "needs skip >= 0 and steps >= 1, not 0 and 0"),
+        ({"skip": -1}, "needs skip >= 0 and steps >= 1, not -1 and None"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_observed_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words), observe(**options):
         pass

@@ -10,8 +10,10 @@ from dpbench.instruments.logical.counter import ByteCounter  # noqa: F401  # loa
 from tests.plugin.conftest import RunSuite
 
 SUITE = """
+from dataclasses import replace
+import pytest
 import torch
-from dpbench import phase
+from dpbench import Case, ConfigurationError, phase
 weight = torch.zeros(1000, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=1.0)
 taken = []
@@ -45,6 +47,19 @@ def test_fails(logical_io):
     def step():
         raise RuntimeError("on purpose")
     logical_io(step)
+
+def test_forgets_to_call(logical_io):
+    assert logical_io(lambda: plain).ratio_to(logical_io(plain)) < 3
+
+def test_no_case(logical_io):
+    with pytest.raises(ConfigurationError, match="3 is neither a case nor a function that takes"):
+        logical_io(3)
+    with pytest.raises(ConfigurationError, match="unknown field of a case 'batchsize'; choose"):
+        logical_io("dpsgd", batchsize=3)
+
+def test_case_with_another_field(logical_io):
+    case = Case("standard", batch_size=2, workload="layer", set={"width": 8})
+    assert logical_io(case, batch_size=5).case == replace(case, batch_size=5)
 """
 TIMED = """
 def test_times(ncu):
@@ -57,12 +72,15 @@ def test_times(ncu):
 def test_its_operators_are_counted_by_phase(project: RunSuite, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_suite=SUITE + COUNTED)
     result = project("-n0", "--dpbench-json=run.json", "--dpbench-save=own", replayed=False)
-    result.assert_outcomes(passed=2, failed=1)
+    result.assert_outcomes(passed=4, failed=2)
     result.stdout.fnmatch_lines(
-        ["CaseFailed: test_suite.py::test_fails:step: RuntimeError: on purpose (test_suite.py:*"]
+        [
+            "CaseFailed: test_suite.py::test_fails:step: RuntimeError: on purpose (test_suite.py:*",
+            "CaseFailed: *test_forgets_to_call:<lambda>: the function did nothing that could be*",
+        ]
     )
     document = json.loads((pytester.path / "run.json").read_text())
-    assert [case["trainer"].partition("::")[2] for case in document["cases"]] == [
+    assert [case["trainer"].partition("::")[2] for case in document["cases"]][:5] == [
         "test_ratio:private",
         "test_ratio:plain",
         "test_two_of_a_name:<lambda>",

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import AXES, PHASES, Case
+from dpbench.case import AXES, PHASES, Case, script_case
 from dpbench.results.gate import Verdict, judge
 from dpbench.results.kernels import KernelCount
 from dpbench.results.operators import OperatorCount
@@ -274,6 +274,34 @@ def test_baseline_that_moved_is_said_beside_a_ratio(limit: str) -> None:
     assert "the baseline itself moved by more than that: dram_bytes of standard-" in moved[0]
     assert moved[0].endswith("+100.00%")
     assert not verdict(GRID1, limit).notes
+
+
+def of_script(name: str, asked: int, counted: int) -> Run:
+    """A run of a script of which some of the steps that were asked for were counted."""
+    where = ("logical", STEP, "logical_read_bytes", 8.0, "B")
+    rows = [Measurement(script_case("train"), *where, n, "no hardware", "") for n in range(counted)]
+    session = {"status": "complete", "settings": {"logical": {"steps": asked}}}
+    outcomes = [Outcome(script_case("train"), tuple(rows), 1.0)]
+    document = {"session": session, "rows": [row.as_row() for row in rows]}
+    document["cases"] = [{**o.as_json(), "instruments": ["logical"]} for o in outcomes]
+    return replace(GRID1, path=Path(name), document=document)
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "here", "why"),
+    [
+        (5, 5, 1, "before has 5 steps of it, after only 1"),
+        (2, 5, 2, None),  # the reference came to its end early, too
+        (2, 5, 5, None),
+        (5, 1, 1, None),  # that is another setting, and named as one
+    ],
+)
+def test_script_that_ends_earlier_than_its_reference_is_not_judged(
+    there: int, asked: int, here: int, why: str | None
+) -> None:
+    before, after = of_script("before", 5, there), of_script("after", asked, here)
+    found = verdict(after, "logical_read_bytes:5%", before=before)
+    assert [each.why for each in found.unjudged] == ([why] if why else [])
 
 
 def test_other_versions_are_named() -> None:

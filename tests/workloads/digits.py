@@ -59,6 +59,11 @@ class NoBatch(Digits):
         return []
 
 
+class NoModel(Digits):
+    def model(self):
+        pass
+
+
 class Failing(Digits):
     def losses(self, model, batch):
         return model(batch["picture"])

@@ -229,6 +229,8 @@ class Material:
 def pivot(rows: pd.DataFrame, columns: str, values: str = "value") -> pd.DataFrame:
     """One row per case, in the order in which cases first come; the first of equals counts."""
     unique = rows.drop_duplicates([*KEYS, columns])
+    if unique.empty:  # pandas with pyarrow cannot pivot it
+        return unique[KEYS]
     wide = unique.pivot(index=KEYS, columns=columns, values=values).rename_axis(columns=None)
     return unique[KEYS].drop_duplicates().join(wide, on=KEYS).reset_index(drop=True)
 
