@@ -205,7 +205,10 @@ def test_what_cannot_be_asked_for_is_refused_in_a_line(
         ("set = 3", "set must be a table of numbers, strings or lists of them, not 3"),
         ("set = {a = []}", "set must be a table"),
         ("set = {a = {b = 1}}", "set must be a table"),
-        ("set = {a = 'x,y'}", "a parameter is NAME=VALUE without commas, not a=x,y"),
+        (
+            "set = {a = 'x,y'}",
+            "a parameter is NAME=VALUE in printable text without commas",
+        ),
         ("seq_len = 8", "seq_len is the transformer's: mine takes its own parameters (set)"),
     ],
 )
