@@ -160,6 +160,8 @@ def busy(material: Material) -> Chart | None:
     Phases that take too little to matter are left out.
     """
     summary, keys = material.summary, [*KEYS, "phase"]
+    if BUSY not in {*summary.metric}:
+        return None
     times = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
     rows = summary[summary.metric == BUSY].join(times.rename("cycles"), on=keys)
     longest = rows.groupby(KEYS).cycles.transform("max")
