@@ -252,14 +252,9 @@ class RangeProfiler:
         self._started = True
         self._names = []
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another range can be counted before `stop`."""
-        return len(self._names) < self._max_ranges
-
     def push(self) -> None:
         """Begin a range. Ranges are told apart by their number, from 0."""
-        if not self.has_room:
+        if len(self._names) == self._max_ranges:
             raise RangesLost(f"more than {self._max_ranges} ranges")
         self._names.append(str(len(self._names)).encode())  # CUPTI reads it until the end
         self._call("PushRange", pRangeName=self._names[-1])

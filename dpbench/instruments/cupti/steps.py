@@ -106,19 +106,17 @@ class StepCounter:
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
         self.steps = len(self._plan)
-        self._heard = 0
-        self._running: list[list[str]] = []  # the ranges of each step since the profiler started
+        self._phases: list[str] = []  # of the ranges of the step that is counted
         self._counted: list[ByPhase] = []
 
     def start_step(self) -> None:
         """See `PhaseListener`."""
-        configuration, self._by_phase = self._plan[self._heard]
+        configuration, self._by_phase = self._plan[len(self._counted)]
         if configuration is not self._profiler.configuration:
             self._profiler.close()
             self._profiler = self._open(configuration)
-        if not self._running:
-            self._profiler.start()
-        self._running.append([])
+        self._profiler.start()
+        self._phases = []
         self._begin(OUTSIDE if self._by_phase else STEP)
 
     def switch(self, phase: str) -> None:
@@ -130,21 +128,10 @@ class StepCounter:
     def end_step(self) -> None:
         """See `PhaseListener`."""
         self._end()
-        self._heard += 1
-        whole = (self._profiler.configuration, False)  # of one range, which costs no new start
-        if self._plan[self._heard : self._heard + 1] != [whole] or not self._profiler.has_room:
-            self._stop()
-
-    def _stop(self) -> None:
-        """Take what was counted since the profiler started, in steps that have ended."""
-        ended = self._heard - len(self._counted)
-        ranges = iter(self._profiler.stop())
-        for phases in self._running[:ended]:
-            counted: ByPhase = {}
-            for phase, values in zip(phases, ranges, strict=False):
-                counted[phase] = _sum([counted[phase], values]) if phase in counted else values
-            self._counted.append(counted)
-        self._running = []
+        counted: ByPhase = {}
+        for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
+            counted[phase] = _sum([counted[phase], values]) if phase in counted else values
+        self._counted.append(counted)
 
     def _open(self, configuration: Configuration) -> RangeProfiler:
         target = self._target
@@ -153,7 +140,7 @@ class StepCounter:
     def _begin(self, phase: str) -> None:
         self._target.synchronize()
         self._profiler.push()
-        self._running[-1].append(phase)
+        self._phases.append(phase)
 
     def _end(self) -> None:
         self._target.synchronize()
@@ -161,15 +148,13 @@ class StepCounter:
 
     def rounds(self) -> list[ByPhase]:
         """The metrics that each round counted, by phase or of the whole step."""
-        if self._heard < self.steps:
-            raise CuptiError(f"{self._heard} of {self.steps} steps were counted")
+        if len(self._counted) < self.steps:
+            raise CuptiError(f"{len(self._counted)} of {self.steps} steps were counted")
         rounds = self.steps // self.passes
         return [self._metrics_of(self._counted[i::rounds]) for i in range(rounds)]
 
     def each(self) -> list[ByPhase]:
         """The metrics of each step so far; they need not be alike, if one pass is enough."""
-        if self._running:
-            self._stop()
         return [self._metrics_of([step]) for step in self._counted]
 
     def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
