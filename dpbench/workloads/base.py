@@ -58,7 +58,8 @@ def batches_of(
     workload: Workload, batch_size: int, number: int, place: Callable[[Tensor], Tensor]
 ) -> Iterator[Batch]:
     """The first batches of a workload, each tensor put where ``place`` puts it."""
-    batches = cycle(workload.batches(batch_size))
+    given = workload.batches(batch_size)
+    batches = cycle(() if given is None else given)  # without a return there is none
     for _ in range(number):
         if (batch := next(batches, None)) is None:
             raise ConfigurationError(f"{type(workload).__name__}.batches gave no batch")

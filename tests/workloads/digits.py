@@ -59,6 +59,11 @@ class NoBatch(Digits):
         return []
 
 
+class NoReturn(Digits):
+    def batches(self, batch_size):
+        pass
+
+
 class NoModel(Digits):
     def model(self):
         pass

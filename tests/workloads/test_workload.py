@@ -231,6 +231,7 @@ def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said:
         (digits.OtherSize, "OtherSize.batches(4) gave a batch of 5 examples"),
         (digits.NoTensors, "dictionaries and tensors, and has a str"),
         (digits.NoBatch, "NoBatch.batches gave no batch"),
+        (digits.NoReturn, "NoReturn.batches gave no batch"),
         (digits.NoModel, "NoModel.model must return an nn.Module, not NoneType"),
         (digits.NoWorkload, "must be a subclass of dpbench.Workload"),
     ],
