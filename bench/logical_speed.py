@@ -15,7 +15,8 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from dpbench.case import GRIDS, Case
+from dpbench.case import Case
+from dpbench.grid import GRIDS
 
 H200 = {
     "standard": (61.6, 29.7, 13.0),

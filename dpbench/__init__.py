@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "dpbench.case": ("Case", "Grid", "GRIDS", "MODEL_SIZES", "ModelSize", "PHASES"),
+    "dpbench.case": ("Case", "MODEL_SIZES", "ModelSize", "PHASES"),
+    "dpbench.grid": ("Grid", "GRIDS"),
     "dpbench.errors": ("ConfigurationError", "DpbenchError"),
     "dpbench.registry": ("MODELS", "TRAINERS", "WORKLOADS"),
     "dpbench.training.base": ("Batch", "TrainerBase"),

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, Case, Grid, check_belongs, parameter_grid
+from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, Case, parameter_grid
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.grid import Grid, check_belongs
 
 
 class Registry(Mapping[str, Any]):

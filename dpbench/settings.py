@@ -8,85 +8,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import ALL_PHASES, ATTENTIONS, AXES, GRIDS, MODEL_SIZES, PRECISIONS, Grid
+from dpbench import options
+from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
-from dpbench.registry import INSTRUMENTS, MODELS, OPTIMIZERS, TRAINERS, WORKLOADS, chosen_grid
+from dpbench.grid import GRIDS, Grid
+from dpbench.registry import INSTRUMENTS, chosen_grid
 
 NCU_SETS = ("basic", "detailed", "full")
 """Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""
-
-
-LIMIT_HELP = (
-    "{what} by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB (beyond both), "
-    "METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, l2_ratio, "
-    "logical_ratio, …; repeatable"
-)
-
-
-def _option(
-    help: str,
-    default: Any = None,
-    *,
-    pytest: str | None = None,
-    command: str | None = None,
-    pytest_help: str | None = None,
-    **declared: Any,
-) -> Any:
-    """A field that is an option; ``{prefix}`` in its help stands for what pytest puts before names.
-
-    Pytest calls it ``--dpbench-NAME``, commands ``--NAME``, unless another name is given here.
-    """
-    if default is not None and not isinstance(default, bool | tuple):
-        help += " (default %(default)s)"
-    if default is False:
-        declared["action"] = "store_true"
-    metadata = {"help": help, "pytest": pytest, "command": command, "declared": declared}
-    return field(default=default, metadata={**metadata, "pytest_help": pytest_help or help})
-
-
-AXIS_HELP = {
-    "trainer": f"{', '.join(TRAINERS)}, their class names, or package.module:Class",
-    "batch_size": "examples in a step",
-    "seq_len": "tokens in an example of the transformer",
-    "model_size": f"the transformer's: {', '.join(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS",
-    "precision": ", ".join(PRECISIONS),
-    "attention": f"the transformer's: {', '.join(ATTENTIONS)}",
-    "model": f"the transformer's: {', '.join(MODELS)}, or package.module:Class",
-    "workload": f"{', '.join(WORKLOADS)}, or package.module:Class",
-    "optimizer": f"{', '.join(OPTIMIZERS)}, or package.module:Class",
-    "micro_batches": "equal parts in which a batch is trained, gradients accumulating",
-    "trainable": "all, a pattern of parameters' names such as '*.bias', or lora:RANK",
-    "set": "a parameter of another workload, NAME=VALUE",
-}
-
-
-def _axis(name: str, of: type = str) -> Any:
-    help = f"replaces the grid's, repeatable: {AXIS_HELP[name]}"
-    metavar = "NAME=VALUE" if name == "set" else name.upper()
-    return _option(help, type=of, action="append", metavar=metavar)
-
-
-def _number(help: str, default: int, **names: Any) -> Any:
-    return _option(help, default, type=int, metavar="N", **names)
-
-
-def _file(help: str, **names: Any) -> Any:
-    return _option(f"write {help} here", type=Path, metavar="FILE", **names)
-
-
-def _ncu(help: str, default: Any = None, **declared: Any) -> Any:
-    """An option that pytest names without ``dpbench-`` too."""
-    return _option(help, default, pytest="--ncu-{stem}", **declared)
-
-
-def _of_pytest(help: str, **names: Any) -> Any:
-    return _option(help, False, command="", **names)
 
 
 @dataclass(frozen=True)
@@ -98,35 +33,37 @@ class Settings:
     """Where relative paths begin."""
 
     # what is measured
-    ncu: bool = _of_pytest("measure cases under NVIDIA Nsight Compute", pytest="--ncu")
-    cupti: bool = _of_pytest(
+    ncu: bool = options.of_pytest("measure cases under NVIDIA Nsight Compute", pytest="--ncu")
+    cupti: bool = options.of_pytest(
         "measure cases by CUPTI in the process that trains; with --ncu as well, times are its own",
         pytest="--cupti",
     )
-    only: bool = _of_pytest(
+    only: bool = options.of_pytest(
         "skip tests that take none of dpbench's fixtures; overrides {prefix}skip"
     )
-    skip: bool = _of_pytest("skip tests that take one of dpbench's fixtures")
-    disable: bool = _of_pytest(
+    skip: bool = options.of_pytest("skip tests that take one of dpbench's fixtures")
+    disable: bool = options.of_pytest(
         "measure, save and write nothing: a step is taken once, and a test that asks for a number "
         "is skipped there"
     )
-    grid: str = _option(f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID")
-    trainer: list[str] | None = _axis("trainer")
-    batch_size: list[int] | None = _axis("batch_size", int)
-    seq_len: list[int] | None = _axis("seq_len", int)
-    model_size: list[str] | None = _axis("model_size")
-    precision: list[str] | None = _axis("precision")
-    attention: list[str] | None = _axis("attention")
-    model: list[str] | None = _axis("model")
-    workload: list[str] | None = _axis("workload")
-    set: list[str] | None = _axis("set")
-    optimizer: list[str] | None = _axis("optimizer")
-    micro_batches: list[int] | None = _axis("micro_batches", int)
-    trainable: list[str] | None = _axis("trainable")
+    grid: str = options.option(
+        f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID"
+    )
+    trainer: list[str] | None = options.axis("trainer")
+    batch_size: list[int] | None = options.axis("batch_size", int)
+    seq_len: list[int] | None = options.axis("seq_len", int)
+    model_size: list[str] | None = options.axis("model_size")
+    precision: list[str] | None = options.axis("precision")
+    attention: list[str] | None = options.axis("attention")
+    model: list[str] | None = options.axis("model")
+    workload: list[str] | None = options.axis("workload")
+    set: list[str] | None = options.axis("set")
+    optimizer: list[str] | None = options.axis("optimizer")
+    micro_batches: list[int] | None = options.axis("micro_batches", int)
+    trainable: list[str] | None = options.axis("trainable")
 
     # how it is measured
-    instrument: list[str] | None = _option(
+    instrument: list[str] | None = options.option(
         f"{', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default timing and ncu, "
         "without a GPU logical",
         pytest_help="the ncu and counters fixtures measure with this, without --ncu and --cupti "
@@ -135,105 +72,107 @@ class Settings:
         action="append",
         metavar="NAME",
     )
-    device: str = _option("for timing and torch_profiler", "cuda", choices=("cuda", "cpu"))
-    no_timing: bool = _of_pytest(
+    device: str = options.option("for timing and torch_profiler", "cuda", choices=("cuda", "cpu"))
+    no_timing: bool = options.of_pytest(
         "count bytes only: no second, unprofiled process for step time and peak memory"
     )
-    profile: bool = _of_pytest(
+    profile: bool = options.of_pytest(
         "run each measured case under the PyTorch profiler as well: time, memory and copies by "
         "phase, traces, tables, a TensorBoard log"
     )
-    ncu_path: str | None = _ncu("the ncu program, if it is not on PATH", metavar="PROGRAM")
-    ncu_dir: Path = _ncu(
+    ncu_path: str | None = options.ncu("the ncu program, if it is not on PATH", metavar="PROGRAM")
+    ncu_dir: Path = options.ncu(
         "where .ncu-rep reports and logs go", Path("ncu_reports"), type=Path, metavar="DIR"
     )
-    ncu_metrics: list[str] | None = _ncu(
+    ncu_metrics: list[str] | None = options.ncu(
         "what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
         "(default: DRAM, L2 and global load/store bytes)",
         action="append",
         metavar="NAMES",
     )
-    kernels: bool = _ncu(
+    kernels: bool = options.ncu(
         "profile each kernel as well, in one more process, tens of ms a kernel", False
     )
-    kernels_phase: list[str] | None = _ncu(
+    kernels_phase: list[str] | None = options.ncu(
         "profile the kernels of these phases only, e.g. clip; separated by commas",
         action="append",
         metavar="PHASES",
     )
-    ncu_set: str | None = _ncu(
+    ncu_set: str | None = options.ncu(
         "collect this set of ncu's sections for the kernels that move most bytes: "
         f"{', '.join(NCU_SETS)} (Speed of Light, memory, occupancy, warp states)",
         metavar="SET",
     )
-    ncu_section: list[str] | None = _ncu(
+    ncu_section: list[str] | None = options.ncu(
         "collect these of ncu --list-sections for them, separated by commas",
         action="append",
         metavar="NAMES",
     )
-    ncu_set_kernels: int = _ncu("how many kernels these are", 5, type=int, metavar="N")
-    warmup: int = _number("warmup steps of the unprofiled process", 3)
-    active: int = _number("active steps of the unprofiled process", 5)
-    ncu_warmup: int = _number("warmup steps of the profiled process", 1, pytest="--{name}")
-    ncu_active: int = _number("active steps of the profiled process", 1, pytest="--{name}")
-    profile_dir: Path = _option(
+    ncu_set_kernels: int = options.ncu("how many kernels these are", 5, type=int, metavar="N")
+    warmup: int = options.number("warmup steps of the unprofiled process", 3)
+    active: int = options.number("active steps of the unprofiled process", 5)
+    ncu_warmup: int = options.number("warmup steps of the profiled process", 1, pytest="--{name}")
+    ncu_active: int = options.number("active steps of the profiled process", 1, pytest="--{name}")
+    profile_dir: Path = options.option(
         "where the PyTorch profiler's files go, one folder a case",
         Path("runs"),
         type=Path,
         metavar="DIR",
     )
-    profile_schedule: str = _option(
+    profile_schedule: str = options.option(
         "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
         "skip_first=1,wait=0,warmup=1,active=1,repeat=1",
         metavar="NAME=N,…",
     )
-    profile_threshold: float = _option(
+    profile_threshold: float = options.option(
         "list operators with this many ms of a step or more",
         10.0,
         type=float,
         metavar="MS",
     )
-    timeout: float = _option(
+    timeout: float = options.option(
         "end a measured process after this long on the GPU, and stop waiting for another "
         "session's process after as long",
         1800.0,
         type=float,
         metavar="SECONDS",
     )
-    try_anyway: bool = _option(
+    try_anyway: bool = options.option(
         "start cases whose predicted peak memory does not fit the GPU, instead of skipping", False
     )
 
     # what is shown
-    columns: str | None = _option(
+    columns: str | None = options.option(
         "columns to show, separated by commas: metrics (dram_bytes, step_time_seconds, …), their "
         "ratio to standard, spread over the steps, or measured over logical (dram_ratio, "
         "dram_spread, dram_over_logical, …), ncu counters",
         metavar="LABELS",
     )
-    sort: str | None = _option(
+    sort: str | None = options.option(
         "sort each table by a column, an axis of the case, or name; ascending", metavar="COL"
     )
-    group_by: str | None = _option(
+    group_by: str | None = options.option(
         f"what shares a table, separated by commas: cell, device, phase, {', '.join(AXES)}; name, "
         "fullname, func, fullfunc, param or param:NAME of the test (default cell)",
         metavar="LABEL",
     )
-    expect: tuple[str, ...] = _option(
+    expect: tuple[str, ...] = options.option(
         "say beside the tables which cases lie outside the ratio to standard that you expect, "
         "e.g. dram_ratio:2-5 (the default, with l2_ratio:1.5-3); none: expect nothing; repeatable",
         (),
         action="append",
         metavar="RATIO:LOW-HIGH",
     )
-    top: int = _number("how many kernels a table shows", 10, pytest="--ncu-kernels-top")
+    top: int = options.number("how many kernels a table shows", 10, pytest="--ncu-kernels-top")
 
     # what is written
-    json: Path | None = _file("every row, and what follows from them,")
-    markdown: Path | None = _file("the tables")
-    csv: Path | None = _file("every row as CSV")
-    html: Path | None = _file("a page of charts and tables (needs dpbench[report])", command="")
-    histogram: str | None = _option(
+    json: Path | None = options.file("every row, and what follows from them,")
+    markdown: Path | None = options.file("the tables")
+    csv: Path | None = options.file("every row as CSV")
+    html: Path | None = options.file(
+        "a page of charts and tables (needs dpbench[report])", command=""
+    )
+    histogram: str | None = options.option(
         "write the page of charts as PREFIX.html, beside the run that is compared with "
         "(default dpbench_TIME)",
         command="",
@@ -241,39 +180,39 @@ class Settings:
         const="",
         metavar="PREFIX",
     )
-    github_benchmark: Path | None = _file(
+    github_benchmark: Path | None = options.file(
         "the tables' columns for github-action-benchmark (customSmallerIsBetter)"
     )
 
     # what is saved, and compared with
-    save: str | None = _option("save the run in the storage as NAME", metavar="NAME")
-    autosave: bool = _option("save the run under the commit and the time", False)
-    resume: bool = _option(
+    save: str | None = options.option("save the run in the storage as NAME", metavar="NAME")
+    autosave: bool = options.option("save the run under the commit and the time", False)
+    resume: bool = options.option(
         "go on with the latest interrupted run on this device, if versions, code and grid are the "
         "same; with --{prefix}save or --{prefix}autosave, begin one if there is none",
         False,
     )
-    compare: str | None = _option(
+    compare: str | None = options.option(
         "compare with a saved run; without a value with the latest complete one on the same "
         "device that has what this one measures and passed its own comparison",
         nargs="?",
         const="",
         metavar="NUM|FILE",
     )
-    compare_fail: tuple[str, ...] = _option(
-        LIMIT_HELP.format(what="exit with 1 if something got worse"),
+    compare_fail: tuple[str, ...] = options.option(
+        options.LIMIT_HELP.format(what="exit with 1 if something got worse"),
         (),
-        pytest_help=LIMIT_HELP.format(what="fail a test if what it measured got worse"),
+        pytest_help=options.LIMIT_HELP.format(what="fail a test if what it measured got worse"),
         action="append",
         metavar="SPEC",
     )
-    compare_first_run_ok: bool = _option(
+    compare_first_run_ok: bool = options.option(
         "pass what a limit cannot judge because nothing like it was saved before", False
     )
-    compare_across: bool = _of_pytest(
+    compare_across: bool = options.of_pytest(
         "compare also what another device or instrument measured; it is labelled"
     )
-    storage: Path = _option(
+    storage: Path = options.option(
         "where runs are saved and references found", Path(".dpbench"), type=Path, metavar="DIR"
     )
 

@@ -14,19 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import (
-    ATTENTIONS,
-    AXES,
-    GRIDS,
-    MODEL_SIZES,
-    PRECISIONS,
-    Case,
-    Grid,
-    ModelSize,
-)
+from dpbench.case import ATTENTIONS, AXES, MODEL_SIZES, PRECISIONS, Case, ModelSize
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.errors import ConfigurationError
+from dpbench.grid import GRIDS, Grid
 from dpbench.registry import MODELS, TRAINERS, arguments, chosen_grid, resolve
 
 CELL: dict[str, Any] = {"trainer": "dpsgd", "batch_size": 8, "seq_len": 256}

@@ -27,8 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case, Grid, script_case
+from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case, script_case
 from dpbench.errors import ConfigurationError
+from dpbench.grid import Grid
 from dpbench.settings import Settings, declare
 
 if TYPE_CHECKING:

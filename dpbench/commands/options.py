@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench import registry
-from dpbench.case import AXES, COUNTS, OF_TRANSFORMER, TRANSFORMER, Case, Grid, check_belongs
+from dpbench.case import AXES, COUNTS, OF_TRANSFORMER, TRANSFORMER, Case
 from dpbench.files import check_is_file
-from dpbench.settings import AXIS_HELP, declare
+from dpbench.grid import Grid, check_belongs
+from dpbench.options import AXIS_HELP
+from dpbench.settings import declare
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome

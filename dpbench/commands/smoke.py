@@ -16,8 +16,9 @@ import argparse
 from dpbench.case import AXES
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import own_line
+from dpbench.options import AXIS_HELP
 from dpbench.registry import TRAINERS
-from dpbench.settings import AXIS_HELP, declare
+from dpbench.settings import declare
 
 SMALL = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case, Grid
+from dpbench.case import Case
 from dpbench.gpu import visible_gpus
+from dpbench.grid import Grid
 
 WORKERS_PER_GPU = 2
 """One sets up while the other measures; a third would only wait for the GPU's lock."""

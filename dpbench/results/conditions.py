@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import Grid
 from dpbench.gpu import Gpu
+from dpbench.grid import Grid
 from dpbench.results.run import Run
 
 _NOT_SETTINGS = {"directory", "path", "timeout"}

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import BASELINE_TRAINER, GRIDS, Case
+from dpbench.case import BASELINE_TRAINER, Case
+from dpbench.grid import GRIDS
 from dpbench.results.report import CaseReport
 from tests.logical.layers import TWO_DEPTHS
 

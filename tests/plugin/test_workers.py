@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from dpbench.case import GRIDS, Case
+from dpbench.case import Case
 from dpbench.gpu import Gpu
+from dpbench.grid import GRIDS
 from dpbench.plugin import workers
 from dpbench.plugin.workers import case_of, expected_cost, useful_workers, visible_names
 from tests.plugin.conftest import CONFTEST, RunSuite

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import GRIDS, Case
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
+from dpbench.grid import GRIDS
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.results.conditions import Conditions, premise_differences
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_document

@@ -1,0 +1,131 @@
+"""Many cases: every combination of some values, by name or from a file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dpbench.case import AXES, COUNTS, OF_TRANSFORMER, TRANSFORMER, Case, Parameter, parameter_grid
+from dpbench.errors import ConfigurationError, unknown
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every combination of the values along each field of a `Case`."""
+
+    name: str
+    trainer: tuple[str, ...]
+    batch_size: tuple[int, ...]
+    seq_len: tuple[int, ...] = ()
+    model_size: tuple[str, ...] = ("1b",)
+    precision: tuple[str, ...] = ("fp32",)
+    attention: tuple[str, ...] = ("sdpa",)
+    model: tuple[str, ...] = ("simple",)
+    workload: tuple[str, ...] = (TRANSFORMER,)
+    set: tuple[str, ...] = ("",)
+    optimizer: tuple[str, ...] = ("sgd",)
+    micro_batches: tuple[int, ...] = (1,)
+    trainable: tuple[str, ...] = ("all",)
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            needed = axis not in OF_TRANSFORMER or TRANSFORMER in self.workload
+            if needed and not getattr(self, axis):
+                raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
+        self.cases()  # refuses values that no case can have
+
+    def cases(self) -> list[Case]:
+        """The cases, each once, those that share a baseline together, trainers in order."""
+        _, *outer = AXES
+        cells = [
+            dict(zip(outer, values, strict=True))
+            for values in product(*(getattr(self, axis) or ("",) for axis in outer))
+        ]
+        for cell in cells:
+            if cell["workload"] != TRANSFORMER:
+                cell.update(OF_TRANSFORMER)
+        return list(dict.fromkeys(Case(name, **cell) for cell in cells for name in self.trainer))
+
+    def narrow(self, **axes: Iterable[Any] | None) -> Grid:
+        """Replace the values along the named axes; None leaves an axis alone."""
+        chosen: dict[str, Any] = {k: tuple(v) for k, v in axes.items() if v is not None}
+        return replace(self, **chosen)
+
+    @classmethod
+    def named(cls, name_or_file: str) -> Grid:
+        """A grid by name, or from a TOML file."""
+        if name_or_file in GRIDS:
+            return GRIDS[name_or_file]
+        if not name_or_file.endswith(".toml"):
+            raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
+        return cls.from_file(Path(name_or_file))
+
+    @classmethod
+    def from_file(cls, path: Path) -> Grid:
+        """Read a grid from TOML: one key per `Case` field, a value or a list of values."""
+        try:
+            return cls(path.stem, **_axes(tomllib.loads(path.read_text(encoding="utf-8"))))
+        except OSError as error:
+            raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
+        except (ConfigurationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"grid file {path}: {error}") from error
+
+
+def _axes(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes of a grid file's table."""
+    axes: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in AXES:
+            raise unknown("key", key, AXES)
+        if key == "set":
+            axes[key] = _parameters(value)
+            continue
+        wanted = int if key in COUNTS else str
+        values = value if isinstance(value, list) else [value]
+        if not values or any(type(v) is not wanted for v in values):
+            raise ConfigurationError(
+                f"{key} must be {wanted.__name__} or a list of {wanted.__name__}, not {value!r}"
+            )
+        axes[key] = tuple(values)
+    check_belongs(axes, axes.get("workload", (TRANSFORMER,)))
+    needed = ["trainer", "batch_size"]
+    if TRANSFORMER in axes.get("workload", (TRANSFORMER,)):
+        needed.append("seq_len")
+    if missing := [key for key in needed if key not in axes]:
+        raise ConfigurationError(f"missing {', '.join(missing)}")
+    return axes
+
+
+def _parameters(value: object) -> tuple[str, ...]:
+    """The combinations of a grid file's ``set = {image_size = [64, 224]}``."""
+    each = (
+        [v if isinstance(v, list) else [v] for v in value.values()]
+        if isinstance(value, dict)
+        else [[]]
+    )
+    if not all(each) or any(not isinstance(v, Parameter) for values in each for v in values):
+        raise ConfigurationError(
+            f"set must be a table of numbers, strings or lists of them, not {value!r}"
+        )
+    return parameter_grid(value)  # type: ignore[arg-type]
+
+
+def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
+    """Refuse axes of the transformer where none is trained."""
+    wrong = [axis for axis in given if axis in OF_TRANSFORMER]
+    if wrong and TRANSFORMER not in workloads:
+        raise ConfigurationError(
+            f"{wrong[0]} is the transformer's: {workloads[0]} takes its own parameters (set)"
+        )
+
+
+_ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
+
+GRIDS = {
+    "grid1": Grid("grid1", _ALL_TRAINERS, batch_size=(8, 16), seq_len=(256, 1024)),
+    "grid2": Grid("grid2", _ALL_TRAINERS, batch_size=(4, 8), seq_len=(512, 1024)),
+}
