@@ -107,6 +107,9 @@ def run(options: argparse.Namespace) -> int:
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if gpu else "logical")
     baseline = _baseline(options, [script.name for script in scripts])
+    if baseline:  # a ratio to another script's is another ratio
+        scripts = [replace(script, baseline=baseline[0][1].case.trainer) for script in scripts]
+        baseline = [(run, _as_standard(outcome)) for run, outcome in baseline]
     session = Session(settings, scripts, gpu)
     session.grid = Grid(case.trainer, **{axis: (getattr(case, axis),) for axis in AXES})
     cases = [case, *(outcome.case for _, outcome in baseline)]
@@ -167,7 +170,7 @@ def _chosen(
 
 
 def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple[Run, Outcome]]:
-    """What a saved run has of its script by these instruments, as the standard trainer's."""
+    """What a saved run has of its script by these instruments."""
     if options.baseline is None:
         return []
     from dpbench.commands.options import saved_run
@@ -179,7 +182,7 @@ def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple
         if outcome.case.workload == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
     ]
     found = [
-        _as_standard(outcome, rows)
+        replace(outcome, rows=tuple(rows))
         for outcome in scripts
         if (rows := [row for row in outcome.rows if row.instrument in instruments])
     ]
@@ -192,13 +195,13 @@ def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple
     return [(run, outcome) for outcome in found]
 
 
-def _as_standard(outcome: Outcome, rows: list[Any]) -> Outcome:
+def _as_standard(outcome: Outcome) -> Outcome:
     case = script_case(BASELINE_TRAINER)
     note = f"is {outcome.case.trainer}, of a saved run"
     return replace(
         outcome,
         case=case,
-        rows=tuple(replace(row, case=case) for row in rows),
+        rows=tuple(replace(row, case=case) for row in outcome.rows),
         notes=(note, *outcome.notes),
     )
 

@@ -66,6 +66,7 @@ class ScriptRun(Instrument):
         directory: where the report of ncu goes.
         path: the program ncu, if it is not where it usually is.
         names: what ncu counts, beside the usual.
+        baseline: the script by whose numbers those of this one are divided, if any.
     """
 
     name: str  # type: ignore[misc]
@@ -77,6 +78,7 @@ class ScriptRun(Instrument):
     directory: Path | None = None
     path: str | None = None
     names: tuple[str, ...] | None = None
+    baseline: str | None = None
 
     @cached_property
     def ncu(self) -> Ncu | None:

@@ -78,6 +78,12 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     ]
     assert session["unjudged"] == []
 
+    # A ratio to another script's steps is another ratio, and the comparison says so.
+    capfd.readouterr()
+    other = ["--baseline=2", "--name=other", "--compare-fail=logical_ratio:1%"]
+    assert main(["exec", *other, "--compare=2", "--skip=1", "--steps=2", "training.py"]) == 1
+    assert "logical's baseline training -> private" in capfd.readouterr().err
+
 
 @pytest.fixture
 def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
