@@ -15,11 +15,9 @@ from dpbench.instruments.nsys.program import ImporterMissing, NsysNotFound, find
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_busy_shares_agree_with_the_counters_within_three_points(
-    precision: str, tmp_path: Path
-) -> None:
-    case = Case("dpsgd", 8, 256, "1b", precision)
+def test_busy_shares_agree_with_the_counters_within_three_points(tmp_path: Path) -> None:
+    """At fp32: at bf16 the share is the processor's, and three steps of a process are not alike."""
+    case = Case("dpsgd", 8, 256, "1b")
     try:
         instrument = Nsys(tmp_path, find_nsys())
         recorded = CaseReport.of(case, instrument.measure(case))
