@@ -1,11 +1,10 @@
-"""Cases and grids: what can be asked for, and what is refused."""
+"""Cases: what can be asked for, and what is refused."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, asdict
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import ATTENTIONS, AXES, MODEL_SIZES, PRECISIONS, Case, ModelSize
+from dpbench.case import ATTENTIONS, MODEL_SIZES, PRECISIONS, Case, ModelSize
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.errors import ConfigurationError
-from dpbench.grid import GRIDS, Grid
-from dpbench.registry import MODELS, TRAINERS, arguments, chosen_grid, resolve
+from dpbench.registry import MODELS, TRAINERS, arguments, resolve
 
 CELL: dict[str, Any] = {"trainer": "dpsgd", "batch_size": 8, "seq_len": 256}
 ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
@@ -249,178 +247,6 @@ def test_command_line_names_an_own_class_to_a_process_that_does_not_know_it(
     options = arguments(case)
     fresh()
     assert parsed(options) == case
-
-
-# --- grids -----------------------------------------------------------------------------------
-
-
-def several(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.lists(values, min_size=1, max_size=2, unique=True).map(tuple)
-
-
-ALONG = {axis: several(values) for axis, values in VALUES.items()}
-GRID = st.builds(Grid, name=st.just("mine"), **ALONG)
-
-
-@quickly
-@given(GRID)
-def test_grid_has_every_combination_once(grid: Grid) -> None:
-    cases = list(grid.cases())
-    assert len(cases) == len(set(cases)) == prod(len(getattr(grid, axis)) for axis in AXES)
-    for axis in AXES:
-        assert {getattr(case, axis) for case in cases} == set(getattr(grid, axis))
-
-
-@quickly
-@given(GRID, st.data())
-def test_narrow_replaces_the_named_axes_and_no_other(grid: Grid, data: st.DataObject) -> None:
-    axes = data.draw(st.fixed_dictionaries({}, optional=ALONG))
-    narrowed = grid.narrow(**{axis: list(axes[axis]) if axis in axes else None for axis in AXES})
-    assert asdict(narrowed) == {**asdict(grid), **axes}
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_grid_without_a_value_along_an_axis_is_refused(axis: str) -> None:
-    assert f"'grid1': {axis} has no value" in refusal(lambda: GRIDS["grid1"].narrow(**{axis: []}))
-
-
-def test_grid_with_an_impossible_case_is_refused_when_it_is_made() -> None:
-    assert "'fp8'" in refusal(lambda: GRIDS["grid1"].narrow(precision=["fp32", "fp8"]))
-    assert "batch size" in refusal(lambda: GRIDS["grid1"].narrow(batch_size=[8, 0]))
-
-
-@pytest.mark.parametrize(
-    ("name", "batch_sizes", "seq_lens"),
-    [("grid1", (8, 16), (256, 1024)), ("grid2", (4, 8), (512, 1024))],
-)
-def test_named_grid_is_the_experiment_of_that_name(
-    name: str, batch_sizes: tuple[int, ...], seq_lens: tuple[int, ...]
-) -> None:
-    cases = list(Grid.named(name).cases())
-    assert len(cases) == 16
-    assert set(cases) == {
-        Case(trainer, batch_size, seq_len, model_size="1b", precision="fp32")
-        for trainer in ALL_TRAINERS
-        for batch_size in batch_sizes
-        for seq_len in seq_lens
-    }
-
-
-@pytest.mark.parametrize("name", GRIDS)
-def test_baseline_comes_first_among_the_cases_of_its_cell(name: str) -> None:
-    cases = list(Grid.named(name).cases())
-    cells = list(dict.fromkeys(case.baseline for case in cases))
-    assert cases == [
-        case
-        for cell in cells
-        for case in (cell, *(c for c in cases if c.baseline == cell and c != cell))
-    ]
-
-
-def test_unknown_grid_is_refused_with_the_named_ones() -> None:
-    message = refusal(lambda: Grid.named("grid3"))
-    assert message == "unknown grid 'grid3'; choose from grid1, grid2 (or a .toml file)"
-
-
-# --- grid files ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def grid_file(tmp_path: Path) -> Callable[[str], str]:
-    """Writes a grid file and says where it is."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "mine.toml"
-        path.write_text(text, encoding="utf-8")
-        return str(path)
-
-    return write
-
-
-def test_grid_file_takes_a_value_or_a_list_for_each_axis(grid_file: Callable[[str], str]) -> None:
-    path = grid_file(
-        """
-        trainer = ["standard", "DPSGDTrainer"]
-        batch_size = [8, 16]
-        seq_len = 256
-        model_size = "medium"
-        """
-    )
-    grid = chosen_grid(path)
-    assert grid.name == "mine"
-    assert list(grid.cases()) == [
-        Case(trainer, batch_size, 256, model_size="medium")
-        for batch_size in (8, 16)
-        for trainer in ("standard", "dpsgd")
-    ]
-
-
-def test_grid_file_can_say_every_axis(grid_file: Callable[[str], str]) -> None:
-    case = Case("dpsgd_ghost", 4, 32, "tiny", "bf16", "dp_mha", "simple")
-    axes = {axis: repr(value) for axis, value in asdict(case).items()} | {"set": "{}"}
-    path = grid_file("\n".join(f"{axis} = {value}" for axis, value in axes.items()))
-    assert list(Grid.named(path).cases()) == [case]
-
-
-GOOD = {"trainer": '"dpsgd"', "batch_size": "8", "seq_len": "256"}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("batchsize", "8", "unknown key 'batchsize'; choose from trainer, batch_size, seq_len"),
-        ("batch_size", '"8"', "batch_size must be int or a list of int, not '8'"),
-        ("batch_size", "8.5", "batch_size must be int"),
-        ("batch_size", "true", "batch_size must be int"),
-        ("batch_size", '[8, "16"]', "batch_size must be int"),
-        ("seq_len", "[]", "seq_len must be int or a list of int, not []"),
-        ("seq_len", "[[256]]", "seq_len must be int"),
-        ("trainer", "1", "trainer must be str or a list of str, not 1"),
-        ("trainer", "[]", "trainer must be str"),
-        ("model_size", "{ hidden = 64 }", "model_size must be str"),
-        ("precision", "16", "precision must be str"),
-        ("batch_size", "0", "batch size must be a positive integer, not 0"),
-        ("seq_len", "[256, -1]", "sequence length must be a positive integer, not -1"),
-        ("model_size", '"2b"', "unknown model size '2b'; choose from tiny, small, medium, 1b"),
-        ("attention", '"flash"', "unknown attention 'flash'; choose from sdpa, dp_mha"),
-    ],
-)
-def test_bad_grid_file_is_refused_by_file_and_key(
-    grid_file: Callable[[str], str], key: str, value: str, said: str
-) -> None:
-    path = grid_file("\n".join(f"{k} = {v}" for k, v in {**GOOD, key: value}.items()))
-    message = refusal(lambda: Grid.named(path))
-    assert message.startswith(f"grid file {path}: ")
-    assert said in message
-
-
-@pytest.mark.parametrize("missing", [["trainer"], ["batch_size", "seq_len"], list(GOOD)])
-def test_grid_file_must_have_trainer_batch_size_and_sequence_length(
-    grid_file: Callable[[str], str], missing: list[str]
-) -> None:
-    path = grid_file("\n".join(f"{k} = {v}" for k, v in GOOD.items() if k not in missing))
-    message = refusal(lambda: Grid.named(path))
-    assert message == f"grid file {path}: missing {', '.join(missing)}"
-
-
-def test_grid_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "absent.toml"
-    assert refusal(lambda: Grid.named(str(path))) == f"grid file {path}: No such file or directory"
-
-
-def test_grid_file_that_is_a_directory_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "directory.toml"
-    path.mkdir()
-    assert str(path) in refusal(lambda: Grid.named(str(path)))
-
-
-@pytest.mark.parametrize(
-    "content", [b"trainer = [", b"trainer: dpsgd", b"a = 1\na = 2", b"trainer = '\xff'"]
-)
-def test_grid_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "broken.toml"
-    path.write_bytes(content)
-    assert refusal(lambda: Grid.named(str(path))).startswith(f"grid file {path}: ")
 
 
 # --- parameters of other workloads -----------------------------------------------------------
