@@ -213,7 +213,11 @@ def _show(session: Session, baseline: list[tuple[Run, Outcome]]) -> None:
 
     for run in {id(run): run for run, _ in baseline}.values():
         here = session.as_run(session.outcomes())
-        differences = [d for d in premise_differences(run, here) if "'s program " not in d]
+        differences = [
+            difference
+            for difference in premise_differences(run, here)
+            if not any(of in difference for of in ("'s program ", "'s baseline "))
+        ]
         session.notes.append(f"baseline: {run.name}, {run.path}")
         if differences:
             session.notes.append(f"different from the baseline: {'; '.join(differences)}")
