@@ -79,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the script go on after these, instead of ending it",
     )
     how.add_argument(
+        "--batch-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="examples in a step, which nothing else says: what samples per second are made of",
+    )
+    how.add_argument(
         "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
     )
     how.add_argument(
@@ -106,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(device="cuda" if gpu else "cpu", **declared)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if gpu else "logical")
-    baseline = _baseline(options, [script.name for script in scripts])
+    baseline = _baseline(options, case, [script.name for script in scripts])
     if baseline:  # a ratio to another script's is another ratio
         scripts = [replace(script, baseline=baseline[0][1].case.trainer) for script in scripts]
         baseline = [(run, _as_standard(outcome)) for run, outcome in baseline]
@@ -150,6 +157,7 @@ def _chosen(
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
         )
+    case = script_case(name, options.batch_size)
     scripts = [
         ScriptRun(
             instrument,
@@ -166,10 +174,12 @@ def _chosen(
     ]
     for script in scripts:
         script.check()
-    return script_case(name), scripts
+    return case, scripts
 
 
-def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple[Run, Outcome]]:
+def _baseline(
+    options: argparse.Namespace, case: Case, instruments: list[str]
+) -> list[tuple[Run, Outcome]]:
     """What a saved run has of its script by these instruments."""
     if options.baseline is None:
         return []
@@ -192,11 +202,19 @@ def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple
             f"--baseline {options.baseline}: {run.path} has no script's steps by "
             f"{' or '.join(instruments)}; it has {had}"
         )
+    if wrong := {outcome.case.batch_size for outcome in found} - {case.batch_size}:
+        there, here = (
+            f"--batch-size {size}" if size else "none" for size in (*wrong, case.batch_size)
+        )
+        raise ConfigurationError(
+            f"--baseline {options.baseline}: the batch size of {found[0].case.id} was said to be "
+            f"{there}, here {here}: say the same for both"
+        )
     return [(run, outcome) for outcome in found]
 
 
 def _as_standard(outcome: Outcome) -> Outcome:
-    case = script_case(BASELINE_TRAINER)
+    case = outcome.case.baseline
     note = f"is {outcome.case.trainer}, of a saved run"
     return replace(
         outcome,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -125,7 +125,7 @@ class TimingRecorder(Recorder):
     def rows(self, case: Case) -> list[Measurement]:
         from dpbench.instruments.timing import timing_rows
 
-        return without_rates(timing_rows(case, self.record()))
+        return timing_rows(case, self.record())
 
 
 class LogicalRecorder(Recorder):
@@ -273,8 +273,7 @@ class CuptiRecorder(TimingRecorder):
             for repeat, step in enumerate(alike)
             for phase, values in step.items()
         ]
-        rows = [*cupti_rows(case, record), *counted_rows(case, record, counted)]
-        return without_rates(rows)
+        return [*cupti_rows(case, record), *counted_rows(case, record, counted)]
 
     def close(self) -> None:
         if self._counter:
@@ -337,8 +336,3 @@ def on_cuda() -> bool:
     """Whether this process uses a GPU."""
     torch = sys.modules.get("torch")
     return bool(torch and torch.cuda.is_initialized())
-
-
-def without_rates(rows: Iterable[Measurement]) -> list[Measurement]:
-    """Rows without samples per second: how many a step of a script takes, nobody says."""
-    return [row for row in rows if row.metric != "samples_per_second"]

@@ -46,7 +46,10 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
         part of them in which the GPU did anything (NaN where they were not measured).
     """
     place = [*AXES, "device", "phase"]
-    summary = of_one_instrument(summarise(frame))
+    known = frame[frame.precision != ""]
+    if known.empty and not frame.empty:
+        raise ConfigurationError("nobody says at which precision a script computes: no roofline")
+    summary = of_one_instrument(summarise(known))
 
     def of(metric: str, column: str) -> pd.DataFrame:
         found = summary.loc[summary.metric == metric, [*place, "value"]]

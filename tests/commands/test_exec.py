@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import script_case
+from dpbench.case import Case, script_case
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.instruments.script import ScriptRun, run
+from dpbench.instruments.timing import timing_rows
 from dpbench.results.storage import Storage
 from tests.commands import scripts
 from tests.programs import program
@@ -47,6 +48,10 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     assert main(plain) == 0
     told = ["--name=private", "--baseline=1", "--json=private.json", "--skip=1", "--steps=2"]
     private = ["exec", *told, "--save=private", "-m", "training", "--private", "--batch_size=8"]
+    assert "No ratio: dpbench exec --baseline NUM divides" in capfd.readouterr().out
+    assert main([*private[:2], "--batch-size=8", *private[2:]]) == 2
+    refused = "the batch size of training was said to be none, here --batch-size 8"
+    assert refused in capfd.readouterr().err
     assert main(private) == 0
     shown = capfd.readouterr()
     assert "logical (no hardware): logical GB by phase (÷ standard)" in shown.out
@@ -215,7 +220,7 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
     assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in capsys.readouterr().out
     arguments, options = json.loads(Path("arguments.json").read_text())
-    report = "ncu_reports/script-fp32/report_training_bs1"
+    report = "ncu_reports/script/report_training"
     under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
     assert {*under, f"{report}.ncu-rep", f"{report}.log"} <= {*arguments}
     assert arguments[-2:] == ["training.py", "--private"]
@@ -225,6 +230,24 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     assert len(moved["training", "step"]) >= 1
 
 
-def test_case_of_a_script_is_called_what_the_script_is() -> None:
-    assert script_case("private").id == "private"
-    assert script_case("private").baseline.id == "standard"
+def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:
+    case = script_case("private 100%")
+    assert (case.id, case.baseline.id) == ("private 100%", "standard")
+    known = {axis: value for axis, value in asdict(case).items() if value}
+    assert known == {"trainer": "private 100%", "workload": "script"}
+    assert Case.from_row({**asdict(case), "precision": "fp32", "optimizer": "sgd"}) == case
+    assert Case.from_report_path(case.report_path) == case
+
+
+def test_batch_size_that_is_said_makes_samples_per_second_of_times() -> None:
+    record = {
+        "phase_seconds": [{"forward": 0.2}],
+        "peak_memory_bytes": None,
+        "device": "cpu",
+        "torch": "2",
+    }
+    found = [timing_rows(script_case("mine", size), record) for size in (0, 8)]
+    assert [{r.metric: r.value for r in rows}.get("samples_per_second") for rows in found] == [
+        None,
+        pytest.approx(40),
+    ]
