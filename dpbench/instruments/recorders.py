@@ -73,6 +73,9 @@ class Recorder(ABC):
     def close(self) -> None:  # noqa: B027
         """Give back what it holds."""
 
+    def forked(self) -> None:  # noqa: B027
+        """See `StepRecorder`."""
+
 
 class TimingRecorder(Recorder):
     """Seconds by phase; on CUDA from events, and the most memory that was handed out."""
@@ -206,6 +209,9 @@ class LogicalRecorder(Recorder):
         if self._counting and self._counter:
             self._counting = False
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def forked(self) -> None:
+        self.close()
 
 
 class CuptiRecorder(TimingRecorder):

@@ -24,7 +24,7 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import Instrument, InstrumentError, Running
+from dpbench.instruments.base import Instrument, InstrumentError, Running, check_place
 from dpbench.instruments.child import describe_exit
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import counters, resolve
@@ -32,6 +32,7 @@ from dpbench.instruments.ncu.program import diagnose, find_ncu
 from dpbench.instruments.ncu.range_report import NothingProfiled, read
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import RECORDERS, NvtxRecorder, Recorder, recorder
+from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
 from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.script import StepFinder, Stop
@@ -39,7 +40,11 @@ from dpbench.process.watched import watch
 from dpbench.results.operators import OperatorCount
 from dpbench.results.rows import Measurement
 
-HEARD: dict[str, type[Recorder]] = {**RECORDERS, NvtxRecorder.name: NvtxRecorder}
+HEARD: dict[str, type[Recorder]] = {
+    **RECORDERS,
+    NvtxRecorder.name: NvtxRecorder,
+    ProfileRecorder.name: ProfileRecorder,
+}
 """What can hear the steps of a script, by instrument."""
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -63,7 +68,7 @@ class ScriptRun(Instrument):
         skip: steps that come before those that count.
         steps: how many count.
         go_on: whether the script goes on after them; else it is ended.
-        directory: where the report of ncu goes.
+        directory: where the report of ncu goes, or the folder of torch_profiler.
         path: the program ncu, if it is not where it usually is.
         names: what ncu counts, beside the usual.
         baseline: the script by whose numbers those of this one are divided, if any.
@@ -102,12 +107,19 @@ class ScriptRun(Instrument):
         recorder(self.name, known=HEARD)
         if self.ncu:
             self.ncu.check()
+        if self.name == ProfileRecorder.name and self.directory:
+            check_place(self.directory, on_gpu=False)
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
                 f"needs --skip >= 0 and --steps >= 1, not {self.skip} and {self.steps}"
             )
         if not self.is_module:
             check_is_file(Path(self.program[0]))
+
+    def folder(self, case: Case) -> Path | None:
+        """Where the files of a profile are."""
+        profiles = self.name == ProfileRecorder.name and self.directory is not None
+        return self.directory.absolute() / case.id if profiles else None
 
     def start(self, case: Case) -> RunningScript:
         return RunningScript(self, case)
@@ -122,6 +134,7 @@ class RunningScript(Running):
         self._record = Path(self._directory.name) / "record.json"
         options = {name: getattr(script, name) for name in OPTIONS}
         options |= {"case": asdict(case), "record": str(self._record)}
+        options["folder"] = str(script.folder(case) or "")
         command = [sys.executable, "-m", __name__, json.dumps(options), *script.program]
         if script.ncu:
             self._report = script.ncu.report(case)
@@ -186,6 +199,8 @@ def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
     """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`."""
     case = Case(**options["case"])
     heard = recorder(options["name"], options["steps"], HEARD)
+    if isinstance(heard, ProfileRecorder):
+        heard.directory = Path(options["folder"])
     finder = StepFinder(heard, skip=options["skip"], go_on=options["go_on"])
     code: int | str | None = 0
     raised = ""

@@ -39,6 +39,9 @@ class StepRecorder(PhaseListener, Protocol):
     def close(self) -> None:
         """Let go of what it holds of this process: modes, counters."""
 
+    def forked(self) -> None:
+        """Let go of what a fork of this process has of it; counters are its parent's."""
+
 
 class StepFinder:
     """Watches a training loop that knows nothing of it, in the thread that makes this.
@@ -243,4 +246,4 @@ class StepFinder:
         self._closed = True
         hear(None)
         if self._step.listener:
-            self.recorder.close()
+            self.recorder.forked()

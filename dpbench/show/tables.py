@@ -223,8 +223,8 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
 def title_of(shared: Mapping[str, Any]) -> str:
     """What some rows share, in words; the usual attention and model go without saying."""
     if shared.get("workload") == SCRIPT:
-        batch = f"batch {shared['batch_size']}, " if shared.get("batch_size") else ""
-        return f"{batch}{shared['device']}"
+        batch = f"batch {shared['batch_size']}" if shared.get("batch_size") else ""
+        return ", ".join(filter(None, (shared.get("trainer"), batch, shared["device"])))
     size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
     of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
     parts = [*of_test, shared.get("trainer", ""), size]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case, script_case
+from dpbench.case import ALL_PHASES, Case, script_case
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.instruments.script import ScriptRun, run
@@ -101,7 +101,10 @@ def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[
     def run_here(*program: str, **how: Any) -> dict[str, Any]:
         script = asdict(ScriptRun("timing", program, **how))
         del script["program"]
-        run(script | {"case": asdict(script_case("mine")), "record": "record.json"}, program)
+        run(
+            script | {"case": asdict(script_case("mine")), "record": "record.json", "folder": ""},
+            program,
+        )
         found: dict[str, Any] = json.loads(Path("record.json").read_text())
         return found
 
@@ -228,6 +231,26 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     moved = rows("run.json", "dram_read_bytes")
     assert {("training", "clip"), ("training", "step")} <= set(moved)
     assert len(moved["training", "step"]) >= 1
+
+
+def test_script_under_the_profiler_has_a_trace_of_each_step_and_a_report(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    how = ["--instrument=torch_profiler", "--steps=20", "--profile-dir=profiles"]
+    assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
+    shown = capfd.readouterr()
+    assert "training, cpu: PyTorch profiler, per step" in shown.out
+    assert "steps that count: 5, where 20 were asked for" in shown.out
+    folder = Path("profiles/training")
+    assert f"operators by time and memory: {folder.absolute()}/report.txt" in shown.err
+    assert "Operators and CUDA calls by CPU time" in (folder / "report.txt").read_text()
+    assert len([*folder.glob("trace_*.json.gz")]) == 5  # without what follows the last step
+    phases = rows("run.json", "cpu_time_seconds")
+    assert {(name, len(values)) for (_, name), values in phases.items()} == {
+        (name, 5) for name in (*ALL_PHASES, "step")
+    }
+    whole = sum(sum(values) for (_, name), values in phases.items() if name != "step")
+    assert whole == pytest.approx(sum(phases["training", "step"]))
 
 
 def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:

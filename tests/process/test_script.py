@@ -51,6 +51,8 @@ class Trace:
     def close(self) -> None:
         pass
 
+    forked = close
+
     def end_step(self) -> None:
         self.steps.append(self.heard.replace(".", ""))
 
