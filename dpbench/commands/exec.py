@@ -106,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
     from dpbench.gpu import visible_gpus
+    from dpbench.instruments.script import ScriptInterrupted
     from dpbench.session import Session
 
     gpu = next(iter(visible_gpus()), None)
@@ -134,6 +135,8 @@ def run(options: argparse.Namespace) -> int:
                 outcome = session.measure(case, [script])
                 if outcome.error:
                     print(f"dpbench exec: {outcome.message}", file=sys.stderr)
+                    if outcome.error == ScriptInterrupted.__name__:
+                        raise KeyboardInterrupt  # and not the script once more
                 elif folder := script.folder(case):
                     session.notes.append(_report(case, folder, settings.profile_threshold))
         finally:  # what was counted until an interruption is kept and shown

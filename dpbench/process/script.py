@@ -241,6 +241,10 @@ class StepFinder:
             hear(None)
             self.undo.close()
 
+    def note_process(self) -> None:
+        """Another process was started, or is about to be."""
+        self.processes += 1
+
     def forget(self) -> None:
         """Hear nothing more: this process is a fork of the one that trains."""
         self._closed = True

@@ -63,8 +63,11 @@ def watch(finder: StepFinder) -> None:
     sys.meta_path.insert(0, after_import)
     finder.undo.callback(sys.meta_path.remove, after_import)
     # A data loader's workers are forks of this process and train nothing.
-    forked = weakref.WeakMethod(finder.forget)
-    os.register_at_fork(after_in_child=lambda: (forget := forked()) and forget())
+    forked, started = weakref.WeakMethod(finder.forget), weakref.WeakMethod(finder.note_process)
+    os.register_at_fork(
+        after_in_child=lambda: (forget := forked()) and forget(),
+        after_in_parent=lambda: (note := started()) and note(),
+    )
 
 
 class _Watching:
@@ -118,7 +121,7 @@ class _Watching:
         """Starts another process."""
 
         def started(*args: Any, **options: Any) -> Any:
-            self.finder.processes += 1
+            self.finder.note_process()
             return start(*args, **options)
 
         return started

@@ -137,6 +137,7 @@ def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
         (["no_step.py"], "took no step that can be found: no torch.optim optimizer stepped", 0),
         (["thread.py"], "the script trains in a thread: 4 steps of an optimizer", 0),
         (["ranks.py"], "took no step in its own process, but started others", 0),
+        (["fork.py"], "took no step in its own process, but started others", 0),
         (["needs_arguments.py"], "ended by itself with exit status 2, before a step counted", 0),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -160,19 +161,33 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     assert "process/script.py" not in error
 
 
-@pytest.mark.parametrize(
-    ("ends", "words"),
-    [("kill(os.getpid(), 9)", "was killed by SIGKILL"), ("_exit(0)", "ended by os._exit(0)")],
-    ids=["killed", "exits at once"],
-)
 def test_script_that_leaves_no_record_is_an_error_of_its_own(
-    capfd: pytest.CaptureFixture[str], ends: str, words: str
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    Path("dies.py").write_text(f"import os; os.{ends}", encoding="utf-8")
+    Path("dies.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
     assert main(["exec", "--save=dies", "dies.py"]) == 1
-    assert f"dies: the script {words}, and nothing was counted\n" in capfd.readouterr().err
+    said = "dies: the script was killed by SIGKILL, and nothing was counted\n"
+    assert said in capfd.readouterr().err
     [saved], _ = Storage(Path(".dpbench")).listing()
     assert saved.status == "interrupted"  # and no reference for others
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "words"),
+    [
+        ("--exits-at-once", 1, "ended by itself with exit status 3; 2 steps were counted until"),
+        ("--interrupted", 130, "training: interrupted; what was counted until then is kept\n"),
+    ],
+)
+def test_what_was_counted_until_the_end_is_kept_however_it_comes(
+    capfd: pytest.CaptureFixture[str], ends: str, status: int, words: str
+) -> None:
+    how = ["--instrument=timing", "--instrument=logical", "--steps=20", "--json=run.json"]
+    if status == 1:
+        how.remove("--instrument=logical")  # an interrupted script is not run once more
+    assert main(["exec", *how, "training.py", ends]) == status
+    assert words in capfd.readouterr().err
+    assert len(rows("run.json", "step_time_seconds")["training", "step"]) == 2
 
 
 @pytest.mark.parametrize(
