@@ -92,13 +92,21 @@ class _Watching:
 
     # --- functions ---------------------------------------------------------------------------
 
-    def phase(self, phase: str, **how: bool) -> Replacement:
+    def phase(self, phase: str, *, begins: bool = False) -> Replacement:
         """Its calls are in one phase; see `StepFinder.within`."""
+        finder, is_backward = self.finder, phase == "backward"
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **options: Any) -> Any:
+                if finder.idle and not begins:
+                    return function(*args, **options)
+                if finder.idle and (before := finder.begin(in_backward=is_backward)):
+                    try:
+                        return function(*args, **options)
+                    finally:
+                        finder.end(before)
                 resumes = bool(options.get("create_graph"))
-                with self.finder.within(phase, resumes=resumes, **how):
+                with finder.within(phase, begins=begins, resumes=resumes):
                     return function(*args, **options)
 
             return called
@@ -135,6 +143,12 @@ class _Watching:
                 return module._call_impl(*args, **options)  # all that the original does
             if finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
+            trains = sys.modules["torch"].is_grad_enabled()
+            if finder.idle and (before := finder.begin(in_backward=False, trains=trains)):
+                try:
+                    return call(module, *args, **options)
+                finally:
+                    finder.end(before)
             with finder.forward():
                 return call(module, *args, **options)
 

@@ -216,7 +216,7 @@ def penalising_gradients() -> None:
         optimizer.step()
 
 
-def private(**how: Any) -> Callable[[], None]:
+def private(max_grad_norm: Any = 1.0, **how: Any) -> Callable[[], None]:
     def loop() -> None:
         model = network()
         criterion: Any = nn.CrossEntropyLoss()
@@ -226,7 +226,7 @@ def private(**how: Any) -> Callable[[], None]:
             data_loader=batches(),
             criterion=criterion,
             noise_multiplier=1.0,
-            max_grad_norm=how.pop("max_grad_norm", 1.0),
+            max_grad_norm=max_grad_norm,
             poisson_sampling=False,
             **how,
         )
@@ -295,6 +295,8 @@ def test_steps_and_phases_are_those_of_the_loop(
     trace, finder = traced(loop)
     assert trace.steps == steps
     assert (finder.failure, finder.notes, finder.steps) == (None, [], len(steps))
+    after_two, finder = traced(loop, skip=2)  # which are found without their phases
+    assert (after_two.steps, finder.steps) == (steps[2:], len(steps))
 
 
 def test_loop_is_ended_where_the_step_after_those_that_count_would_begin() -> None:
