@@ -51,6 +51,7 @@ def watch(finder: StepFinder) -> None:
         "opacus.utils.fast_gradient_clipping_utils": watching.ghost_clipping,
         "opacus.grad_sample.grad_sample_module_fast_gradient_clipping": watching.norms,
         "fastDP.autograd_grad_sample": watching.fastdp,
+        "fastDP.privacy_engine": watching.fastdp_engine,
     }
     later: dict[str, Callable[[Any], None]] = {}
     for name, library in libraries.items():
@@ -229,6 +230,11 @@ class _Watching:
     def fastdp(self, module: ModuleType) -> None:
         """Book-keeping, which clips within backward."""
         self.replace(module, "_per_block_clip_grad", self.phase("clip"))
+
+    def fastdp_engine(self, module: ModuleType) -> None:
+        """Its noise, which a method puts on the optimizer adds before the optimizer's own step."""
+        engine = module.PrivacyEngine
+        self.replace(engine, "_create_noisy_clipped_gradient", self.phase("noise"))
 
 
 def _derived(cls: type[Any]) -> Iterator[type[Any]]:
