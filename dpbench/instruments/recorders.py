@@ -203,6 +203,9 @@ class LogicalRecorder(Recorder):
         if self._steps:
             where = "CUDA" if on_cuda() else "the CPU"
             said.append(f"operators were counted as they ran on {where}")
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo and dynamo.counters["frames"]["total"]:
+            said.append("while they were counted, PyTorch did not use what torch.compile had made")
         return said
 
     def close(self) -> None:
