@@ -248,7 +248,7 @@ def _before_exit_at_once(write_down: Callable[[int], object]) -> Iterator[None]:
             write_down(status)
         exit_at_once(status)
 
-    os._exit = exit_later  # type: ignore[assignment]
+    os._exit = exit_later
     try:
         yield
     finally:
