@@ -108,7 +108,7 @@ def leak(options: argparse.Namespace) -> bool:
     from dpbench.process.build import build, pick_device
     from dpbench.process.step import alone
 
-    case = Case("dpsgd", 8, 256, "small")
+    case = Case("dpsgd", 16, 1024, "medium")  # waits for its kernels, not for its launches
     device = pick_device("cuda")
     with alone(device, case.id):
         trainer, [batch] = build(case, device, 1)
@@ -125,7 +125,7 @@ def leak(options: argparse.Namespace) -> bool:
                 trainer.train_step(batch)
             counted = counts[STEP]["range_time_seconds"]
             free, total = torch.cuda.mem_get_info()
-            plain = min(step_seconds() for _ in range(3))
+            plain = step_seconds()
             seen.append((resident_bytes(), total - free, counted, plain))
     part = max(len(seen) // 5, 1)
     first, last = (pd.DataFrame(some).median() for some in (seen[part : 2 * part], seen[-part:]))
