@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from dpbench.case import Case
 from dpbench.gpu import Gpu
 from dpbench.grid import GRIDS
 from dpbench.plugin import workers
