@@ -82,17 +82,20 @@ def cost(options: argparse.Namespace) -> bool:
     case = Case(options.trainer, 8, 256, options.model_size)
     ratios = []
     print(f"{case.id}; seconds of a whole process")
-    print(f"{'counted':>9} {'plain':>9} {'steps':>9} {'ratio':>7}")
+    print(f"{'counted':>9} {'plain':>9} {'steps':>9} {'counting':>9} {'ratio':>7}")
     with tempfile.TemporaryDirectory() as folder:
         counting = Cupti(Path(folder))
         for _ in range(options.pairs):
             counted, record = seconds(counting.command(case), case, folder)
-            steps = Steps(counting.steps.warmup, counting.steps.active + further_steps(record))
+            further = further_steps(record)
+            steps = Steps(counting.steps.warmup, counting.steps.active + further)
             plain, of_plain = seconds(step_command(case, steps, device="cuda"), case, folder)
             each = median(sum(step.values()) for step in of_plain["phase_seconds"])
             ratios.append(counted / plain)
             of_steps = each * (steps.warmup + steps.active)
-            print(f"{counted:9.2f} {plain:9.2f} {of_steps:9.2f} {ratios[-1]:7.3f}", flush=True)
+            beside = record["spent_seconds"]["after"] - each * further
+            figures = " ".join(f"{value:9.2f}" for value in (counted, plain, of_steps, beside))
+            print(f"{figures} {ratios[-1]:7.3f}", flush=True)
     return holds("median ratio", median(ratios), MOST_COST)
 
 

@@ -142,7 +142,12 @@ def test_a_counted_case_may_cost_little_more_than_a_plain_one(
     seconds: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plain process takes as many steps in a second."""
-    record = {"passes": 1, "counted_steps": [{}], "phase_seconds": [{"forward": 0.1}]}
+    record = {
+        "passes": 1,
+        "counted_steps": [{}],
+        "phase_seconds": [{"forward": 0.1}],
+        "spent_seconds": {"after": 0.3},
+    }
     plain: list[list[str]] = []
 
     def run(command: list[str], case: Case, folder: str) -> tuple[float, dict[str, Any]]:
