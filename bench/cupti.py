@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
@@ -27,12 +26,12 @@ from typing import Any
 import pandas as pd
 
 from dpbench import Case
-from dpbench.case import AXES
+from dpbench.case import AXES, PHASES
 from dpbench.instruments.child import Child, log_lines, step_command
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.process.schedule import Steps
-from dpbench.results.frame import summarise
-from dpbench.results.rows import STEP
+from dpbench.results.frame import summarise, to_frame
+from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 
 MOST_COST = 1.15
@@ -52,14 +51,8 @@ TOLERANCES = {
 }
 """By how much CUPTI's numbers may differ from ncu's."""
 
-PHASES = 0.0005
+MOST_LEFT_OVER = 0.0005
 """By how much the phases' DRAM bytes together may differ from the whole step's."""
-
-BUSY = {
-    "nsys": ("timeline_busy_seconds", "timeline_seconds"),
-    "cupti": ("gpu_busy_cycles", "gpu_elapsed_cycles"),
-}
-"""The parts of a busy share by either instrument."""
 
 MOST_POINTS = 3.0
 """By how many percentage points nsys's busy share of a step may differ from CUPTI's."""
@@ -272,55 +265,34 @@ def agree(options: argparse.Namespace) -> bool:
         worst = {name: max(worst[name], abs(value)) for name, value in off.items()}
         figures = [f"{off[m]:+14.3%}" for m in TOLERANCES] + [f"{off['phases']:+8.3%}"]
         print(f"{case:40}{''.join(figures)}")
-    bounds = {**TOLERANCES, "phases": PHASES}
+    bounds = {**TOLERANCES, "phases": MOST_LEFT_OVER}
     kept = [holds(f"{name} off", worst[name], most) for name, most in bounds.items()]
     return all(kept)
 
 
 def nsys(options: argparse.Namespace) -> bool:
-    """Busy shares by Nsight Systems beside CUPTI's, from a saved run by both."""
+    """Busy shares by Nsight Systems beside CUPTI's, from a saved run by both.
+
+    Of a phase each is of its own time; of a step both are of the time of steps that nothing counted
+    or recorded, which CUPTI's process took.
+    """
     rows = Run.load(options.by_both).document["rows"]
-    timeline, counted = (busy_shares(rows, *BUSY[name]) for name in ("nsys", "cupti"))
-    steps = [key for key in timeline if key in counted and key[1] == STEP]
-    if not steps:
+    found = summarise(to_frame(map(Measurement.from_row, rows)))
+    found["case"] = [Case.from_row(row).id for row in found.to_dict("records")]
+    found = found[found.phase.isin([*PHASES, STEP])]
+    table = found.pivot_table("value", ["case", "phase"], "metric", sort=False)
+    if not {"timeline_busy_share", "gpu_busy_share"}.issubset(table):
         print("no case was measured by both")
         return False
-    print(
-        f"{'busy, median (least to most)':34} {'phase':10} {'nsys':>20} {'cupti':>20} {'points':>7}"
-    )
-    for case, phase in [key for key in timeline if key in counted]:
-        shares = timeline[case, phase], counted[case, phase]
-        figures = " ".join(
-            f"{median(each):7.1%} ({min(each):.0%} to {max(each):.0%})".rjust(20) for each in shares
-        )
-        print(f"{case:34} {phase:10} {figures} {points_off(*shares):7.1f}")
-    kept = [
-        holds(
-            f"{case}, points", points_off(timeline[case, phase], counted[case, phase]), MOST_POINTS
-        )
-        for case, phase in steps
-    ]
+    is_step = table.index.get_level_values("phase") == STEP
+    of_step = table.timeline_busy_seconds / table.step_time_seconds
+    table["nsys"] = table.timeline_busy_share.mask(is_step, of_step)
+    shares = table[["nsys", "gpu_busy_share"]].rename(columns={"gpu_busy_share": "cupti"}).dropna()
+    shares["points"] = (shares.nsys - shares.cupti).abs() * 100
+    print(shares.to_string(float_format="{:.3f}".format))
+    steps = shares.xs(STEP, level="phase").points
+    kept = [holds(f"{case}, points", points, MOST_POINTS) for case, points in steps.items()]
     return all(kept)
-
-
-def busy_shares(
-    rows: Iterable[dict[str, Any]], busy: str, whole: str
-) -> dict[tuple[str, str], list[float]]:
-    """The busy share of each repeat, from its two parts, by the case's id and the phase."""
-    found: dict[tuple[str, str, int], dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        if row["metric"] in (busy, whole):
-            found[Case.from_row(row).id, row["phase"], row["repeat"]][row["metric"]] = row["value"]
-    shares: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for (case, phase, _), parts in found.items():
-        if parts.get(whole):
-            shares[case, phase].append(parts[busy] / parts[whole])
-    return dict(shares)
-
-
-def points_off(one: list[float], other: list[float]) -> float:
-    """By how many percentage points two medians differ."""
-    return 100 * abs(median(one) - median(other))
 
 
 Values = dict[tuple[str, str], float]

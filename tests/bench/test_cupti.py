@@ -119,16 +119,19 @@ def test_a_grid_says_what_its_processes_did_with_their_time(
 
 @pytest.mark.parametrize(("busy", "status"), [(0.52, 0), (0.54, 1)])
 def test_busy_shares_of_steps_must_agree(busy: float, status: int, tmp_path: Path) -> None:
-    """Half of the step by CUPTI; a phase, and one step out of three, may be off."""
+    """Half of a step of 1 s by CUPTI; a phase, and how long a recorded step took, may be off."""
     seen = {
-        "nsys": [("step", busy), ("step", 0.9), ("step", busy), ("clip", 0.9)],
-        "cupti": [("step", 0.5), ("clip", 0.5)],
+        ("nsys", "timeline_busy_seconds"): {"step": busy, "clip": 0.9},
+        ("nsys", "timeline_seconds"): {"step": 1.3, "clip": 1.0},
+        ("cupti", "gpu_busy_cycles"): {"step": 40.0, "clip": 50.0},
+        ("cupti", "gpu_elapsed_cycles"): {"step": 100.0, "clip": 100.0},
+        ("cupti", "range_time_seconds"): {"step": 1.25, "clip": 1.0},
+        ("cupti", "step_time_seconds"): {"step": 1.0},
     }
     rows = [
-        Measurement(CASES[0], tool, phase, metric, value, unit(metric), repeat, "NVIDIA H200", tool)
-        for tool, shares in seen.items()
-        for repeat, (phase, share) in enumerate(shares)
-        for metric, value in zip(cupti.BUSY[tool], (share, 1.0), strict=True)
+        Measurement(CASES[0], tool, phase, metric, value, unit(metric), 0, "NVIDIA H200", tool)
+        for (tool, metric), values in seen.items()
+        for phase, value in values.items()
     ]
     assert cupti.main(["nsys", str(save(tmp_path / "both.json", [rows]))]) == status
 
