@@ -40,7 +40,7 @@ class ProfileRecorder(Recorder):
 
         from dpbench.process.profiled import PhaseAnnotations, profiler_of
 
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             raise InstrumentError("the script runs the PyTorch profiler itself; there is only one")
         if self._annotations is None:
             self._annotations = PhaseAnnotations(torch.device("cuda" if on_cuda() else "cpu"))
