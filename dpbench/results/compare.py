@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import Counter
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -14,7 +12,6 @@ import pandas as pd
 
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.metrics import RATIO
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
@@ -32,70 +29,54 @@ _MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
 """Metrics that operators and kernels add up to."""
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The numbers of two runs, and those that stand side by side.
-
-    Args:
-        old: of the one, as `numbers` gives them.
-        new: of the other.
-        changes: the columns `CHANGES`; ``old`` and ``new`` are the places of a pair's two numbers
-            in these tables, ``new`` NaN where the number is not there any more.
-    """
-
-    old: pd.DataFrame
-    new: pd.DataFrame
-    changes: pd.DataFrame
-
-
-def pairs(before: Run, after: Run, *, across: bool = False) -> Pairs:
-    """The numbers of two runs, side by side where case and instrument agree.
+def pairs(before: Run, after: Run, *, across: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The numbers of two runs, side by side where case, instrument and device agree.
 
     ``across`` puts beside each other also what different devices or instruments measured. The
     columns ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand beside DRAM
     bytes.
+
+    Returns:
+        Every number of the first run, with the columns `CHANGES` (``after`` is NaN where the other
+        has no such number), and ``shared``: whether the other has the case by that instrument. And
+        the numbers that only the other has.
     """
-    old, new = before.numbers, after.numbers
-    shared = set(old.instrument) & set(new.instrument) if across else None
-    left = _side(old.rename_axis("old"), shared)
-    right = _side(new.rename_axis("new"), shared)
     measured = [*AXES, "source"]
     keys = [*measured, "phase", "quantity"]
+    own = set(before.numbers.instrument) ^ set(after.numbers.instrument)
+    left, right = (_side(run.numbers, across, own) for run in (before, after))
     for side in (left, right):
         if side[side.source != ""].duplicated(keys).any():
             raise ConfigurationError("a run has one case on several devices: no one value of it")
-    left = left.merge(right[measured].drop_duplicates(), on=measured)
-    right = right[[*keys, "instrument", "device", "value", "new"]]
-    joined = left.merge(right, on=keys, how="left", suffixes=("", "_new"))
-    joined = joined[(joined.source != "") | joined.new.notna()]
+    right = right.rename_axis("place").reset_index()
+    new = right[[*keys, "instrument", "device", "value", "place"]]
+    both = left.merge(new, on=keys, how="left", suffixes=("", "_new"))
+    cases = pd.MultiIndex.from_frame(right[measured])
+    both["shared"] = pd.MultiIndex.from_frame(both[measured]).isin(cases)
+    both["shared"] &= (both.source != "") | both.place.notna()
     for column in ("instrument", "device"):
-        there, here = joined[column], joined[f"{column}_new"]
-        joined[column] = there.where((there == here) | here.isna(), there + " -> " + here)
-    joined = joined.rename(columns={"value": "before", "value_new": "after"})
-    joined["change"] = joined.after - joined.before
-    joined["relative"] = joined.change / joined.before.abs().where(joined.before != 0)
-    joined.loc[(joined.before == 0) & (joined.change == 0), "relative"] = 0.0
-    return Pairs(old, new, joined[[*CHANGES, "old", "new"]].reset_index(drop=True))
+        was, now = both[column], both[f"{column}_new"]
+        both[column] = was.where((was == now) | now.isna(), was + " -> " + now)
+    both = both.rename(columns={"value": "before", "value_new": "after"})
+    both["change"] = both.after - both.before
+    both["relative"] = both.change / both.before.abs().where(both.before != 0)
+    both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
+    return both[[*CHANGES, "shared"]], right[~right.place.isin(both.place)]
 
 
-def _side(numbers: pd.DataFrame, shared: Collection[str] | None) -> pd.DataFrame:
+def _side(numbers: pd.DataFrame, across: bool, own: set[str]) -> pd.DataFrame:
     """Numbers with what two must have in common to be a pair, besides case and phase.
 
-    ``shared`` are the instruments that both runs have, if others may be compared, too.
+    ``own`` are the instruments that only one of the runs has.
     """
-    side = numbers.reset_index()
-    if shared is None:
-        return side.assign(source=side.instrument + " on " + side.device, quantity=side.metric)
-    apart = ~side.instrument.isin(shared)
-    as_dram = side.metric.str.replace("^logical_", "dram_", regex=True)
-    return side.assign(
-        source=side.instrument.mask(apart, ""), quantity=side.metric.mask(apart, as_dram)
+    if not across:
+        source = numbers.instrument + " on " + numbers.device
+        return numbers.assign(source=source, quantity=numbers.metric)
+    apart = numbers.instrument.isin(own)
+    as_dram = numbers.metric.str.replace("^logical_", "dram_", regex=True)
+    return numbers.assign(
+        source=numbers.instrument.mask(apart, ""), quantity=numbers.metric.mask(apart, as_dram)
     )
-
-
-def without_baseline(changes: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are ratios that are not there any more: their baseline, or the number, is gone."""
-    return changes.metric.str.endswith(RATIO) & changes.after.isna()
 
 
 def check_comparable(before: Run, after: Run) -> None:
@@ -132,11 +113,7 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
             break
     else:
         return []
-    change = {
-        key: new.get(key, 0.0) - old.get(key, 0.0)
-        for key in {**old, **new}
-        if phase in (key[0], STEP)
-    }
+    change = {key: new[key] - old[key] for key in {**old, **new} if phase in (key[0], STEP)}
     largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
     return [
         {"trainer": case.trainer, "phase": key[0], "name": key[1], "bytes": change[key]}
@@ -145,19 +122,17 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
     ]
 
 
-def _moved(run: Run, case: Case, metric: str, parts: str) -> dict[tuple[str, str], float]:
+def _moved(run: Run, case: Case, metric: str, parts: str) -> Counter[tuple[str, str]]:
     """Bytes of a step by phase and name of a kernel or operator."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    for outcome in run.outcomes:
-        if outcome.case != case:
-            continue
+    moved: Counter[tuple[str, str]] = Counter()
+    for outcome in (o for o in run.outcomes if o.case == case):
         if parts == "operators":
             for operator in outcome.operators:
-                found[operator.phase, operator.operator] += operator.total_bytes
+                moved[operator.phase, operator.operator] += operator.total_bytes
             continue
         steps = len({kernel.repeat for kernel in outcome.kernels})
         for kernel in outcome.kernels:
             by = f" ({kernel.operator})" if kernel.operator else ""
-            moved = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
-            found[kernel.phase, f"{kernel.kernel}{by}"] += moved / steps
-    return found
+            size = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
+            moved[kernel.phase, f"{kernel.kernel}{by}"] += size / steps  # type: ignore[assignment]
+    return moved

@@ -166,6 +166,15 @@ class Run:
         return numbers(self.frame)
 
     @cached_property
+    def places(self) -> dict[Case, dict[str, list[str]]]:
+        """By case and instrument, the devices on which it was measured."""
+        places: dict[Case, dict[str, list[str]]] = {}
+        measured = self.frame[[*AXES, "instrument", "device"]].drop_duplicates()
+        for *axes, instrument, device in measured.itertuples(index=False, name=None):
+            places.setdefault(Case(*axes), {}).setdefault(instrument, []).append(device)
+        return places
+
+    @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What became of each case, in the order of the document."""
         rows: dict[tuple[Case, str], list[Measurement]] = {}

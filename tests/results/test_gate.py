@@ -248,7 +248,7 @@ def test_first_run_passes_only_if_the_user_says_so() -> None:
 def test_number_that_only_the_new_run_has_is_not_judged() -> None:
     before = changed(lambda f: (f.phase != "clip") | (f.trainer != DP), name="before")
     [missing] = verdict(GRID1, LIMITS["phase"], before=before).unjudged
-    assert missing.why == "before has no such number of it"
+    assert missing.why == "no dram_bytes by ncu in phase clip in before"
     assert len(missing.cases) == 4
     before = LOSSES["the baseline in one cell"][0]
     found = verdict(GRID1, LIMITS["ratio"], before=before)
