@@ -86,28 +86,26 @@ class Conditions:
         """What is not as it was in a run, one phrase each: versions, GPU, code, grid."""
         old = _named(run.environment, run.session)
         new = _named(self.environment, {"grid": self.grid, "settings": self.settings})
-        every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
-        return [f"{name} {was} -> {now}" for name, (was, now) in every.items() if was != now]
+        return _differences(old, new)
 
 
 def premise_differences(before: Run, after: Run) -> list[str]:
     """What is not the same for two runs, one phrase each: versions, GPU, code, settings.
 
-    What one of the two does not say is no difference, nor is an instrument that one lacks.
+    What one of the two does not say is no difference, nor is an instrument that one lacks; the
+    cases of a grid are named anyway.
     """
-    old, new = (_named(run.environment, run.session) for run in (before, after))
-    found = [
-        f"{name} {was} -> {new[name]}"
-        for name, was in old.items()
-        if None not in (was, new.get(name))
-        and was != new[name]
-        and not name.startswith("grid's ")  # its cases are named anyway
-    ]
-    if written := {case for entry in before.updates for case in entry["cases"]}:
-        found.append(
-            f"of {before.name}, {len(written)} cases were written later, under other conditions"
-        )
-    return found
+    old, new = (
+        {k: v for k, v in _named(run.environment, run.session).items() if v is not None}
+        for run in (before, after)
+    )
+    shared = [name for name in old if name in new and not name.startswith("grid's ")]
+    return _differences({name: old[name] for name in shared}, {name: new[name] for name in shared})
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
+    return [f"{name} {was} -> {now}" for name, (was, now) in every.items() if was != now]
 
 
 def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:

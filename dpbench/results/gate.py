@@ -108,7 +108,7 @@ def judge(
         counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
         unjudged.append(Unjudged("a limit", (), f"{after.name} was interrupted, with {counted}"))
     table = pd.concat(judged[1:] or judged, ignore_index=True)[judged[0].columns]
-    # Baselines may have been measured for their ratios alone: they are no change that was asked for.
+    # Without the baselines that were measured for their ratios alone.
     changes = sides.inside[sides.inside.shared & ~_without_baseline(sides.inside)]
     return Verdict(
         changes[CHANGES].reset_index(drop=True),

@@ -275,10 +275,7 @@ class RunFile:
             run = Run.load(path)
             if run.status != INTERRUPTED:
                 raise ConfigurationError(f"{path} has been completed by another session")
-            differences = conditions.differences(run)
-            if run.updates:
-                differences.append("cases were written into it later")
-            if differences:
+            if differences := conditions.differences(run):
                 raise ConfigurationError(
                     f"{path} cannot be resumed, for this session differs: {'; '.join(differences)}"
                 )

@@ -77,9 +77,6 @@ class Source:
             for case in frame[list(AXES)].drop_duplicates().to_dict("records")
         ]
         about = {**document.get("environment", {}), **document.get("session", {})}
-        for number, update in enumerate(document.get("updates", ()), 1):
-            of = {"started": update.get("started"), "cases": list(update["cases"])}
-            about[f"update {number}"] = {**of, **update["environment"]}
         return cls(label, about, cases, frame)
 
     @property

@@ -217,20 +217,3 @@ def test_no_rows_at_all_make_empty_tables() -> None:
     assert page.cases(empty).cells == page.trainers(empty).cells == []
     assert all(chart.missing for chart in page.draw(empty))
 
-
-def test_what_was_written_into_a_run_later_stands_beside_its_own_environment() -> None:
-    update = {
-        "started": "2026-02-03",
-        "cases": {"dpsgd-bs8": ["ncu"]},
-        "environment": {"gpu": None},
-    }
-    document = {
-        "rows": dram("dpsgd", 1.0),
-        "environment": {"python": "3.12.3"},
-        "updates": [{**update, "environment": {"python": "3.13.0"}}],
-    }
-    lines = page.environments(labelled([("reference", document)])).cells
-    said = {line[0]: line[1] for line in lines}
-    assert said["python"] == "3.12.3"
-    assert said["update 1 cases"] == "dpsgd-bs8"
-    assert said["update 1 python"] == "3.13.0"
