@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
+from dpbench.errors import ConfigurationError
 from dpbench.metrics import METRICS, ratio_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
@@ -196,3 +197,83 @@ def _throughputs(step: pd.DataFrame, counted_by: str, timed_by: str) -> pd.DataF
         instrument=RATES.format(counted_by, timed_by),
         spread=float("nan"),
     ).drop(columns="seconds")
+
+
+# --- the account of a step ----------------------------------------------------------------------
+#
+# Kernel replay counts the bytes of each kernel and misses copies and memsets; the PyTorch profiler
+# knows how many bytes those moved; range counters see everything. If the first two add up to the
+# third, nothing is missing from a table of kernels and copies.
+
+TOLERANCE = 0.01
+"""The share of the step's bytes up to which the remainder of an account is in order."""
+
+OTHER_COPIES = "memcpy_other_bytes"
+"""Copies of which a trace says no direction that it knows; there are rows only if there are any."""
+
+BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
+"""Copies that read and write device memory; one to the host reads, one from it writes."""
+
+ACCOUNT_COLUMNS = {
+    "kernels_read": ("ncu_kernels", ("kernel_dram_read_bytes",)),
+    "kernels_written": ("ncu_kernels", ("kernel_dram_write_bytes",)),
+    "copies_read": ("torch_profiler", (*BOTH_WAYS, "memcpy_device_to_host_bytes")),
+    "copies_written": (
+        "torch_profiler",
+        (*BOTH_WAYS, "memcpy_host_to_device_bytes", "memset_bytes"),
+    ),
+    "range_read": ("ncu", ("dram_read_bytes",)),
+    "range_written": ("ncu", ("dram_write_bytes",)),
+}
+"""The columns of an account: the instrument and the metrics whose sum each is."""
+
+
+def account(frame: pd.DataFrame) -> pd.DataFrame:
+    """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
+
+    Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
+    ``share`` (the remainder over the step's range). An instrument or a metric that is missing
+    from the long table is an error.
+    """
+    summary = summarise(frame)
+    if len(summary[[*AXES, "device"]].drop_duplicates()) > 1:
+        raise ConfigurationError("an account is of one case on one device; these rows mix several")
+    # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
+    # clipping has copies and no kernel. That the instrument saw the step is checked.
+    table = pd.DataFrame(
+        {name: _by_phase(summary, *source) for name, source in ACCOUNT_COLUMNS.items()}
+    ).fillna(0.0)
+    table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
+    ranges = table.range_read + table.range_written
+    parts = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
+    return table.assign(remainder=ranges - parts, share=(ranges - parts) / ranges[STEP])
+
+
+def _by_phase(summary: pd.DataFrame, instrument: str, metrics: tuple[str, ...]) -> pd.Series[float]:
+    """The sum of an instrument's metrics by phase; each must be there in each of its phases."""
+    sources = ACCOUNT_COLUMNS.values()
+    known = {metric for whose, names in sources if whose == instrument for metric in names}
+    rows = summary[(summary.instrument == instrument) & summary.metric.isin(known)]
+    wide = rows.pivot(index="phase", columns="metric", values="value")
+    wide = wide.reindex(columns=sorted(metrics))
+    if STEP not in wide.index or wide.loc[STEP].isna().all():
+        raise ConfigurationError(
+            f"an account needs {' or '.join(metrics)} of the instrument {instrument!r}; "
+            f"there is {', '.join(sorted(set(summary.instrument))) or 'nothing'}"
+        )
+    for metric in wide.columns.drop(OTHER_COPIES, errors="ignore"):
+        if lacking := sorted(wide.index[wide[metric].isna()]):
+            raise ConfigurationError(
+                f"an account needs {metric} of each phase; {', '.join(lacking)} has none"
+            )
+    return wide.sum(axis="columns")
+
+
+def in_cache(account: pd.DataFrame) -> bool:
+    """Whether the step is so small that copies stay in the L2 cache, and nothing adds up."""
+    return bool(account.range_read[STEP] + account.range_written[STEP] < IN_CACHE_BYTES)
+
+
+def unaccounted(account: pd.DataFrame) -> bool:
+    """Whether more of the step is left over than `TOLERANCE`, of steps that reach DRAM."""
+    return not in_cache(account) and bool(abs(account.share[STEP]) > TOLERANCE)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
 from dpbench.registry import TRAINERS
-from dpbench.results.kernels import KernelCount, KernelSpeed
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import KernelCount, KernelSpeed, OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows
 
 if TYPE_CHECKING:

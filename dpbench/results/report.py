@@ -12,8 +12,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import PREFERRED, of_one_instrument, summarise, to_frame
-from dpbench.results.kernels import KernelCount, kernel_frame, kernel_table
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import KernelCount, OperatorCount, kernel_frame, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 

@@ -17,14 +17,13 @@ import pandas as pd
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import write_text
 from dpbench.results.frame import to_frame
-from dpbench.results.operators import guesses
+from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
-from dpbench.show.profile import profile_tables
+from dpbench.show.profile import profile_tables, timeline_tables
 from dpbench.show.tables import complete, in_order, tables
-from dpbench.show.timeline import timeline_tables
 from dpbench.show.view import View, usual_columns
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
-from dpbench.results.cards import Ceilings, Roofs, known_roofs
+from dpbench.results.frame import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
 from dpbench.results.kernels import (
     KernelCount,
     KernelSpeed,
@@ -22,6 +21,7 @@ from dpbench.results.kernels import (
     short_name,
 )
 from dpbench.results.outcome import Outcome
+from dpbench.results.roofline import Ceilings, Roofs, known_roofs
 from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
 from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order

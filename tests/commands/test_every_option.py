@@ -12,7 +12,7 @@ from dpbench.cli import build_parser, main
 from dpbench.doctor.findings import Setup
 from dpbench.gpu import Gpu
 from dpbench.process.ceilings import measure_ceilings
-from dpbench.results.cards import Ceilings, read_ceilings
+from dpbench.results.roofline import Ceilings, read_ceilings
 from dpbench.results.storage import Storage
 from tests.plugin.saved_runs import recorded_document, save
 from tests.programs import program

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from dpbench.case import AXES, PHASES, Case, script_case
 from dpbench.results.gate import Verdict, judge
-from dpbench.results.kernels import KernelCount
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run

@@ -15,8 +15,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.conditions import environment
 from dpbench.results.frame import to_frame
-from dpbench.results.kernels import KernelCount, KernelSpeed
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import KernelCount, KernelSpeed, OperatorCount
 from dpbench.results.outcome import INTERRUPTED, Outcome, document, write_document
 from dpbench.results.rows import SCHEMA, STEP, Measurement
 from dpbench.results.run import Run

@@ -16,7 +16,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.timeline import Timeline
 from dpbench.show.export import summary_tables
 from dpbench.show.layout import Table
-from dpbench.show.timeline import timeline_tables, whole_timeline
+from dpbench.show.profile import timeline_tables, whole_timeline
 from tests.instruments.nsys.recording import Recording, case_recording
 
 CASE = Case("dpsgd", 2, 16, "tiny")

@@ -11,8 +11,7 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, PHASES
 from dpbench.errors import ConfigurationError
-from dpbench.results.cards import Roofs, find_card
-from dpbench.results.roofline import MEASURED_BYTES, intensities, under
+from dpbench.results.roofline import MEASURED_BYTES, Roofs, find_card, intensities, under
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import (

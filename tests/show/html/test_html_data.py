@@ -216,4 +216,3 @@ def test_no_rows_at_all_make_empty_tables() -> None:
     empty = material(a=[])
     assert page.cases(empty).cells == page.trainers(empty).cells == []
     assert all(chart.missing for chart in page.draw(empty))
-
