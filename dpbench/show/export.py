@@ -22,7 +22,7 @@ from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
-from dpbench.show.profile import profile_tables, timeline_tables
+from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import complete, in_order, tables
 from dpbench.show.view import View, usual_columns
 
@@ -51,8 +51,7 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
     assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
     return [
         *found,
-        *profile_tables(frame),
-        *timeline_tables(frame),
+        *recorded_tables(frame),
         *(table for outcome in outcomes for table in case_kernel_tables(outcome, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]

@@ -25,30 +25,41 @@ REPORT_WIDTH = 120
 """A report is a file, not a terminal."""
 
 
-def profile_tables(frame: pd.DataFrame) -> list[Table]:
-    """For each profiled case of a long table: time, memory and copies, one line a phase."""
-    profiled = frame[frame.instrument == "torch_profiler"]
-    if profiled.empty:
-        return []
+def recorded_tables(frame: pd.DataFrame) -> list[Table]:
+    """For each case of a long table that a profiler recorded, what its phases took."""
     tables, keys = [], [*AXES, "device"]
-    for case, rows in summarise(profiled).groupby(keys, sort=False):
-        wide = rows.pivot(index="phase", columns="metric", values="value")
-        wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
-        columns: dict[str, Shown] = {"phase": ("phase", str)}
-        for metric in METRICS.had_by("torch_profiler"):
-            if metric.name in wide and wide[metric.name].any():
-                in_bytes = metric.unit == "B"
-                header = f"{metric.header} GB" if in_bytes else metric.header
-                columns[header] = (metric.name, gigabytes if in_bytes else milliseconds)
-        notes = []
-        if "device_time_seconds" in wide:
-            ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
-            notes = [
-                f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."
-            ]
-        title = f"{title_of(dict(zip(keys, case, strict=True)))}: PyTorch profiler, per step"
-        tables.append(Table.of(title, wide.reset_index(), columns, notes))
+    recorders = (("torch_profiler", "PyTorch profiler", _profile_table),)
+    for instrument, name, table in (*recorders, ("nsys", "Nsight Systems", _usage_table)):
+        rows = summarise(frame[frame.instrument == instrument])
+        for values, of_case in rows.groupby(keys, sort=False):
+            wide = of_case.pivot(index="phase", columns="metric", values="value")
+            title = title_of(dict(zip(keys, values, strict=True)))
+            tables.append(table(f"{title}: {name}, per step", wide))
     return tables
+
+
+def _by_phase(
+    title: str, wide: pd.DataFrame, columns: Mapping[str, Shown], notes: Sequence[str]
+) -> Table:
+    """A line for each phase; the columns are metrics."""
+    wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
+    lines = wide.rename_axis("phase").reset_index()
+    return Table.of(title, lines, {"phase": ("phase", str), **columns}, notes)
+
+
+def _profile_table(title: str, wide: pd.DataFrame) -> Table:
+    """Time, memory and copies."""
+    columns: dict[str, Shown] = {}
+    for metric in METRICS.had_by("torch_profiler"):
+        if metric.name in wide and wide[metric.name].any():
+            in_bytes = metric.unit == "B"
+            header = f"{metric.header} GB" if in_bytes else metric.header
+            columns[header] = (metric.name, gigabytes if in_bytes else milliseconds)
+    notes = []
+    if "device_time_seconds" in wide:
+        ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
+        notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."]
+    return _by_phase(title, wide, columns, notes)
 
 
 def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Table]:
@@ -96,7 +107,7 @@ def profile_report(
     calls = per_step[shapeless & per_step.kind.isin(["operator", "call"])]
     device, column = ("GPU", "device") if record["device"] != "cpu" else ("CPU", "cpu")
     found = [
-        *profile_tables(frame),
+        *recorded_tables(frame),
         *copies_table(launches, steps),
         _bottlenecks(by_name, device, f"self_{column}_seconds", threshold),
         _by(by_name, "self_device_seconds", "Operators by GPU time"),
@@ -157,21 +168,6 @@ SYNCHRONIZED = (
 )
 
 
-def timeline_tables(frame: pd.DataFrame) -> list[Table]:
-    """For each recorded case of a long table: how its phases used the GPU."""
-    recorded = frame[frame.instrument == "nsys"]
-    if recorded.empty:
-        return []
-    keys = [*AXES, "device"]
-    return [
-        _usage_table(
-            f"{title_of(dict(zip(keys, case, strict=True)))}: Nsight Systems, per step",
-            rows.pivot(index="phase", columns="metric", values="value"),
-        )
-        for case, rows in summarise(recorded).groupby(keys, sort=False)
-    ]
-
-
 def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
     """Every table of one timeline."""
     head = f"{title}, {timeline.device}, {timeline.tool}"
@@ -198,17 +194,14 @@ def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
 
 
 def _usage_table(title: str, wide: pd.DataFrame) -> Table:
-    """A line for each phase; the columns are metrics."""
-    wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
+    """How phases used the GPU."""
     columns: dict[str, Shown] = {
-        "phase": ("phase", str),
         "ms": ("timeline_seconds", milliseconds),
         "GPU busy\nms": ("timeline_busy_seconds", milliseconds),
         "busy": ("timeline_busy_share", "{:.0%}".format),
         "launches": ("timeline_launches", "{:.0f}".format),
     }
-    notes = [SYNCHRONIZED] if len(wide) > 1 else []
-    return Table.of(title, wide.rename_axis("phase").reset_index(), columns, notes)
+    return _by_phase(title, wide, columns, [SYNCHRONIZED] if len(wide) > 1 else [])
 
 
 def _waits(gaps: pd.DataFrame, by: str, title: str, steps: int) -> Table:
