@@ -60,6 +60,14 @@ class Conditions:
         environment, axes, settings = json.loads(json.dumps(said, default=str))
         return cls(environment, started, axes, settings, workers)
 
+    @property
+    def name(self) -> str:
+        """A name for a run that got none: commit, whether it was changed, and the time in UTC."""
+        time = f"{datetime.fromisoformat(self.started).astimezone(UTC):%Y%m%dT%H%M%SZ}"
+        if (code := self.environment.get("code")) is None:
+            return time
+        return f"{code['commit'][:7]}{'-dirty' if code['dirty'] else ''}_{time}"
+
     def session(
         self,
         status: str,
@@ -68,18 +76,14 @@ class Conditions:
     ) -> dict[str, Any]:
         """The ``session`` part of a document that is written now."""
         seconds = max(0.0, time.monotonic() - self.began) + self.earlier_seconds
+        said = ("started", "workers", "cases_asked", "not_measured", "grid", "settings")
         return {
-            "started": self.started,
+            **{name: getattr(self, name) for name in said},
             "seconds": round(seconds, 1),
             "status": status,
             "regressed": bool(regressions or unjudged),
             "regressions": list(regressions),
             "unjudged": list(unjudged),
-            "workers": self.workers,
-            "cases_asked": self.cases_asked,
-            "not_measured": dict(self.not_measured),
-            "grid": dict(self.grid),
-            "settings": dict(self.settings),
         }
 
     def differences(self, run: Run) -> list[str]:

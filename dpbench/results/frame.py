@@ -22,9 +22,6 @@ IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
 ratios of DRAM bytes say nothing."""
 
-RATES = "{} bytes / {} seconds"
-"""The instrument of a throughput, from those of its factors."""
-
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
     """One row per measurement, with the columns of `Measurement.as_row`."""
@@ -173,30 +170,23 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     By ncu the two factors come from two processes, one profiled and one not, which may be CUPTI's;
     the instrument column says so.
     """
-    step = summary[summary.phase == STEP]
-    cases = step.set_index([*AXES, "device"]).index
-    untimed = ~cases.isin(cases[step.instrument == "timing"])
-    parts = [
-        _throughputs(step, "ncu", "timing"),
-        _throughputs(step[untimed], "ncu", "cupti"),
-        _throughputs(step, "cupti", "cupti"),
-    ]
-    return pd.concat([part for part in parts if not part.empty] or parts[:1], ignore_index=True)
-
-
-def _throughputs(step: pd.DataFrame, counted_by: str, timed_by: str) -> pd.DataFrame:
-    times = step[(step.metric == "step_time_seconds") & (step.instrument == timed_by)]
-    times = times[[*AXES, "device", "value"]].rename(columns={"value": "seconds"})
-    of_traffic = (step.unit == "B") & (step.metric != "peak_memory_bytes")
-    counted = step[of_traffic & (step.instrument == counted_by)]
-    merged = counted.merge(times, on=[*AXES, "device"], validate="m:1")
-    return merged.assign(
-        value=merged.value / merged.seconds,
-        metric=merged.metric.str.replace("_bytes", "_throughput"),
+    of_case, step = [*AXES, "device"], summary[summary.phase == STEP]
+    times = step[(step.metric == "step_time_seconds") & step.instrument.isin(["timing", "cupti"])]
+    times = times.sort_values("instrument", ascending=False, kind="stable")  # timing's first
+    times = times.set_index(of_case)[["value", "instrument"]].add_prefix("time_")
+    counted = step[(step.unit == "B") & (step.metric != "peak_memory_bytes")]
+    counted = counted[counted.instrument.isin(["ncu", "cupti"])]
+    by = [counted[counted.instrument == name].join(times, on=of_case) for name in ("ncu", "cupti")]
+    by[1] = by[1][by[1].time_instrument == "cupti"]
+    rates = pd.concat([each.dropna(subset="time_value") for each in by], ignore_index=True)
+    rates = rates.drop_duplicates([*of_case, "instrument", "metric"])
+    return rates.assign(
+        value=rates.value / rates.time_value,
+        metric=rates.metric.str.replace("_bytes", "_throughput"),
         unit="B/s",
-        instrument=RATES.format(counted_by, timed_by),
+        instrument=rates.instrument + " bytes / " + rates.time_instrument + " seconds",
         spread=float("nan"),
-    ).drop(columns="seconds")
+    ).drop(columns=["time_value", "time_instrument"])
 
 
 # --- the account of a step ----------------------------------------------------------------------
@@ -251,11 +241,11 @@ def account(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _by_phase(summary: pd.DataFrame, instrument: str, metrics: tuple[str, ...]) -> pd.Series[float]:
     """The sum of an instrument's metrics by phase; each must be there in each of its phases."""
-    sources = ACCOUNT_COLUMNS.values()
-    known = {metric for whose, names in sources if whose == instrument for metric in names}
+    known = {
+        metric for by, names in ACCOUNT_COLUMNS.values() if by == instrument for metric in names
+    }
     rows = summary[(summary.instrument == instrument) & summary.metric.isin(known)]
-    wide = rows.pivot(index="phase", columns="metric", values="value")
-    wide = wide.reindex(columns=sorted(metrics))
+    wide = rows.pivot(index="phase", columns="metric", values="value").reindex(columns=metrics)
     if STEP not in wide.index or wide.loc[STEP].isna().all():
         raise ConfigurationError(
             f"an account needs {' or '.join(metrics)} of the instrument {instrument!r}; "
