@@ -213,9 +213,13 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
 
 
 def title_of(shared: Mapping[str, Any]) -> str:
-    """What some rows share, in words; the usual attention and model go without saying."""
-    if shared.get("workload") == SCRIPT:
-        return str(shared["device"])
+    """What rows share, in words: some of the axes, tests and phase, and the device."""
+    parts = [] if shared.get("workload") == SCRIPT else title_parts(shared)
+    return ", ".join([*parts, shared["device"] or "unknown device"])
+
+
+def title_parts(shared: Mapping[Any, Any]) -> list[str]:
+    """The same, one by one and without the device."""
     size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
     of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
     parts = [*of_test, shared.get("trainer", ""), size]
@@ -224,7 +228,7 @@ def title_of(shared: Mapping[str, Any]) -> str:
     parts += [f"{axis.replace('_', ' ')} {value}" for axis, value in unusual(shared).items()]
     words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
     parts += [f"{word} {shared[axis]}" for axis, word in words.items() if shared.get(axis)]
-    return ", ".join([*filter(None, parts), shared["device"] or "unknown device"])
+    return [*filter(None, parts)]
 
 
 # --- the step --------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpbench.case import ADDED, AXES, BASELINE_TRAINER, PHASES, Case, trained_in, unusual
+from dpbench.case import ADDED, AXES, BASELINE_TRAINER, PHASES, Case
 from dpbench.metrics import METRICS
 from dpbench.results.frame import (
     CONFIGURATION,
@@ -23,7 +23,7 @@ from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import COLUMNS, STEP
 from dpbench.show.html.figures import Key, Style, styles
 from dpbench.show.layout import Shown
-from dpbench.show.tables import in_order
+from dpbench.show.tables import in_order, title_parts
 
 UNMEASURED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""
@@ -110,8 +110,7 @@ def cases_without_logical(sources: Iterable[Source]) -> list[Case]:
     return [Case.from_row(case) for case in without.drop_duplicates(list(AXES)).to_dict("records")]
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(NamedTuple):
     """Which bytes a chart is about; measured and counted ones never share one.
 
     ``short`` is the name for an axis, ``premise`` where such a number comes from, in a word
@@ -121,23 +120,15 @@ class Basis:
     metric: str
     name: str
     short: str
-    premise: str
     verb: str
+    premise: str
 
 
-DRAM = Basis(
-    "dram_bytes",
-    "DRAM bytes",
-    "DRAM GB per step (measured)",
-    "measured by hardware counters",
-    "measured",
-)
+_BY_COUNTERS = "measured by hardware counters"
+_BY_OPERATOR = "counted operator by operator without hardware, not measured"
+DRAM = Basis("dram_bytes", "DRAM bytes", "DRAM GB per step (measured)", "measured", _BY_COUNTERS)
 LOGICAL = Basis(
-    "logical_bytes",
-    "Logical bytes",
-    "logical GB per step (counted)",
-    "counted operator by operator without hardware, not measured",
-    "counted",
+    "logical_bytes", "Logical bytes", "logical GB per step (counted)", "counted", _BY_OPERATOR
 )
 
 
@@ -239,15 +230,9 @@ def _subject(summary: pd.DataFrame) -> pd.DataFrame:
 
 def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     """What tells a row's configuration from the others on the page, without batch and sequence."""
-    trained = [trained_in(row) for row in rows[list(AXES)].to_dict("records")]
-    title = pd.Series(trained, index=rows.index, dtype=object) + " " + rows.precision.astype(str)
-    for name, default in (("attention", "sdpa"), ("model", "simple")):
-        title = title.where(rows[name].isin([default, ""]), title + ", " + rows[name].astype(str))
-    rest = [
-        "".join(f", {a.replace('_', ' ')} {v}" for a, v in unusual(row).items())
-        for row in rows[list(AXES)].to_dict("records")
-    ]
-    title = title + pd.Series(rest, index=rows.index, dtype=object)
+    axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
+    parts = [", ".join(title_parts(row)) for row in rows[axes].to_dict("records")]
+    title = pd.Series(parts, index=rows.index, dtype=object)
     subject = _subject(summary)
     devices = set(subject.device)
     if len(devices) > 1:

@@ -126,10 +126,6 @@ def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
     return Panel(title, {"data": traces, "layout": {**settings, **layout}})
 
 
-def _gigabytes(value: float) -> str:
-    return f"{gigabytes(value)} GB"
-
-
 def bar_panels(
     drawn: pd.DataFrame,
     colours: Mapping[str, str],
@@ -137,7 +133,7 @@ def bar_panels(
     *,
     stacked: bool = False,
     scale: float = GIGA,
-    write: Callable[[float], str] = _gigabytes,
+    write: Callable[[float], str] = lambda value: f"{gigabytes(value)} GB",
     line: float | None = None,
 ) -> list[Panel]:
     """A drawing for each cell of the grid, with bars for each trainer; all have one scale.

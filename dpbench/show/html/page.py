@@ -19,10 +19,9 @@ from dpbench.files import write_text
 from dpbench.metrics import unit
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS, STEP
-from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios
+from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios, roofline
 from dpbench.show.html.data import CASE, KEYS, UNMEASURED, Material, Source
 from dpbench.show.html.figures import Chart, milliseconds, times
-from dpbench.show.html.roofline import roofline
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
 from dpbench.show.tables import in_order
 from dpbench.show.view import column, usual_columns
