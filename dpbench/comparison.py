@@ -12,10 +12,10 @@ from dpbench.errors import ConfigurationError
 from dpbench.settings import names_tests
 
 if TYPE_CHECKING:
+    from dpbench.results.compare import Threshold
     from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.run import Run
-    from dpbench.results.threshold import Threshold
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
@@ -159,7 +159,7 @@ def limits(texts: Sequence[str]) -> list[Threshold]:
     """Limits as their user wrote them."""
     if not texts:
         return []
-    from dpbench.results.threshold import Threshold  # loads pandas
+    from dpbench.results.compare import Threshold  # loads pandas
 
     return [Threshold.parse(text) for text in texts]
 

@@ -27,8 +27,8 @@ from dpbench.errors import ConfigurationError
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
+    from dpbench.results.compare import Threshold
     from dpbench.results.run import Run
-    from dpbench.results.threshold import Threshold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    from dpbench.results.compare import Threshold
     from dpbench.results.run import Run
     from dpbench.results.storage import Storage
-    from dpbench.results.threshold import Threshold
 
     thresholds = [Threshold.parse(text) for text in options.fail]
     storage = Storage(options.storage)

@@ -17,13 +17,12 @@ import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.metrics import RATIO
-from dpbench.results.compare import CHANGES, grown, pairs
+from dpbench.results.compare import CHANGES, Threshold, grown, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
-from dpbench.results.threshold import Threshold
 
 Asked = Collection[tuple[Case, str]]
 """The cases that a session was asked to measure, each with the name of an instrument."""

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import AXES, PHASES, Case, script_case
+from dpbench.results.compare import Threshold
 from dpbench.results.gate import Verdict, judge
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.results.threshold import Threshold
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 GRID1 = Run.load(RESULTS / "h200-grid1.json")
