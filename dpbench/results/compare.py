@@ -146,9 +146,9 @@ def _moved(run: Run, case: Case, metric: str, parts: str) -> Counter[tuple[str, 
 
 # --- how much a number may change -----------------------------------------------------------
 #
-# METRIC[@PHASE]:[±]LIMIT. A limit is a share (5%), an amount in SI units (0.5GB, 2ms, a plain number
-# in the metric's own unit), or both (5%+0.1GB): then only a change beyond both counts. Without ±
-# (or +-) only a change for the worse counts.
+# METRIC[@PHASE]:[±]LIMIT. A limit is a share (5%), an amount in SI units (0.5GB, 2ms, a plain
+# number in the metric's own unit), or both (5%+0.1GB): then only a change beyond both counts.
+# Without ± (or +-) only a change for the worse counts.
 
 _PHASES = (STEP, *ALL_PHASES)
 _SCALES = {
@@ -237,10 +237,8 @@ def _resolve(name: str) -> tuple[str, bool]:
             return metric, True
     if (total := re.sub("_bytes$", "_total_bytes", name)) in METRICS:  # of l2_bytes
         return total, False
-    hint = (
-        "or the ratio of one to standard, such as dram_ratio; what is worked out from two metrics, "
-    )
-    raise unknown("metric", name, METRICS, f"{hint}a throughput say, has no limit")
+    hint = "or the ratio of one, such as dram_ratio; throughputs and spreads have no limit"
+    raise unknown("metric", name, METRICS, hint)
 
 
 def _limit(text: str, metric: str, ratio: bool, whole: str) -> tuple[str, float]:

@@ -63,10 +63,7 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
         ("dram_ratio:5GB", "'GB' is no unit of this metric; use %, or a plain number"),
         ("dram_bytes:1e400%", "no number is as large as 1e400"),
         ("dram_bytes:5%+1e308TB", "no number is as large as 1e308"),
-        (
-            "dram_throughput:5%",
-            "what is worked out from two metrics, a throughput say, has no limit",
-        ),
+        ("dram_throughput:5%", "throughputs and spreads have no limit"),
         ("samples_per_second:5s", "'s' is no unit of this metric; use %, or a plain number"),
     ],
 )
