@@ -96,7 +96,8 @@ def judge(
     """
     old, new = pairs(before, after, across=across)
     sides = _Sides(before, after, old, new, asked, across, first_run_ok)
-    judged, unjudged = [pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])], []
+    judged = [pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])]
+    unjudged: list[Unjudged] = []
     for limit in limits:
         needed = _about(sides.inside, limit)
         rows = needed[needed.after.notna()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from dpbench.case import AXES, Case
@@ -53,11 +54,14 @@ class Measurement:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
         """The inverse of `as_row`."""
-        return cls(Case.from_row(row), **{name: row[name] for name in OWN_COLUMNS})
+        case = _case(*(row[axis] for axis in AXES))
+        return cls(case, **{name: row[name] for name in OWN_COLUMNS})
 
 
 OWN_COLUMNS = [field.name for field in fields(Measurement) if field.name != "case"]
 """The columns of the long table that are not the case's."""
+
+_case = cache(Case)  # each is made once, however many rows it has
 
 COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome
-from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, STEP, Measurement, as_rows
+from dpbench.results.rows import COLUMNS, SCHEMA, STEP, Measurement, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -167,35 +167,31 @@ class Run:
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What became of each case, in the order of the document."""
-        case_of = cache(Case)  # each is made once, however many rows it has
         rows: dict[Case, dict[str, list[Measurement]]] = defaultdict(dict)
-        for row in self.document["rows"]:
-            own = {name: row[name] for name in OWN_COLUMNS}
-            measurement = Measurement(case_of(*(row[axis] for axis in AXES)), **own)
-            rows[measurement.case].setdefault(measurement.instrument, []).append(measurement)
-        parts: dict[str, dict[Case, list[Any]]] = {part: defaultdict(list) for part in PARTS}
+        for row in map(Measurement.from_row, self.document["rows"]):
+            rows[row.case].setdefault(row.instrument, []).append(row)
+        parts: dict[tuple[str, Case], list[Any]] = defaultdict(list)
         for part, kind in PARTS.items():
-            for row in self.document.get(part, ()):
-                parts[part][case_of(*(row[axis] for axis in AXES))].append(kind.from_row(row))
+            for entry in self.document.get(part, ()):
+                parts[part, Case.from_row(entry)].append(kind.from_row(entry))
         outcomes = []
+        known = [each.name for each in fields(Outcome)]
         for data in self.document.get("cases", ()):
             case = Case.from_row(data)
             # Documents of older versions do not say by which instruments: then by all.
-            names = tuple(data.get("instruments") or rows[case])
-            mine: dict[str, Any] = {
-                "rows": tuple(row for name in names for row in rows[case].pop(name, ()))
+            names = data.get("instruments") or [*rows[case]]
+            lists: dict[str, list[Any]] = {
+                "instruments": names,
+                "rows": [row for name in names for row in rows[case].pop(name, ())],
             }
             for part in PARTS:  # each in one outcome alone, or it would be saved twice
                 by = "logical" if part == "operators" else "ncu"
                 if any(name.startswith(by) for name in names):
-                    mine[part] = tuple(parts[part].pop(case, ()))
-            known = {
-                f.name: tuple(value) if isinstance(value := data[f.name], list) else value
-                for f in fields(Outcome)
-                if f.name in data
-            }
-            known |= {"case": case, "instruments": names, "seconds": data.get("seconds", 0.0)}
-            outcomes.append(Outcome(**known | mine))
+                    lists[part] = parts.pop((part, case), [])
+            said: dict[str, Any] = {name: data[name] for name in known if name in data}
+            said = {"seconds": 0.0, **said, "case": case, **lists}
+            tuples = {name: tuple(v) for name, v in said.items() if isinstance(v, list)}
+            outcomes.append(Outcome(**said | tuples))
         left = [(case, tuple(own)) for case, by in rows.items() for own in by.values()]
         return (*outcomes, *(Outcome(case, own, 0.0) for case, own in left))
 

@@ -155,10 +155,10 @@ def _written(shown: Column, value: float, unit: str) -> str:
 
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
     """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
-    return _sorted(summary, [*configuration, "device", "trainer"])
+    return ordered(summary, [*configuration, "device", "trainer"])
 
 
-def _sorted(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Rows by these columns: trainers as registered, phases as they come in a step."""
     phases = [*ALL_PHASES, STEP]
 
@@ -187,7 +187,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
         for axis in AXES
         if axis not in keys and (axis in always or summary[axis].nunique() > 1)
     ] or ["trainer"]
-    rows = _sorted(in_order(summary), keys)
+    rows = ordered(in_order(summary), keys)
     prefixes = {"batch_size": "bs", "seq_len": "seq"}  # as in `Case.id`
     parts = [
         (prefixes.get(axis, "") + rows[axis].astype(str)).where(rows[axis].astype(bool), "")
@@ -201,7 +201,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
         group = group.drop_duplicates(["label", "phase", "metric"])
         phase = str(shared.get("phase", STEP))
         if view.sort in AXES:
-            group = _sorted(group, [view.sort])
+            group = ordered(group, [view.sort])
         elif view.sort == NAME:
             group = group.sort_values("label", kind="stable")
         elif view.sort is not None:  # what has no number goes last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, PHASES
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import EXPECTED_BY
-from dpbench.results.frame import with_logical
+from dpbench.results.frame import CONFIGURATION, with_logical
 from dpbench.results.roofline import (
     BUSY,
     LAUNCH_BOUND,
@@ -47,7 +46,7 @@ from dpbench.show.html.figures import (
     times,
 )
 from dpbench.show.layout import Shown, Table, gigabytes
-from dpbench.show.tables import SHOWN_SHARE, in_order
+from dpbench.show.tables import SHOWN_SHARE, in_order, ordered
 
 COLOUR, COLOUR_OF_STEP = PHASE_STYLES["backward"].colour, "#7F8790"
 """Of bars that are about no phase and no trainer, and of the whole step's beside its phases."""
@@ -294,10 +293,10 @@ def roofline(material: Material) -> Chart:
     placed = table[table.flops > 0]
     speeds = [*placed.flops_per_second / TERA, *placed.peak / TERA]
     layout = {
-        "xaxis": _log_axis(
+        "xaxis": figures.log_axis(
             "FLOP (counted) per DRAM byte (measured)", [*placed.intensity, *placed.ridge]
         ),
-        "yaxis": _log_axis("TFLOP/s", speeds),
+        "yaxis": figures.log_axis("TFLOP/s", speeds),
     }
     panels = [
         figures.panel(what, [*_marks_under(rows, material.look)], 340, **layout)
@@ -364,14 +363,7 @@ def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     table = table.join(titles, on=case).join(steps.rename("whole"), on=case)
     matters = table.phase.isin(PHASES) | (table.seconds / table.whole > SHOWN_SHARE)
     table = table[(table.bytes_are == MEASURED_BYTES) & matters & (table.phase != STEP)]
-    order = {name: place for place, name in enumerate(ALL_PHASES)}
-    return in_order(table.sort_values("phase", key=lambda c: c.map(order), kind="stable"))
-
-
-def _log_axis(title: str, seen: list[float]) -> Json:
-    """As much as the marks and the roofs need; one scale for all panels."""
-    ends = [math.log10(min(seen) / 1.6), math.log10(max(seen) * 1.6)] if seen else [0, 1]
-    return figures.axis(title, type="log", range=ends, dtick=1)
+    return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
 
 
 def _marks_under(placed: pd.DataFrame, look: Mapping[str, Style]) -> Iterator[Json]:
