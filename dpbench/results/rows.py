@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from dpbench.case import AXES, Case
+from dpbench.case import ADDED, AXES, Case
 
 SCHEMA = 1
 """Version of the JSON documents; raised when a field changes its meaning."""
@@ -54,7 +54,8 @@ class Measurement:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
         """The inverse of `as_row`."""
-        case = _case(*(row[axis] for axis in AXES))
+        known = ADDED | row
+        case = _case(*(known[axis] for axis in AXES))
         return cls(case, **{name: row[name] for name in OWN_COLUMNS})
 
 

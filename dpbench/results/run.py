@@ -37,10 +37,12 @@ class Run:
     Args:
         path: the file.
         document: what `dpbench.results.outcome.document` made.
+        label: what it is called, instead of its file.
     """
 
     path: Path
     document: Mapping[str, Any] = field(repr=False)
+    label: str = ""
 
     @classmethod
     def load(cls, path: Path) -> Run:
@@ -94,7 +96,7 @@ class Run:
     @property
     def name(self) -> str:
         """The file's name without its ending, e.g. ``0001_before``."""
-        return self.path.stem
+        return self.label or self.path.stem
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -340,11 +340,11 @@ def roofline(material: Material) -> Chart:
 
 def _with_operations(material: Material) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """By run and device, the measured rows of cases whose operations some run has counted."""
-    everything = pd.concat([source.frame for source in material.sources], ignore_index=True)
+    everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
     counted = everything[everything.instrument == UNMEASURED]
     counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
-    for source in material.sources:
-        measured = source.frame[source.frame.instrument != UNMEASURED]
+    for run in material.runs:
+        measured = run.frame[run.frame.instrument != UNMEASURED]
         for device, rows in measured.groupby("device", sort=False):
             complete = has_case_of(rows, counted)
             for metric in ("dram_read_bytes", "step_time_seconds"):
@@ -352,7 +352,7 @@ def _with_operations(material: Material) -> Iterator[tuple[str, str, pd.DataFram
             if complete.any():
                 theirs = counted[has_case_of(counted, rows[complete])]
                 both = pd.concat([rows[complete], theirs], ignore_index=True)
-                yield source.label, str(device), both
+                yield run.name, str(device), both
 
 
 def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
