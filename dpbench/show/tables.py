@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import pandas as pd
@@ -112,19 +115,25 @@ class Group:
         """The rows of the group's phase."""
         return self.frame[self.frame.phase == self.phase]
 
-    def texts(self, shown: Column, phase: str | None = None) -> pd.Series[str]:
+    @cached_property
+    def rows(self) -> dict[tuple[str, str], list[dict[Any, Any]]]:
+        """The rows by phase and metric."""
+        rows: dict[tuple[str, str], list[dict[Any, Any]]] = defaultdict(list)
+        for row in self.frame.to_dict("records"):
+            rows[row["phase"], row["metric"]].append(row)
+        return rows
+
+    def texts(self, shown: Column, phase: str | None = None) -> dict[str, str]:
         """What a column says of each case that has a number for it, by label."""
-        rows = self.frame[self.frame.phase == phase] if phase else self.shown
-        rows = rows[rows.metric.isin(shown.metrics)].dropna(subset=shown.kind)
-        rows = rows.sort_values(shown.kind, ascending=False, kind="stable")
-        rows = rows.drop_duplicates("label").set_index("label")  # the largest of each case
-        pairs = zip(rows[shown.kind], rows.unit, strict=True)
-        return pd.Series([_written(shown, *pair) for pair in pairs], rows.index, dtype=object)
+        rows = [row for name in shown.metrics for row in self.rows[phase or self.phase, name]]
+        known = [row for row in rows if not math.isnan(row[shown.kind])]
+        known.sort(key=itemgetter(shown.kind))  # the largest of a case counts
+        return {row["label"]: _written(shown, row[shown.kind], row["unit"]) for row in known}
 
     def table(
         self,
         title: str,
-        columns: Mapping[str, pd.Series[str]],
+        columns: Mapping[str, Mapping[str, str]],
         notes: Iterable[str] = (),
         labels: Iterable[str] | None = None,
     ) -> list[Table]:
@@ -242,7 +251,7 @@ def _columns(group: Group, view: View) -> list[Column]:
     """
     logical = "logical_bytes" in set(group.shown.metric)
     chosen = view.columns or shown_by_default(logical=logical)
-    filled = [shown for shown in chosen if len(group.texts(shown))]
+    filled = [shown for shown in chosen if group.texts(shown)]
     if view.columns:
         return list(chosen) if filled else []
     # Not every chip and instrument says how busy the GPU was.
@@ -303,9 +312,9 @@ def _phase_table(group: Group, metric: str, name: str) -> list[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
     columns = {}
     for phase in _phases_shown(group, metric):
-        ratios = " (" + group.texts(column(ratio_name(metric)), phase) + ")"
+        ratios = group.texts(column(ratio_name(metric)), phase)
         values = group.texts(column(metric), phase)
-        columns[phase] = values + ratios.reindex(values.index, fill_value="")
+        columns[phase] = {x: f"{v} ({ratios[x]})" if x in ratios else v for x, v in values.items()}
     return group.table(f"{name} by phase (÷ standard)", columns)
 
 
@@ -327,7 +336,7 @@ def against_logical(group: Group) -> list[Table]:
     quotients = {phase: group.texts(over, phase) for phase in phases}
     logical = group.texts(replace(dram, kind="logical"), STEP)
     columns = {"DRAM\nGB": group.texts(dram, STEP), "logical\nGB": logical, **quotients}
-    known = {label for texts in quotients.values() for label in texts.index}
+    known = set().union(*quotients.values())
     labels = [label for label in group.frame.label.unique() if label in known]
     return group.table("DRAM measured ÷ logical", columns, AGAINST_LOGICAL, labels)
 
@@ -337,7 +346,7 @@ def against_logical(group: Group) -> list[Table]:
 
 def _throughput_table(group: Group) -> list[Table]:
     shown = {m.header: group.texts(rate, STEP) for m, rate in rates() if m.throughput}
-    columns = {header: texts for header, texts in shown.items() if len(texts)}
+    columns = {header: texts for header, texts in shown.items() if texts}
     note = "Counted bytes ÷ step time of the unprofiled process."
     return group.table("GB/s", columns, [note])
 
