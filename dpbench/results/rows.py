@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -54,18 +54,23 @@ class Measurement:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
         """The inverse of `as_row`."""
-        known = ADDED | row
-        case = _case(*(known[axis] for axis in AXES))
-        return cls(case, **{name: row[name] for name in OWN_COLUMNS})
+        return cls(case_of(row), **{name: row[name] for name in OWN_COLUMNS})
 
 
 OWN_COLUMNS = [field.name for field in fields(Measurement) if field.name != "case"]
 """The columns of the long table that are not the case's."""
 
-_case = cache(Case)  # each is made once, however many rows it has
-
 COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
+
+
+_case = cache(Case)
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    """The case of a row, made once however many rows it has."""
+    known = {**ADDED, **row}
+    return _case(*(known[axis] for axis in AXES))
 
 
 def as_rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:

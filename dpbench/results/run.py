@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome
-from dpbench.results.rows import COLUMNS, SCHEMA, STEP, Measurement, as_rows
+from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows, case_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -169,33 +169,27 @@ class Run:
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What became of each case, in the order of the document."""
-        rows: dict[Case, dict[str, list[Measurement]]] = defaultdict(dict)
-        for row in map(Measurement.from_row, self.document["rows"]):
-            rows[row.case].setdefault(row.instrument, []).append(row)
+        rows: dict[Case, dict[str, list[Any]]] = defaultdict(dict)
+        for row in self.document["rows"]:
+            rows[case_of(row)].setdefault(row["instrument"], []).append(row)
         parts: dict[tuple[str, Case], list[Any]] = defaultdict(list)
-        for part, kind in PARTS.items():
+        for part in PARTS:
             for entry in self.document.get(part, ()):
-                parts[part, Case.from_row(entry)].append(kind.from_row(entry))
+                parts[part, case_of(entry)].append(entry)
         outcomes = []
-        known = [each.name for each in fields(Outcome)]
         for data in self.document.get("cases", ()):
-            case = Case.from_row(data)
+            case = case_of(data)
             # Documents of older versions do not say by which instruments: then by all.
             names = data.get("instruments") or [*rows[case]]
-            lists: dict[str, list[Any]] = {
-                "instruments": names,
-                "rows": [row for name in names for row in rows[case].pop(name, ())],
-            }
+            lists = {"rows": [row for name in names for row in rows[case].pop(name, ())]}
             for part in PARTS:  # each in one outcome alone, or it would be saved twice
                 by = "logical" if part == "operators" else "ncu"
                 if any(name.startswith(by) for name in names):
                     lists[part] = parts.pop((part, case), [])
-            said: dict[str, Any] = {name: data[name] for name in known if name in data}
-            said = {"seconds": 0.0, **said, "case": case, **lists}
-            tuples = {name: tuple(v) for name, v in said.items() if isinstance(v, list)}
-            outcomes.append(Outcome(**said | tuples))
-        left = [(case, tuple(own)) for case, by in rows.items() for own in by.values()]
-        return (*outcomes, *(Outcome(case, own, 0.0) for case, own in left))
+            outcome = {**data, **lists, "case": data, "instruments": names}
+            outcomes.append(Outcome.from_json(outcome))
+        left = [{"case": own[0], "rows": own} for by in rows.values() for own in by.values()]
+        return (*outcomes, *map(Outcome.from_json, left))
 
 
 # --- reading a file --------------------------------------------------------------------------
