@@ -81,12 +81,14 @@ class Comparison:
         devices = {instrument: device for device, instrument in self.sources}
         conflict = any(devices.get(name, device) != device for device, name in run.sources)
         apart = conflict or not set(self.sources) & set(run.sources)
-        if apart and not self.settings.compare_across:
+        shared = {name for _, name in run.sources} & set(devices)
+        if apart and not (shared and self.settings.compare_across):
             there, here = (
                 "; ".join(f"{name} on {device}" for device, name in pairs) or "nothing"
                 for pairs in (run.sources, self.sources)
             )
-            remedy = "; --dpbench-compare-across does it all the same" * self.settings.of_pytest
+            across = "; --dpbench-compare-across does it all the same"
+            remedy = across if shared and self.settings.of_pytest else ""
             raise ConfigurationError(
                 f"{run.path} holds {there}, this session measures {here}: not compared{remedy}"
             )

@@ -13,7 +13,7 @@ logical_ratio, peak_memory_ratio.
 Examples:
   dpbench compare 1 2
   dpbench compare 1 2 --fail dram_bytes:5% --fail dram_ratio:3% --fail dram_bytes@clip:0.1GB
-  dpbench compare docs/results/h200-grid1.json logical.json --across
+  dpbench compare h200.json h100.json --across
 """
 
 from __future__ import annotations

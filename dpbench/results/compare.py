@@ -38,51 +38,30 @@ _MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
 def pairs(before: Run, after: Run, *, across: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The numbers of two runs, side by side where case, instrument and device agree.
 
-    ``across`` puts beside each other also what different devices or instruments measured. The
-    columns ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand beside DRAM
-    bytes.
+    ``across`` puts beside each other also what different devices measured; the column ``device``
+    then says ``X -> Y``.
 
     Returns:
         Every number of the first run, with the columns `CHANGES` (``after`` is NaN where the other
         has no such number), and ``shared``: whether the other has the case by that instrument. And
         the numbers that only the other has.
     """
-    measured = [*AXES, "source"]
-    keys = [*measured, "phase", "quantity"]
-    own = set(before.numbers.instrument) ^ set(after.numbers.instrument)
-    left, right = (_side(run.numbers, across, own) for run in (before, after))
-    for side in (left, right):
-        if side[side.source != ""].duplicated(keys).any():
-            raise ConfigurationError("a run has one case on several devices: no one value of it")
-    right = right.rename_axis("place").reset_index()
-    new = right[[*keys, "instrument", "device", "value", "place"]]
-    both = left.merge(new, on=keys, how="left", suffixes=("", "_new"))
-    cases = pd.MultiIndex.from_frame(right[measured])
+    measured = [*AXES, "instrument", *([] if across else ["device"])]
+    keys = [*measured, "metric", "phase"]
+    old, new = before.numbers, after.numbers
+    if old.duplicated(keys).any() or new.duplicated(keys).any():
+        raise ConfigurationError("a run has one case on several devices: no one value of it")
+    there = new[[*keys, "value"]].rename(columns={"value": "after"})
+    there = there.assign(place=new.index, device_new=new.device)
+    both = old.rename(columns={"value": "before"}).merge(there, on=keys, how="left")
+    cases = pd.MultiIndex.from_frame(new[measured])
     both["shared"] = pd.MultiIndex.from_frame(both[measured]).isin(cases)
-    both["shared"] &= (both.source != "") | both.place.notna()
-    for column in ("instrument", "device"):
-        was, now = both[column], both[f"{column}_new"]
-        both[column] = was.where((was == now) | now.isna(), was + " -> " + now)
-    both = both.rename(columns={"value": "before", "value_new": "after"})
+    was, now = both.device, both.device_new
+    both["device"] = was.where((was == now) | now.isna(), was + " -> " + now)
     both["change"] = both.after - both.before
     both["relative"] = both.change / both.before.abs().where(both.before != 0)
     both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
-    return both[[*CHANGES, "shared"]], right[~right.place.isin(both.place)]
-
-
-def _side(numbers: pd.DataFrame, across: bool, own: set[str]) -> pd.DataFrame:
-    """Numbers with what two must have in common to be a pair, besides case and phase.
-
-    ``own`` are the instruments that only one of the runs has.
-    """
-    if not across:
-        source = numbers.instrument + " on " + numbers.device
-        return numbers.assign(source=source, quantity=numbers.metric)
-    apart = numbers.instrument.isin(own)
-    as_dram = numbers.metric.str.replace("^logical_", "dram_", regex=True)
-    return numbers.assign(
-        source=numbers.instrument.mask(apart, ""), quantity=numbers.metric.mask(apart, as_dram)
-    )
+    return both[[*CHANGES, "shared"]], new[~new.index.isin(both.place)]
 
 
 def check_comparable(before: Run, after: Run) -> None:
@@ -90,8 +69,9 @@ def check_comparable(before: Run, after: Run) -> None:
     if not (before.sources and after.sources):
         raise ConfigurationError("a run without a single row has nothing to compare")
     instruments = [{name for _, name in run.sources} for run in (before, after)]
+    shared = instruments[0] & instruments[1]
     agreed = {name for _, name in set(before.sources) & set(after.sources)}
-    if not agreed or instruments[0] & instruments[1] != agreed:
+    if not agreed or shared != agreed:
         old, new = (
             "; ".join(
                 f"{', '.join(name for _, name in pairs)} on {device}"
@@ -99,10 +79,8 @@ def check_comparable(before: Run, after: Run) -> None:
             )
             for run in (before, after)
         )
-        raise ConfigurationError(
-            f"{old} and {new} are different premises; to compare across them all the same, "
-            f"ask for it (--across, --dpbench-compare-across)"
-        )
+        remedy = "; --across compares devices all the same" if shared else ""
+        raise ConfigurationError(f"{old} and {new} are different premises{remedy}")
 
 
 def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def judge(
         after: a saved run, or a session so far.
         limits: what may change by how much.
         asked: what the session was asked to measure; None stands for all that the reference has.
-        across: compare also what different devices or instruments measured.
+        across: compare also what different devices measured.
         first_run_ok: what the reference lacks may be measured for the first time.
     """
     old, new = pairs(before, after, across=across)
@@ -140,9 +140,7 @@ class _Sides:
         if self.asked is None:
             return rows
         asked = [(*(getattr(case, axis) for axis in AXES), name) for case, name in self.asked]
-        # "ncu -> logical" is asked for by the reference's instrument.
-        by = rows.assign(instrument=rows.instrument.str.split(" -> ").str[0])
-        return rows[pd.MultiIndex.from_frame(by[[*AXES, "instrument"]]).isin(asked)]
+        return rows[pd.MultiIndex.from_frame(rows[[*AXES, "instrument"]]).isin(asked)]
 
     def unjudged(
         self, limit: Threshold, judged: pd.DataFrame, missing: pd.DataFrame
@@ -150,8 +148,7 @@ class _Sides:
         """What a limit had to judge and did not, or that it judged nothing at all."""
         yield from _by_reason(limit, missing, self._lost)
         yield from _by_reason(limit, judged, self._cut_short)
-        # Where instruments differ, so do their metrics.
-        first = _about(self._asked_for(self.new), limit)[: 0 if self.across else None]
+        first = _about(self._asked_for(self.new), limit)
         unknown = [] if self.first_run_ok else list(_by_reason(limit, first, self._new))
         yield from unknown
         is_first = bool(unknown) or (self.first_run_ok and not first.empty)
@@ -171,7 +168,7 @@ class _Sides:
                 return f"{'skipped' if outcome.skipped else 'failed'} in {after}: {outcome.error}"
         if not by:
             return f"not in {after}"
-        if not self.across and instrument not in by:
+        if instrument not in by:
             return f"without {instrument} in {after}"
         if not self.across and device not in by[instrument]:
             return f"on {listed(by[instrument])} in {after}, not on {device}"
@@ -179,13 +176,14 @@ class _Sides:
 
     def _new(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Why a number has nothing to be judged by; empty if it need not be judged."""
-        if device not in self.before.places.get(case, {}).get(instrument, ()):
+        devices = self.before.places.get(case, {}).get(instrument, ())
+        if not devices or not (self.across or device in devices):
             return "" if self.asked is None else f"nothing to compare with in {self.before.name}"
         return self._lacking(limit, case, instrument, self.before)
 
     def _lacking(self, limit: Threshold, case: Case, instrument: str, run: Run) -> str:
         """What a run lacks that has the case by this instrument."""
-        if limit.ratio and self._lacks_baseline(run, case, instrument):
+        if limit.ratio and _lacks_baseline(run, case, instrument):
             return f"the ratio needs its baseline {case.baseline.id}, which is not in {run.name}"
         phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
         return f"no {limit.name} by {instrument}{phase} in {run.name}"
@@ -201,10 +199,6 @@ class _Sides:
             return ""
         return f"{self.before.name} has {there} steps of it, {self.after.name} only {here}"
 
-    def _lacks_baseline(self, run: Run, case: Case, instrument: str) -> bool:
-        by = run.places.get(case.baseline, {})
-        return not by if self.across else instrument not in by
-
     def notes(self, limited: bool) -> Iterator[str]:
         """What was not asked for, what stands in one of the two alone, and what else differs."""
         before, after = self.before.name, self.after.name
@@ -215,17 +209,16 @@ class _Sides:
         asked = self._asked_for(old)
         if names := _with_instruments(_without(old, asked), asked):
             yield f"not asked for, and so not compared: {listed(names)}"
-        if not self.across:
-            for name, mine, others in ((after, asked, new), (before, self._asked_for(new), old)):
-                missing = _without(mine, others)
-                if names := _with_instruments(missing, _without(mine, missing)):
-                    yield f"not in {name}: {listed(names)}"
+        for name, mine, others in ((after, asked, new), (before, self._asked_for(new), old)):
+            missing = _without(mine, others)
+            if names := _with_instruments(missing, _without(mine, missing)):
+                yield f"not in {name}: {listed(names)}"
         lost = self.old[self.old.shared & self.old.after.isna()]
         gone = _without_baseline(lost)
         lacking = {
             case.baseline.id
             for case, row in _by_case(lost[gone])
-            if self._lacks_baseline(self.after, case, row["instrument"])
+            if _lacks_baseline(self.after, case, row["instrument"])
         }
         if lacking and not limited:
             names = sorted(lacking)
@@ -243,6 +236,10 @@ class _Sides:
 
 def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
     return numbers[(numbers.metric == limit.name) & (numbers.phase == limit.phase)]
+
+
+def _lacks_baseline(run: Run, case: Case, instrument: str) -> bool:
+    return instrument not in run.places.get(case.baseline, {})
 
 
 def _without_baseline(changes: pd.DataFrame) -> pd.Series[bool]:

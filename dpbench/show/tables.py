@@ -69,7 +69,7 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
 
     A view with columns gets one table a group, of these columns and nothing else.
     """
-    # Tables of these: `show.profile`, `show.timeline`.
+    # Tables of these: `show.profile`.
     frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []

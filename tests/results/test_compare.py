@@ -97,26 +97,13 @@ def test_different_devices_and_instruments_are_refused() -> None:
         assert f"ncu on {H200} and {other.instrument[0]} on {other.device[0]} are" in str(
             caught.value
         )
-        assert "--across" in str(caught.value)
+        assert ("--across" in str(caught.value)) is (other.instrument[0] == "ncu")
 
 
 def test_devices_are_compared_on_request_and_labelled() -> None:
     found = compare(measured(BEFORE), measured(BEFORE, device="NVIDIA A100"), across=True)
     assert set(found.device) == {"NVIDIA H200 -> NVIDIA A100"}
     assert (found.change == 0).all()
-
-
-def test_logical_bytes_are_compared_with_measured_ones_on_request_and_labelled() -> None:
-    logical = {
-        (trainer, metric.replace("dram", "logical"), phase): value * 0.9
-        for (trainer, metric, phase), value in BEFORE.items()
-    }
-    found = compare(measured(BEFORE), measured(logical, "logical", "none"), across=True)
-    assert set(found.instrument) == {"ncu -> logical"}
-    assert set(found.device) == {"NVIDIA H200 -> none"}
-    step = found[(found.metric == "dram_bytes") & (found.phase == STEP)]
-    assert dict(zip(step.trainer, step.after, strict=True)) == {"standard": 90, "dpsgd": 360}
-    assert found[found.metric == "dram_ratio"].relative.abs().max() < 1e-12
 
 
 def test_shared_instrument_is_compared_with_itself() -> None:
