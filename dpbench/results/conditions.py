@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -78,7 +79,7 @@ class Conditions:
         seconds = max(0.0, time.monotonic() - self.began) + self.earlier_seconds
         said = ("started", "workers", "cases_asked", "not_measured", "grid", "settings")
         return {
-            **{name: getattr(self, name) for name in said},
+            **{name: copy(getattr(self, name)) for name in said},  # a hook may change them
             "seconds": round(seconds, 1),
             "status": status,
             "regressed": bool(regressions or unjudged),
