@@ -79,8 +79,9 @@ def _of_timed_steps(frame: pd.DataFrame, busy: pd.DataFrame) -> pd.Series[float]
     times = timed.groupby(case).value.median()
     spans = frame[frame.metric == "range_time_seconds"]
     keys = [*case, "phase", "repeat", "again"]
-    spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys).value
-    ranges = busy[keys].join(spans.to_frame("span"), on=keys).join(times.to_frame("timed"), on=case)
+    spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys)
+    ranges = busy[keys].join(spans.value.rename("span"), on=keys)
+    ranges = ranges.join(times.rename("timed"), on=case)
     # Two different steps: what is all busy may come out as a little more.
     of_timed = (busy.value * ranges.span / ranges.timed).clip(upper=1.0)
     return of_timed.where((busy.phase == STEP) & of_timed.notna(), busy.value)
