@@ -39,7 +39,7 @@ from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.script import StepFinder, Stop
 from dpbench.process.watched import watch
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement, as_rows
 
 HEARD: dict[str, type[Recorder]] = {
