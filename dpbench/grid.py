@@ -30,6 +30,7 @@ class Grid:
     optimizer: tuple[str, ...] = ("sgd",)
     micro_batches: tuple[int, ...] = (1,)
     trainable: tuple[str, ...] = ("all",)
+    activation_checkpointing: tuple[str, ...] = ("off",)
 
     def __post_init__(self) -> None:
         for axis in AXES:

@@ -61,6 +61,7 @@ class Settings:
     optimizer: list[str] | None = options.axis("optimizer")
     micro_batches: list[int] | None = options.axis("micro_batches", int)
     trainable: list[str] | None = options.axis("trainable")
+    activation_checkpointing: list[str] | None = options.axis("activation_checkpointing")
 
     # how it is measured
     instrument: list[str] | None = options.option(

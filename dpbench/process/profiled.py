@@ -19,7 +19,7 @@ from torch.profiler import schedule as torch_schedule
 from dpbench.case import OUTSIDE, Case
 from dpbench.process.build import build, pick_device
 from dpbench.process.schedule import Schedule
-from dpbench.process.step import alone_on, describe
+from dpbench.process.step import alone_on, check_stepped, describe
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
 
@@ -101,6 +101,7 @@ def profile_case(
                 if annotations.on_cuda:  # or what still runs would count as the next step's
                     torch.cuda.synchronize()
                 profiler.step()
+        check_stepped(trainer, schedule.active)
         if annotations.on_cuda:
             _snapshot(trainer, batches[-1], directory / "memory_snapshot.pickle")
         record = describe(case, target, trainer, loss)
