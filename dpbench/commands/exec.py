@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(device="cuda" if gpu else "cpu", **declared)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if gpu else "logical")
-    baseline = _baseline(options, [script.name for script in scripts])
+    baseline = _baseline(options, Session(settings, scripts, gpu).sources)
     if baseline:  # a ratio to another script's is another ratio
         scripts = [replace(script, baseline=baseline[0][1].case.trainer) for script in scripts]
         baseline = [(run, _as_standard(outcome)) for run, outcome in baseline]
@@ -169,8 +170,10 @@ def _chosen(
     return script_case(name), scripts
 
 
-def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple[Run, Outcome]]:
-    """What a saved run has of its script by these instruments."""
+def _baseline(
+    options: argparse.Namespace, sources: Sequence[tuple[str, str]]
+) -> list[tuple[Run, Outcome]]:
+    """What a saved run has of its script on these devices by these instruments."""
     if options.baseline is None:
         return []
     from dpbench.commands.options import saved_run
@@ -184,13 +187,14 @@ def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple
     found = [
         replace(outcome, rows=tuple(rows))
         for outcome in scripts
-        if (rows := [row for row in outcome.rows if row.instrument in instruments])
+        if (rows := [r for r in outcome.rows if (r.device, r.instrument) in sources])
     ]
     if len({outcome.case.trainer for outcome in scripts}) != 1 or not found:
         had = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
+        needed = " or ".join(f"{device} by {name}" for device, name in sources)
         raise ConfigurationError(
-            f"--baseline {options.baseline}: {run.path} has no script's steps by "
-            f"{' or '.join(instruments)}; it has {had}"
+            f"--baseline {options.baseline}: {run.path} has no script's steps on {needed}; it has "
+            f"{had}"
         )
     return [(run, outcome) for outcome in found]
 

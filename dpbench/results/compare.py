@@ -56,6 +56,8 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> Pairs:
     bytes.
     """
     old, new = before.numbers, after.numbers
+    if other_baseline(before, after):
+        old, new = (side[~side.metric.str.endswith(RATIO)] for side in (old, new))
     shared = set(old.instrument) & set(new.instrument) if across else None
     left = _side(old.rename_axis("old"), shared)
     right = _side(new.rename_axis("new"), shared)
@@ -90,6 +92,16 @@ def _side(numbers: pd.DataFrame, shared: Collection[str] | None) -> pd.DataFrame
     as_dram = side.metric.str.replace("^logical_", "dram_", regex=True)
     return side.assign(
         source=side.instrument.mask(apart, ""), quantity=side.metric.mask(apart, as_dram)
+    )
+
+
+def other_baseline(before: Run, after: Run) -> str:
+    """Why ratios of the two are not compared, if they are not."""
+    if before.frame.empty or before.baseline == after.baseline:
+        return ""
+    return (
+        f"ratios of {before.name} are to {before.baseline}, those of {after.name} to "
+        f"{after.baseline}, and not compared"
     )
 
 

@@ -9,15 +9,15 @@ this one function `judge`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.case import AXES, SCRIPT, Case
 from dpbench.metrics import RATIO
-from dpbench.results.compare import CHANGES, Pairs, grown, pairs, without_baseline
+from dpbench.results.compare import CHANGES, Pairs, grown, other_baseline, pairs, without_baseline
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.outcome import COMPLETE
@@ -125,7 +125,10 @@ def judge(
         table[columns],
         _regressions(before, after, table[columns]),
         unjudged,
-        [*_baselines_that_moved(found.changes, table, limits), *sides.notes(bool(limits))],
+        [
+            *_baselines_that_moved(found.changes, table, limits, after.baseline),
+            *sides.notes(bool(limits)),
+        ],
     )
 
 
@@ -171,6 +174,8 @@ class _Sides:
     def _nothing(self, limit: Threshold) -> Unjudged:
         there = self.pairs.old[_about(self.pairs.old, limit)]
         where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
+        if limit.ratio and (other := other_baseline(self.before, self.after)):
+            return Unjudged(str(limit), (), other)
         why = f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
         if not there.empty:
             names = listed([*dict.fromkeys(case.id for case, _ in _by_case(there))])
@@ -191,7 +196,9 @@ class _Sides:
         if not self.across and device not in by[instrument]:
             return f"on {listed(sorted(by[instrument]))} in {after}, not on {device}"
         if limit.ratio and self._lacks_baseline(self.here, case, instrument):
-            return f"the ratio needs its baseline {case.baseline.id}, which is not in {after}"
+            return (
+                f"the ratio needs its baseline {self._baseline(case)}, which is not in {after}"
+            )
         phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
         return f"no {limit.name} by {instrument}{phase} in {after}"
 
@@ -201,7 +208,9 @@ class _Sides:
         if device not in self.there.get(case, {}).get(instrument, ()):
             return "" if self.asked is None else f"nothing to compare with in {before}"
         if limit.ratio and self._lacks_baseline(self.there, case, instrument):
-            return f"the ratio needs its baseline {case.baseline.id}, which is not in {before}"
+            return (
+                f"the ratio needs its baseline {self._baseline(case)}, which is not in {before}"
+            )
         return f"{before} has no such number of it"
 
     def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
@@ -215,10 +224,13 @@ class _Sides:
             return ""
         return f"{self.before.name} has {there} steps of it, {self.after.name} only {here}"
 
+    def _baseline(self, case: Case) -> str:
+        return replace(case, trainer=self.after.baseline).id
+
     def _lacks_baseline(
         self, places: Mapping[Case, Collection[str]], case: Case, instrument: str
     ) -> bool:
-        by = places.get(case.baseline, ())
+        by = places.get(replace(case, trainer=self.after.baseline), ())
         return not by if self.across else instrument not in by
 
     def notes(self, limited: bool) -> Iterator[str]:
@@ -227,6 +239,8 @@ class _Sides:
             yield f"{self.before.name} has nothing to compare with yet"
             return
         old, new = (run.frame[_SUBJECT].drop_duplicates() for run in (self.before, self.after))
+        if other := other_baseline(self.before, self.after):
+            yield other
         asked = _inside(old, self.asked)
         if names := _with_instruments(old[~asked], old[asked]):
             yield f"not asked for, and so not compared: {listed(names)}"
@@ -241,7 +255,7 @@ class _Sides:
         changes = self.pairs.changes
         gone = without_baseline(changes)
         lacking = {
-            case.baseline.id
+            self._baseline(case)
             for case, row in _by_case(changes[gone])
             if self._lacks_baseline(self.here, case, row["instrument"])
         }
@@ -280,21 +294,21 @@ def _by_reason(
 
 
 def _baselines_that_moved(
-    changes: pd.DataFrame, judged: pd.DataFrame, limits: Iterable[Threshold]
+    changes: pd.DataFrame, judged: pd.DataFrame, limits: Iterable[Threshold], baseline: str
 ) -> Iterator[str]:
     """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
     keys = [*CONFIGURATION, "instrument", "device", "phase"]
     for limit in limits:
         if not limit.ratio:
             continue
-        own = changes[(changes.metric == limit.metric) & (changes.trainer == BASELINE_TRAINER)]
+        own = changes[(changes.metric == limit.metric) & (changes.trainer == baseline)]
         both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
         moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
         for case, row in _by_case(moved.drop_duplicates(keys)):
             where = "" if limit.phase == STEP else f"@{limit.phase}"
             yield (
                 f"{limit}: the baseline itself moved by more than that: {limit.metric}{where} of "
-                f"{case.baseline.id} {row['relative_own']:+.2%}"
+                f"{replace(case, trainer=baseline).id} {row['relative_own']:+.2%}"
             )
 
 

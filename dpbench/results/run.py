@@ -16,7 +16,7 @@ from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome
+from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, baseline_of
 from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, STEP, Measurement, as_rows
 
 if TYPE_CHECKING:
@@ -108,6 +108,11 @@ class Run:
         return dict(self.document.get("session", {}))
 
     @property
+    def baseline(self) -> str:
+        """The trainer that its ratios divide by."""
+        return baseline_of(self.session)
+
+    @property
     def updates(self) -> list[dict[str, Any]]:
         """What an older version wrote into it after its session, under other conditions.
 
@@ -163,7 +168,7 @@ class Run:
         """What is compared of it; see `dpbench.results.frame.numbers`."""
         from dpbench.results.frame import numbers
 
-        return numbers(self.frame)
+        return numbers(self.frame, self.baseline)
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.case import AXES, Case
 from dpbench.files import write_text
 from dpbench.results.frame import to_frame
 from dpbench.results.operators import guesses
@@ -129,17 +129,18 @@ def github_benchmark_entries(
         for column in view.columns or usual_columns()
         if column.kind != "spread" and column.smaller_is_better
     ]
-    summary = in_order(complete(frame))
+    summary = in_order(complete(frame, view.baseline))
     by_instrument = frame.groupby([*AXES, "device", "instrument"], as_index=False)
     tools = by_instrument.agg(tool=("tool", lambda names: ", ".join(dict.fromkeys(names))))
     step = summary[summary.phase == STEP].merge(tools, how="left")
     for _, case in step.groupby([*AXES, "device"], sort=False):
         for column in columns:
             rows = case[case.metric.isin(column.metrics)].dropna(subset=column.kind)
-            if column.kind == "ratio":  # that of standard training is always 1
-                rows = rows[rows.trainer != BASELINE_TRAINER]
+            if column.kind == "ratio":  # that of the baseline is always 1
+                rows = rows[rows.trainer != view.baseline]
             for row in rows.head(1).to_dict("records"):
-                units = {"value": row["unit"], "ratio": "x standard", "over_logical": "x logical"}
+                ratio = f"x {view.baseline}"
+                units = {"value": row["unit"], "ratio": ratio, "over_logical": "x logical"}
                 entry = {
                     "name": f"{row['device']}/{Case.from_row(row).id}/{column.name}",
                     "unit": units[column.kind],

@@ -19,7 +19,7 @@ from dpbench.results.frame import (
     summarise,
     with_ratios,
 )
-from dpbench.results.outcome import NOT_TRIED
+from dpbench.results.outcome import NOT_TRIED, baseline_of
 from dpbench.results.rows import COLUMNS, STEP
 from dpbench.show.html.figures import Key, Style, styles
 from dpbench.show.layout import Shown
@@ -59,13 +59,14 @@ class Source:
 
     ``environment`` is software and hardware, and what else the document says of the run;
     ``cases`` are the fields of each, with ``error`` (None if it succeeded) and ``message``;
-    ``frame`` is the long table.
+    ``frame`` is the long table, ``baseline`` the trainer that ratios divide by.
     """
 
     label: str
     environment: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
     frame: pd.DataFrame
+    baseline: str = BASELINE_TRAINER
 
     @classmethod
     def of(cls, label: str, document: Mapping[str, Any]) -> Source:
@@ -80,7 +81,7 @@ class Source:
         for number, update in enumerate(document.get("updates", ()), 1):
             of = {"started": update.get("started"), "cases": list(update["cases"])}
             about[f"update {number}"] = {**of, **update["environment"]}
-        return cls(label, about, cases, frame)
+        return cls(label, about, cases, frame, baseline_of(document.get("session", {})))
 
     @property
     def failures(self) -> list[Mapping[str, Any]]:
@@ -160,16 +161,21 @@ class Material:
 
         The columns are those of `with_ratios`, then ``run``, the source's label; ``measured``,
         False where the number was counted without hardware; and ``title``, which configuration it
-        is. A ratio compares with the standard trainer of the same run.
+        is. A ratio compares with the baseline of the same run.
         """
         sources = [s for s in self.sources if not s.frame.empty] or self.sources[:1]
         parts = [
-            with_ratios(of_one_instrument(summarise(source.frame))).assign(run=source.label)
-            for source in sources
+            with_ratios(of_one_instrument(summarise(s.frame)), s.baseline).assign(run=s.label)
+            for s in sources
         ]
         summary = pd.concat(map(in_order, parts), ignore_index=True)
         summary["measured"] = summary.instrument != UNMEASURED
         return summary.assign(title=_titles(summary, summary))
+
+    @cached_property
+    def baseline(self) -> str:
+        """What ratios divide by, in words."""
+        return " or ".join(dict.fromkeys(source.baseline for source in self.sources))
 
     @cached_property
     def failed(self) -> pd.DataFrame:
@@ -211,7 +217,7 @@ class Material:
     def ratios(self) -> pd.DataFrame:
         """Whole-step rows of all trainers but the baseline, where there is a ratio."""
         rows = self.step_bytes(self.basis)
-        return rows[(rows.trainer != BASELINE_TRAINER) & rows.ratio.notna()]
+        return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
 
     @cached_property
     def cautions(self) -> list[str]:
