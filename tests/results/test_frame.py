@@ -282,7 +282,7 @@ def test_ratios_are_to_the_trainer_that_is_the_baseline() -> None:
     values = {"dpsgd": 4.0, "standard": 2.0, "own": 8.0}
     named = [row for name, v in values.items() for row in rows(name, {"l2_total_bytes": v})]
     found = numbers(to_frame(named), "dpsgd")
-    ratios = found[found.metric == "l2_total_ratio"].set_index("trainer").value.to_dict()
+    ratios = found[found.metric == "l2_ratio"].set_index("trainer").value.to_dict()
     assert ratios == {"standard": 0.5, "own": 2.0}
 
 
