@@ -196,9 +196,7 @@ class _Sides:
         if not self.across and device not in by[instrument]:
             return f"on {listed(sorted(by[instrument]))} in {after}, not on {device}"
         if limit.ratio and self._lacks_baseline(self.here, case, instrument):
-            return (
-                f"the ratio needs its baseline {self._baseline(case)}, which is not in {after}"
-            )
+            return f"the ratio needs its baseline {self._baseline(case)}, which is not in {after}"
         phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
         return f"no {limit.name} by {instrument}{phase} in {after}"
 
@@ -208,9 +206,7 @@ class _Sides:
         if device not in self.there.get(case, {}).get(instrument, ()):
             return "" if self.asked is None else f"nothing to compare with in {before}"
         if limit.ratio and self._lacks_baseline(self.there, case, instrument):
-            return (
-                f"the ratio needs its baseline {self._baseline(case)}, which is not in {before}"
-            )
+            return f"the ratio needs its baseline {self._baseline(case)}, which is not in {before}"
         return f"{before} has no such number of it"
 
     def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
