@@ -112,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
         scripts = [replace(script, baseline=baseline[0][1].case.trainer) for script in scripts]
         baseline = [(run, _as_standard(outcome)) for run, outcome in baseline]
     session = Session(settings, scripts, gpu)
-    session.grid = Grid(case.trainer, **{axis: (getattr(case, axis),) for axis in AXES})
+    axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
+    session.grid = Grid(case.trainer, **axes)
     cases = [case, *(outcome.case for _, outcome in baseline)]
     with closing(session):
         session.comparison.asked = [(c, script.name) for c in cases for script in scripts]
