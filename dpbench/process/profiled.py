@@ -19,7 +19,7 @@ from torch.profiler import schedule as torch_schedule
 from dpbench.case import OUTSIDE, Case
 from dpbench.process.build import build, pick_device
 from dpbench.process.schedule import Schedule
-from dpbench.process.step import alone_on, check_stepped, describe
+from dpbench.process.step import Stopwatch, alone_on, describe
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
 
@@ -78,22 +78,13 @@ def profile_case(
     planned = torch_schedule(**asdict(schedule))
     cycles = count()
 
-    def save(profiler: profile) -> None:
-        cycle = next(cycles)
-        profiler.export_chrome_trace(str(directory / f"trace_{cycle}.json.gz"))
-        operators = json.dumps(_operators(profiler))
-        (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
-
-    def run(target: torch.device) -> dict[str, Any]:
+    def run(target: torch.device, spent: Stopwatch) -> dict[str, Any]:
         trainer, batches = build(case, target, schedule.steps + 1)
         annotations = PhaseAnnotations(target)
-        with profile(
-            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + annotations.on_cuda],
+        with profiler_of(
+            annotations.on_cuda,
             schedule=planned,
-            on_trace_ready=save,
-            record_shapes=True,
-            profile_memory=True,
-            with_flops=True,
+            on_trace_ready=lambda profiler: save(profiler, directory, next(cycles)),
         ) as profiler:
             for number, batch in enumerate(batches[:-1]):
                 with observed_step(annotations if planned(number) in RECORDED else None):
@@ -101,7 +92,6 @@ def profile_case(
                 if annotations.on_cuda:  # or what still runs would count as the next step's
                     torch.cuda.synchronize()
                 profiler.step()
-        check_stepped(trainer, schedule.active)
         if annotations.on_cuda:
             _snapshot(trainer, batches[-1], directory / "memory_snapshot.pickle")
         record = describe(case, target, trainer, loss)
@@ -110,6 +100,24 @@ def profile_case(
         return record
 
     return alone_on(case, pick_device(device), run)
+
+
+def profiler_of(on_cuda: bool, **options: Any) -> profile:
+    """The profiler that records what `save` writes."""
+    return profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + on_cuda],
+        record_shapes=True,
+        profile_memory=True,
+        with_flops=True,
+        **options,
+    )
+
+
+def save(profiler: profile, directory: Path, cycle: int) -> None:
+    """Write the trace and the operators of one cycle."""
+    profiler.export_chrome_trace(str(directory / f"trace_{cycle}.json.gz"))
+    operators = json.dumps(_operators(profiler))
+    (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
 
 
 def _operators(profiler: profile) -> list[dict[str, Any]]:
