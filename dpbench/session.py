@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import SCRIPT
+from dpbench.case import BASELINE_TRAINER, SCRIPT
 from dpbench.comparison import Comparison
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from dpbench.show.view import View
 
 
-def view_of(settings: Settings) -> View:
+def view_of(settings: Settings, baseline: str = BASELINE_TRAINER) -> View:
     """What the tables show."""
     from dpbench.show.view import View
 
     return View.of(
-        settings.columns, settings.sort, settings.group_by, settings.top, settings.expect
+        settings.columns, settings.sort, settings.group_by, settings.top, settings.expect, baseline
     )
 
 
@@ -99,7 +99,7 @@ class Session:
     def begin(self) -> None:
         """Check the instruments, choose references, take a number in the storage."""
         settings = self.settings
-        self.view = view_of(settings)
+        self.view = view_of(settings, self.grid.baseline)
         if settings.html:
             from dpbench.show.html import check_libraries
 
@@ -173,7 +173,7 @@ class Session:
 
     def join(self, shared: Mapping[str, Any]) -> None:
         """Take part in a session that another process has begun."""
-        self.view = view_of(self.settings)
+        self.view = view_of(self.settings, self.grid.baseline)
         self.directory = Path(shared["directory"])
         if shared["conditions"] is not None:
             from dpbench.results.conditions import Conditions

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES
+from dpbench.case import AXES, BASELINE_TRAINER
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Kind, Metric, expectations
 from dpbench.settings import Settings
@@ -118,7 +118,8 @@ class View:
     Without ``columns`` they are those of `shown_by_default`, with every table that goes with
     them; ``sort`` is a column's name or an axis. Rows of different devices never share a table.
     ``expected`` says by metric between which ratios to standard the user expects it. ``tests`` are
-    the cases with the labels of the tests that asked for them, if these make the groups.
+    the cases with the labels of the tests that asked for them, if these make the groups. Ratios
+    are to the trainer ``baseline``; what is usually expected is of ratios to the standard one.
     """
 
     columns: tuple[Column, ...] = ()
@@ -127,6 +128,7 @@ class View:
     top: int = TOP
     expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
     tests: pd.DataFrame | None = field(default=None, compare=False)
+    baseline: str = BASELINE_TRAINER
 
     @classmethod
     def of(
@@ -136,6 +138,7 @@ class View:
         group_by: str | None = None,
         top: int = TOP,
         expect: Iterable[str] = (),
+        baseline: str = BASELINE_TRAINER,
     ) -> View:
         """A view from what was said on a command line: names separated by commas."""
         check_top(top)
@@ -145,7 +148,9 @@ class View:
                 raise unknown("group", label, (*GROUPS, *OF_TESTS, f"{PARAM}NAME"))
         if sort not in (None, NAME, *AXES):
             column(str(sort))
-        return cls(tuple(map(column, _names(columns))), sort, labels, top, expectations(expect))
+        expected = expectations([*expect, *(["none"] if baseline != BASELINE_TRAINER else [])])
+        chosen = tuple(map(column, _names(columns)))
+        return cls(chosen, sort, labels, top, expected, baseline=baseline)
 
     @property
     def test_labels(self) -> list[str]:

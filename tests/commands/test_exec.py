@@ -51,6 +51,11 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     told = ["--name=private", "--baseline=1", "--json=private.json", "--skip=1", "--steps=2"]
     private = ["exec", *told, "--save=private", "-m", "training", "--private", "--batch_size=8"]
     assert "No ratio: dpbench exec --baseline NUM divides" in capfd.readouterr().out
+    elsewhere = Path(".dpbench/cpu-logical/0001_plain.json").read_text()
+    Path("gpu.json").write_text(elsewhere.replace("logical (no hardware)", "NVIDIA H200"))
+    assert main(["exec", "--baseline=gpu.json", "training.py", "--private"]) == 2
+    words = "no script's steps on logical (no hardware) by logical; it has NVIDIA H200 by logical"
+    assert words in capfd.readouterr().err
     assert main([*private[:2], "--batch-size=8", *private[2:]]) == 2
     refused = "the batch size of training was said to be none, here --batch-size 8"
     assert refused in capfd.readouterr().err
