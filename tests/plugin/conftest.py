@@ -118,7 +118,7 @@ def project(
         # Predicting a case's memory loads torch and counts; one test is about that.
         unchecked = [] if fits else ["--dpbench-try-anyway"]
         everything = [*WITHOUT, *grid, *measured, *unchecked, *arguments]
-        if alone or any(a.startswith("-n") and a != "-n0" for a in arguments):
+        if alone:
             return pytester.runpytest_subprocess(*everything)
         return in_this_process(pytester, everything, imports)
 
