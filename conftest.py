@@ -56,9 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     More threads spend ten times as long waiting for each other. And look for garbage less often:
     each time Python looks at all objects of torch and pandas, a tenth of the suite's time. Left
-    alone with ``--ncu``, where a measured process shall be as its user would start it.
+    alone with ``--ncu`` and ``--cupti``, where a measured process shall be as its user would
+    start it.
     """
-    if not config.option.ncu:
+    if not (config.option.ncu or config.option.cupti):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
         gc.set_threshold(100_000, 20, 50)
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the account and write it; returns the exit code."""
-    from dpbench.results.account import TOLERANCE, account, unaccounted
+    from dpbench.results.frame import TOLERANCE, account, unaccounted
     from dpbench.show.kernels import account_table
     from dpbench.show.layout import as_text, terminal_width
 
@@ -87,9 +87,9 @@ def _saved(case: Case, options: argparse.Namespace) -> tuple[pd.DataFrame, list[
     from dpbench.instruments.ncu import range_report
     from dpbench.instruments.ncu.kernel_report import read_kernels
     from dpbench.instruments.torch_profiler.files import operators_of, read_summary
-    from dpbench.results.cards import known_roofs
     from dpbench.results.frame import to_frame
     from dpbench.results.kernels import dram_bytes_of_step, fold, kernel_rows
+    from dpbench.results.roofline import known_roofs
     from dpbench.show.kernels import kernel_tables
     from dpbench.show.profile import copies_table
 

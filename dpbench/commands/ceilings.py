@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.files import write_text
     from dpbench.gpu import child_environment, require_gpu
     from dpbench.process.ceilings import measure_ceilings
-    from dpbench.results.cards import Ceilings
+    from dpbench.results.roofline import Ceilings
     from dpbench.show.kernels import ceilings_table
 
     require_gpu()

@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.instruments.ncu.kernel_report import read_kernels
     from dpbench.instruments.ncu.range_report import SPEED_OF_LIGHT
     from dpbench.instruments.ncu.speed_of_light import read_speeds
-    from dpbench.results.cards import known_roofs
     from dpbench.results.kernels import fold
+    from dpbench.results.roofline import known_roofs
     from dpbench.show.kernels import kernel_tables, speed_table
     from dpbench.show.layout import as_text
 

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     check_libraries()
     from dpbench.results.conditions import environment
     from dpbench.results.outcome import document
-    from dpbench.show.html.data import Source, cases_without_logical, labelled
+    from dpbench.show.html.data import cases_without_logical, labelled
     from dpbench.show.html.page import write_html
 
     expected = expectations(options.expect)
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     check_writable_file(options.output)
     if options.with_logical and (cases := cases_without_logical(sources)):
         counted = document(count_cases(cases), environment())
-        sources.append(Source.of("counted for this page", counted))
+        sources += labelled([("counted for this page", counted)])
     try:
         write_html(options.output, sources, expected)
     except OSError as error:

@@ -26,7 +26,7 @@ from dpbench.commands.options import add_cases, chosen_grid, count_cases, saved_
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file, write_text
 from dpbench.registry import registries, resolve
-from dpbench.results.cards import CARDS, Roofs, find_card, read_ceilings
+from dpbench.results.roofline import CARDS, Roofs, find_card, read_ceilings
 from dpbench.settings import declare
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_timeline(path: Path) -> list[Table]:
     from dpbench.instruments.nsys.instrument import timeline_of
-    from dpbench.show.timeline import whole_timeline
+    from dpbench.show.profile import whole_timeline
 
     check_is_file(path)
     return whole_timeline(timeline_of(path), path.stem)

@@ -15,7 +15,7 @@ from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import unknown
 from dpbench.instruments.base import InstrumentError
 from dpbench.metrics import unit
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.script import StepFinder, Stop
 from dpbench.process.watched import watch
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 
 HEARD: dict[str, type[Recorder]] = {**RECORDERS, NvtxRecorder.name: NvtxRecorder}

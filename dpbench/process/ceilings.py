@@ -31,7 +31,7 @@ def measure_ceilings(
         seconds: how long each measurement, the median of several runs, lasts at least.
 
     Returns:
-        The fields of `dpbench.results.cards.Ceilings`.
+        The fields of `dpbench.results.roofline.Ceilings`.
     """
     target = pick_device(device)
     card = gpu.visible_gpus()[0] if target.type == "cuda" else None

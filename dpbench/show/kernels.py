@@ -10,8 +10,7 @@ from dataclasses import replace
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
-from dpbench.results.cards import Ceilings, Roofs, known_roofs
+from dpbench.results.frame import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
 from dpbench.results.kernels import (
     KernelCount,
     KernelSpeed,
@@ -22,6 +21,7 @@ from dpbench.results.kernels import (
     short_name,
 )
 from dpbench.results.outcome import Outcome
+from dpbench.results.roofline import Ceilings, Roofs, known_roofs
 from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
 from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order
@@ -197,23 +197,20 @@ def _milliseconds(seconds: float) -> str:
 def ceilings_table(ceilings: Ceilings) -> Table:
     """Measured and, if the card is known, data-sheet figures side by side."""
     sheet = known_roofs(ceilings.device)
-    lines = [("copy, GB/s", 1e9, ceilings.bandwidth, sheet and sheet.bandwidth)]
-    lines += [
-        (f"{precision} matrix product, TFLOP/s", 1e12, reached, sheet and sheet.flops[precision])
-        for precision, reached in ceilings.flops.items()
-    ]
-    cells = [
-        [
-            name,
-            f"{reached / unit:.1f}",
-            *([f"{peak / unit:.4g}", f"{reached / peak:.0%}"] if peak else []),
-        ]
-        for name, unit, reached, peak in lines
-    ]
-    headers = ["what", "measured", *(["data sheet", "share"] if sheet else [])]
+    reached = {"copy, GB/s": ceilings.bandwidth / 1e9}
+    for precision, flops in ceilings.flops.items():
+        reached[f"{precision} matrix product, TFLOP/s"] = flops / 1e12
+    lines = pd.Series(reached).rename_axis("what").reset_index(name="measured")
+    columns: dict[str, Shown] = {"what": ("what", str), "measured": ("measured", "{:.1f}".format)}
+    if sheet:
+        peaks = [sheet.flops[precision] / 1e12 for precision in ceilings.flops]
+        lines["sheet"] = [sheet.bandwidth / 1e9, *peaks]
+        lines["share"] = lines.measured / lines.sheet
+        columns["data sheet"] = ("sheet", "{:.4g}".format)
+        columns["share"] = ("share", "{:.0%}".format)
     notes = (
         f"Copy of {gigabytes(ceilings.copy_bytes)} GB on the device, bytes read and written; "
         f"matrices of {ceilings.matrix} x {ceilings.matrix}; torch {ceilings.torch}.",
         f"Data sheet: {sheet.premise}." if sheet else "This card is not in dpbench's table.",
     )
-    return Table(f"{ceilings.device}: measured ceilings", headers, cells, notes)
+    return Table.of(f"{ceilings.device}: measured ceilings", lines, columns, notes)

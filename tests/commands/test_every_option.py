@@ -12,7 +12,7 @@ from dpbench.cli import build_parser, main
 from dpbench.doctor.findings import Setup
 from dpbench.gpu import Gpu
 from dpbench.process.ceilings import measure_ceilings
-from dpbench.results.cards import Ceilings, read_ceilings
+from dpbench.results.roofline import Ceilings, read_ceilings
 from dpbench.results.storage import Storage
 from tests.plugin.saved_runs import recorded_document, save
 from tests.programs import program
@@ -123,8 +123,8 @@ def test_step_takes_every_axis_of_a_case(capsys: pytest.CaptureFixture[str]) -> 
         (["step", "--trainer=dpsgd", "--nvtx", "--model-size=tiny"], "sees a GPU's work only"),
         (["step", "--trainer=dpsgd", "--nvtx", "--profile=runs"], "excludes --profile"),
         (
-            ["run", "--instrument=logical", "--json=run", "--github-benchmark=./run"],
-            "--json and --github-benchmark name the same file, 'run'",
+            ["run", "--instrument=logical", "--json=run", "--csv=./run"],
+            "--json and --csv name the same file, 'run'",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from dpbench import Case
 from dpbench.cli import main
 from dpbench.metrics import unit
-from dpbench.results.cards import Ceilings
+from dpbench.results.roofline import Ceilings
 from dpbench.results.rows import STEP, Measurement, as_rows
 
 TINY = ["--model-size", "tiny", "--batch-size", "4", "--seq-len", "16"]

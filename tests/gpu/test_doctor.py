@@ -11,7 +11,7 @@ from dpbench.doctor.findings import OK, Setup
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
 from dpbench.process.ceilings import measure_ceilings
-from dpbench.results.cards import Ceilings, Roofs, find_card
+from dpbench.results.roofline import Ceilings, Roofs, find_card
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 
 from dpbench import ConfigurationError
 from dpbench.process.ceilings import measure_ceilings
-from dpbench.results.cards import Ceilings
+from dpbench.results.roofline import Ceilings
 
 
 def test_a_copy_and_a_product_at_every_precision_are_timed() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.results.account import ACCOUNT_COLUMNS, account, unaccounted
-from dpbench.results.frame import to_frame
+from dpbench.results.frame import ACCOUNT_COLUMNS, account, to_frame, unaccounted
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.kernels import account_table
 

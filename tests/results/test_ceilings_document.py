@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.results.cards import Ceilings, read_ceilings
+from dpbench.results.roofline import Ceilings, read_ceilings
 from dpbench.show.kernels import ceilings_table
 
 H200 = Ceilings("NVIDIA H200", 4.2e12, 2**32, {"fp32": 5e13, "tf32": 4e14, "bf16": 7e14}, 8192, "2")
