@@ -155,7 +155,10 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     from dpbench.results.frame import of_one_instrument, summarise
 
     case, place = list(AXES), [*AXES, "device", "phase"]
-    summary = of_one_instrument(summarise(frame))
+    known = frame[frame.precision != ""]
+    if known.empty and not frame.empty:
+        raise ConfigurationError("nobody says at which precision a script computes: no roofline")
+    summary = of_one_instrument(summarise(known))
 
     def of(metric: str, column: str) -> pd.DataFrame:
         rows = summary.loc[summary.metric == metric, [*place, "value"]]
