@@ -172,6 +172,8 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     0, and in the rows of logical counting itself.
     """
     by_hardware = summary.instrument != "logical"
+    if by_hardware.all() or not by_hardware.any():
+        return summary.assign(logical=np.nan, over_logical=np.nan)
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
     measured = summary.assign(counterpart=summary.metric.map(said).where(by_hardware))
     counted = summary[~by_hardware][[*AXES, "phase", "metric", "value"]]

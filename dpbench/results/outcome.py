@@ -143,6 +143,8 @@ def _derived(rows: Sequence[Measurement], baseline: str) -> dict[str, Any]:
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as plain JSON types, every digit kept; None for NaN."""
+    if frame.empty:
+        return []
     plain = frame.astype(object).where(frame.notna(), None)
     return [{str(name): value for name, value in row.items()} for row in plain.to_dict("records")]
 
