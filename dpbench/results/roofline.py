@@ -133,8 +133,6 @@ MEASURED_BYTES = "measured DRAM bytes"
 COUNTED_BYTES = "logical bytes"
 """Where the bytes of a row come from: the column ``bytes_are``."""
 
-BUSY = "gpu_busy_share"
-
 LAUNCH_BOUND = 0.7
 """A phase whose GPU is busy for less than this part of its time waits for its launches."""
 
@@ -152,7 +150,7 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from dpbench.results.frame import of_one_instrument, summarise
+    from dpbench.results.frame import BUSY, of_one_instrument, summarise
 
     case, place = list(AXES), [*AXES, "device", "phase"]
     summary = of_one_instrument(summarise(frame))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import sys
 
@@ -29,3 +30,4 @@ if __name__ == "__main__":
             operators=[count.as_row() for count in result.operators],
             notes=result.notes,
         )
+    gc.freeze()  # see dpbench.__main__
