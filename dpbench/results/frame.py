@@ -81,8 +81,8 @@ def _of_timed_steps(frame: pd.DataFrame, busy: pd.DataFrame) -> pd.Series[float]
     times = timed.groupby(case).value.median().rename("timed")
     spans = frame[frame.metric == "range_time_seconds"]
     keys = [*case, "phase", "repeat", "again"]
-    spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys).value
-    ranges = busy[keys].join(spans.rename("span"), on=keys).join(times, on=case)
+    spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys)
+    ranges = busy[keys].join(spans.value.rename("span"), on=keys).join(times, on=case)
     # Two different steps: what is all busy may come out as a little more.
     of_timed = (busy.value * ranges.span / ranges.timed).clip(upper=1.0)
     return of_timed.where((busy.phase == STEP) & of_timed.notna(), busy.value)
