@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         shown = _of_timeline(timelines[0])
     elif runs:
         outcomes = saved_run(runs[0], options.storage).outcomes
-        shown = summary_tables(outcomes, view.of_tests(outcomes))
+        shown = summary_tables(outcomes, view)
     else:
         shown = tables(to_frame(_rows(map(Path, options.files))), view)
     if not shown:
