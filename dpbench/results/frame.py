@@ -22,8 +22,6 @@ IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
 ratios of DRAM bytes say nothing."""
 
-BUSY = "gpu_busy_share"
-
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
     """One row per measurement, with the columns of `Measurement.as_row`."""
@@ -64,7 +62,7 @@ def _shares(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
         both = part.merge(whole, on=[*keys, "again"], suffixes=("", "_of_whole"))
         both = both[both.value_of_whole > 0]
         both = both.assign(metric=metric.name, value=both.value / both.value_of_whole)
-        if metric.name == BUSY:
+        if metric.name == "gpu_busy_share":
             both["value"] = _of_timed_steps(frame, both)
         yield both[frame.columns]
 
@@ -78,11 +76,12 @@ def _of_timed_steps(frame: pd.DataFrame, busy: pd.DataFrame) -> pd.Series[float]
     """
     case = [*AXES, "instrument", "device"]
     timed = frame[(frame.metric == "step_time_seconds") & (frame.phase == STEP)]
-    times = timed.groupby(case).value.median().rename("timed")
+    times = timed.groupby(case).value.median()
     spans = frame[frame.metric == "range_time_seconds"]
     keys = [*case, "phase", "repeat", "again"]
     spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys)
-    ranges = busy[keys].join(spans.value.rename("span"), on=keys).join(times, on=case)
+    ranges = busy[keys].join(spans.value.rename("span"), on=keys)
+    ranges = ranges.join(times.rename("timed"), on=case)
     # Two different steps: what is all busy may come out as a little more.
     of_timed = (busy.value * ranges.span / ranges.timed).clip(upper=1.0)
     return of_timed.where((busy.phase == STEP) & of_timed.notna(), busy.value)

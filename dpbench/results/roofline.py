@@ -133,6 +133,8 @@ MEASURED_BYTES = "measured DRAM bytes"
 COUNTED_BYTES = "logical bytes"
 """Where the bytes of a row come from: the column ``bytes_are``."""
 
+BUSY = "gpu_busy_share"
+
 LAUNCH_BOUND = 0.7
 """A phase whose GPU is busy for less than this part of its time waits for its launches."""
 
@@ -150,10 +152,13 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from dpbench.results.frame import BUSY, of_one_instrument, summarise
+    from dpbench.results.frame import of_one_instrument, summarise
 
     case, place = list(AXES), [*AXES, "device", "phase"]
-    summary = of_one_instrument(summarise(frame))
+    known = frame[frame.precision != ""]
+    if known.empty and not frame.empty:
+        raise ConfigurationError("nobody says at which precision a script computes: no roofline")
+    summary = of_one_instrument(summarise(known))
 
     def of(metric: str, column: str) -> pd.DataFrame:
         rows = summary.loc[summary.metric == metric, [*place, "value"]]

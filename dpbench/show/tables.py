@@ -16,7 +16,6 @@ from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, train
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import (
-    BUSY,
     CONFIGURATION,
     IN_CACHE_BYTES,
     of_one_instrument,
@@ -26,7 +25,7 @@ from dpbench.results.frame import (
     with_ratios,
 )
 from dpbench.results.outcome import Outcome
-from dpbench.results.roofline import LAUNCH_BOUND
+from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import NAME, OF_TESTS, PARAM, Column, View, column, rates, shown_by_default
@@ -233,12 +232,15 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
 
 def title_of(shared: Mapping[str, Any]) -> str:
     """What rows share, in words: some of the axes, tests and phase, and the device."""
-    parts = [] if shared.get("workload") == SCRIPT else title_parts(shared)
+    parts = title_parts(shared)
     return ", ".join([*parts, shared["device"] or "unknown device"])
 
 
 def title_parts(shared: Mapping[Any, Any]) -> list[str]:
     """The same, one by one and without the device."""
+    if shared.get("workload") == SCRIPT:
+        batch = f"batch {shared['batch_size']}" if shared.get("batch_size") else ""
+        return [*filter(None, (shared.get("trainer"), batch))]
     size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
     of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
     parts = [*of_test, shared.get("trainer", ""), size]
@@ -273,7 +275,9 @@ def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
     ratios = {c.metrics[0] for c in columns if c.kind == "ratio"}
     known = rows.groupby("label", sort=False).has_baseline.any()
     said = f"the {BASELINE_TRAINER!r} trainer was not measured for"
-    if ratios and not known.any():
+    if ratios and not known.any() and (rows.workload == SCRIPT).all():
+        yield "No ratio: dpbench exec --baseline NUM divides by the saved run of another script."
+    elif ratios and not known.any():
         one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
         yield f"No ratio: {said} {'this cell' if one_cell else 'these cells'}."
     elif ratios and not known.all():

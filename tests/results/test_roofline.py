@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
+from dpbench.case import script_case
 from dpbench.results.frame import to_frame
 from dpbench.results.roofline import (
     COUNTED_BYTES,
@@ -90,6 +91,13 @@ def test_the_phases_run_one_after_the_other() -> None:
 def test_the_precision_chooses_the_arithmetic_roof(precision: str, seconds: float) -> None:
     case = Case("dpsgd", 8, 256, precision=precision)
     assert of(logical(case, forward=(40e12, 1e12))).least_seconds["forward"] == seconds
+
+
+def test_a_script_of_unknown_precision_has_no_roofline() -> None:
+    script = logical(script_case("train"), forward=(1e12, 1e12))
+    assert {*of(script, logical(forward=(1e12, 1e12))).trainer} == {"dpsgd"}
+    with pytest.raises(ConfigurationError, match="at which precision a script computes"):
+        of(script)
 
 
 def test_measured_bytes_count_where_there_are_any() -> None:

@@ -11,8 +11,9 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, PHASES
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import EXPECTED_BY
-from dpbench.results.frame import BUSY, CONFIGURATION, with_logical
+from dpbench.results.frame import CONFIGURATION, with_logical
 from dpbench.results.roofline import (
+    BUSY,
     LAUNCH_BOUND,
     MEASURED_BYTES,
     Roofs,
