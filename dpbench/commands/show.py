@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
         shown = _of_timeline(timelines[0])
     elif runs:
         run = saved_run(runs[0], options.storage)
-        outcomes, view = run.outcomes, viewed(expect=options.expect, baseline=run.baseline)
-        shown = summary_tables(outcomes, view.of_tests(outcomes))
+        view = viewed(expect=options.expect, baseline=run.baseline)
+        shown = summary_tables(run.outcomes, view)
     else:
         shown = tables(to_frame(_rows(map(Path, options.files))), view)
     if not shown:
