@@ -28,7 +28,6 @@ COMMANDS = (
     "kernels",
     "attribute",
     "roofline",
-    "ceilings",
 )
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""

@@ -6,7 +6,7 @@ ones, and the time of each phase stands beside the least that the roofs allow; o
 operations are counted then. The case options choose among the cases of the run.
 
 Without --card, the card is the one that the rows were measured on, or the GPU that is visible.
-With --ceilings, its roofs are those that dpbench ceilings measured.
+With --ceilings, its roofs are those that bench/ceilings.py measured.
 
 Examples:
   dpbench roofline --card h200 --batch-size 8 --seq-len 256
@@ -21,11 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.case import AXES, Case, parameters_text
+from dpbench.case import AXES, Case
 from dpbench.commands.options import add_cases, chosen_grid, count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file, write_text
-from dpbench.registry import registries, resolve
+from dpbench.registry import registries
 from dpbench.results.cards import CARDS, Roofs, find_card, read_ceilings
 from dpbench.settings import declare
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     roofs = parser.add_mutually_exclusive_group()
     roofs.add_argument("--card", help=f"{', '.join(CARDS)}, or its name in nvidia-smi")
     roofs.add_argument(
-        "--ceilings", type=Path, metavar="FILE", help="measured roofs, of dpbench ceilings --json"
+        "--ceilings", type=Path, metavar="FILE", help="measured roofs, of bench/ceilings.py"
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     add_cases(parser)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
     named = find_card(options.card) if options.card else None
     if options.ceilings:
-        named = read_ceilings(options.ceilings).roofs()
+        named = read_ceilings(options.ceilings)
     if options.markdown:
         check_writable_file(options.markdown)
     saved = _saved(options) if options.files else to_frame([])
@@ -92,30 +92,18 @@ def _saved(options: argparse.Namespace) -> pd.DataFrame:
 
     frames = [saved_run(name, options.storage).frame for name in options.files]
     frame = pd.concat(frames, ignore_index=True)
-    names = ", ".join(options.files)
+    files = ", ".join(options.files)
     same = [*AXES, "instrument", "phase", "metric", "repeat", "device"]
     if frame.duplicated(same).any():
-        raise ConfigurationError(f"{names}: the same case is in two of them; name one")
+        raise ConfigurationError(f"{files}: the same case is in two of them; name one")
     for axis in AXES:
         if (values := getattr(options, axis)) is not None:
-            known = set(frame[axis])  # a saved run may name what this process does not know
-            wanted = [value if value in known else _spelled(axis, value) for value in values]
+            names, known = registries().get(axis), set(frame[axis])
+            wanted = [names.canonical(v) if names and v not in known else v for v in values]
             frame = frame[frame[axis].isin(wanted)]
     if frame.empty:
-        raise ConfigurationError(f"{names}: no rows of the cases that were asked for")
+        raise ConfigurationError(f"{files}: no rows of the cases that were asked for")
     return frame
-
-
-def _spelled(axis: str, value: object) -> object:
-    """A value of an axis as rows spell it."""
-    if axis == "set":
-        return parameters_text(str(value))
-    if axis in registries():
-        return registries()[axis].canonical(value)
-    if axis == "micro_batches":
-        return value
-    case: dict[str, object] = {"trainer": "standard", "batch_size": 1, "seq_len": 1, axis: value}
-    return getattr(resolve(Case(**case)), axis)  # type: ignore[arg-type]
 
 
 def _cases_of(frame: pd.DataFrame) -> list[Case]:

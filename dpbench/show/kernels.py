@@ -11,7 +11,7 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES
 from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
-from dpbench.results.cards import Ceilings, Roofs, known_roofs
+from dpbench.results.cards import Roofs, known_roofs
 from dpbench.results.kernels import (
     KernelCount,
     KernelSpeed,
@@ -192,28 +192,3 @@ def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
 def _milliseconds(seconds: float) -> str:
     """Seconds in milliseconds, with one digit after the point or three in all."""
     return f"{seconds * 1e3:.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:.3g}"
-
-
-def ceilings_table(ceilings: Ceilings) -> Table:
-    """Measured and, if the card is known, data-sheet figures side by side."""
-    sheet = known_roofs(ceilings.device)
-    lines = [("copy, GB/s", 1e9, ceilings.bandwidth, sheet and sheet.bandwidth)]
-    lines += [
-        (f"{precision} matrix product, TFLOP/s", 1e12, reached, sheet and sheet.flops[precision])
-        for precision, reached in ceilings.flops.items()
-    ]
-    cells = [
-        [
-            name,
-            f"{reached / unit:.1f}",
-            *([f"{peak / unit:.4g}", f"{reached / peak:.0%}"] if peak else []),
-        ]
-        for name, unit, reached, peak in lines
-    ]
-    headers = ["what", "measured", *(["data sheet", "share"] if sheet else [])]
-    notes = (
-        f"Copy of {gigabytes(ceilings.copy_bytes)} GB on the device, bytes read and written; "
-        f"matrices of {ceilings.matrix} x {ceilings.matrix}; torch {ceilings.torch}.",
-        f"Data sheet: {sheet.premise}." if sheet else "This card is not in dpbench's table.",
-    )
-    return Table(f"{ceilings.device}: measured ceilings", headers, cells, notes)

@@ -11,8 +11,6 @@ import pytest
 from dpbench.cli import build_parser, main
 from dpbench.doctor.findings import Setup
 from dpbench.gpu import Gpu
-from dpbench.process.ceilings import measure_ceilings
-from dpbench.results.cards import Ceilings, read_ceilings
 from dpbench.results.storage import Storage
 from tests.plugin.saved_runs import recorded_document, save
 from tests.programs import program
@@ -141,14 +139,6 @@ def test_roofline_takes_every_axis_of_a_grid(capsys: pytest.CaptureFixture[str])
     axes = ["--model-size=100x8x1x2", "--precision=bf16", "--attention=dp_mha", "--model=simple"]
     assert main(["roofline", "--grid=cell.toml", "--card=h200", *axes]) == 0
     assert "100x8x1x2 bf16, dp_mha, batch 2, sequence 8" in capsys.readouterr().out
-
-
-def test_ceilings_are_written_for_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure_ceilings("cpu", copy_bytes=2**20, matrix=8, seconds=0.001)
-    replayed_gpu(monkeypatch)
-    monkeypatch.setattr("dpbench.process.ceilings.measure_ceilings", lambda: found)
-    assert main(["ceilings", "--json=out/ceilings.json"]) == 0
-    assert read_ceilings(Path("out/ceilings.json")) == Ceilings(**found)
 
 
 def test_doctor_looks_where_it_is_told(

@@ -10,7 +10,6 @@ import pytest
 from dpbench import Case
 from dpbench.cli import main
 from dpbench.metrics import unit
-from dpbench.results.cards import Ceilings
 from dpbench.results.rows import STEP, Measurement, as_rows
 
 TINY = ["--model-size", "tiny", "--batch-size", "4", "--seq-len", "16"]
@@ -66,7 +65,8 @@ def test_saved_rows_need_no_card_and_are_chosen_by_the_case_options(
 
 def test_measured_ceilings_serve_as_roofs(capsys: pytest.CaptureFixture[str]) -> None:
     flops = dict.fromkeys(("fp32", "tf32", "bf16"), 1e13)
-    Path("c.json").write_text(Ceilings(DEVICE, 1e12, 2**32, flops, 8192, "2.11").as_json())
+    ceilings = {"device": DEVICE, "bandwidth": 1e12, "flops": flops, "torch": "2.11"}
+    Path("c.json").write_text(json.dumps({"ceilings": ceilings}))
     assert main(["roofline", str(saved(DPSGD)), "--ceilings", "c.json"]) == 0
     assert "Roofs of NVIDIA H200: 1000 GB/s and 10 TFLOP/s" in capsys.readouterr().out
 
@@ -103,7 +103,7 @@ def test_nothing_but_cases_that_cannot_be_counted_is_a_failure() -> None:
         (["run.json", "--trainer", "adam"], "unknown trainer 'adam'"),
         (["run.json", "run.json"], "run.json, run.json: the same case is in two of them"),
         (["run.json", "--card", "l4"], "measured on NVIDIA H200, not on NVIDIA L4"),
-        (["run.json", "--ceilings", "run.json"], "not a document of dpbench ceilings"),
+        (["run.json", "--ceilings", "run.json"], "not what bench/ceilings.py prints"),
         (["run.json", "--markdown", "/"], "is a directory; name a file"),
     ],
 )
@@ -123,8 +123,3 @@ def test_rows_of_a_card_that_is_not_known_are_refused_before_anything_is_counted
 ) -> None:
     assert main(["roofline", str(saved(DPSGD, device="NVIDIA H20"))]) == 2
     assert "unknown card 'NVIDIA H20'" in capsys.readouterr().err
-
-
-def test_ceilings_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ceilings"]) == 2
-    assert "dpbench ceilings: no CUDA GPU is visible here" in capsys.readouterr().err
