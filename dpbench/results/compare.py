@@ -157,7 +157,6 @@ def _moved(run: Run, case: Case, metric: str, parts: str) -> dict[tuple[str, str
             continue
         steps = len({kernel.repeat for kernel in outcome.kernels})
         for kernel in outcome.kernels:
-            by = f" ({kernel.operator})" if kernel.operator else ""
             moved = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
-            found[kernel.phase, f"{kernel.kernel}{by}"] += moved / steps
+            found[kernel.phase, kernel.kernel] += moved / steps
     return found

@@ -115,7 +115,6 @@ class KernelLaunch:
 
     repeat: int  # which of the active steps, from 0
     phase: str
-    ordinal: int  # among the kernel launches of its phase and step, from 0, copies not counted
     name: str  # demangled, template arguments and parameters included
     grid: tuple[int, int, int]  # thread blocks
     read_bytes: float  # from DRAM, B
@@ -131,7 +130,6 @@ class KernelCount(Entry):
     repeat: int
     phase: str
     name: str
-    operator: str | None  # which launched them, e.g. aten::clone, if that is known
     launches: int
     read_bytes: float
     write_bytes: float
@@ -183,19 +181,11 @@ class KernelSpeed(Entry):
         return super().from_row({**row, "grid": tuple(row["grid"])})
 
 
-def fold(
-    launches: Iterable[KernelLaunch], operators: Mapping[tuple[int, str, int], str] | None = None
-) -> tuple[KernelCount, ...]:
-    """Launches added up by step, phase, kernel and operator, most DRAM bytes first.
-
-    ``operators`` says which operator launched what, by the launch's repeat, phase and ordinal, as
-    far as it is known.
-    """
-    known = operators or {}
-    groups: dict[tuple[int, str, str, str | None], list[KernelLaunch]] = defaultdict(list)
+def fold(launches: Iterable[KernelLaunch]) -> tuple[KernelCount, ...]:
+    """Launches added up by step, phase and kernel, most DRAM bytes first."""
+    groups: dict[tuple[int, str, str], list[KernelLaunch]] = defaultdict(list)
     for launch in launches:
-        operator = known.get((launch.repeat, launch.phase, launch.ordinal))
-        groups[launch.repeat, launch.phase, launch.name, operator].append(launch)
+        groups[launch.repeat, launch.phase, launch.name].append(launch)
     counts = [
         KernelCount(*key, len(group), *(sum(getattr(x, name) for x in group) for name in ADDED_UP))
         for key, group in groups.items()

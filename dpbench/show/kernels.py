@@ -10,8 +10,9 @@ from dataclasses import replace
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
+from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, account, in_cache, unaccounted
 from dpbench.results.cards import Roofs, known_roofs
+from dpbench.results.frame import to_frame
 from dpbench.results.kernels import (
     KernelCount,
     KernelSpeed,
@@ -36,7 +37,9 @@ def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
     device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
     title = ", ".join(filter(None, (outcome.case.id, device)))
     step_bytes = dram_bytes_of_step(row for row in outcome.rows if row.instrument == "ncu")
+    accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
     return [
+        *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
         *kernel_tables(outcome.kernels, title, step_bytes, known_roofs(device), top=top),
         *speed_table(outcome.speed_of_light, title),
     ]
@@ -50,16 +53,15 @@ def kernel_tables(
     *,
     top: int = TOP,
 ) -> list[Table]:
-    """The kernels of a case for a terminal: the top ones by bytes, categories, operators.
+    """The kernels of a case for a terminal: the top ones by bytes, then categories.
 
     They are compared with the DRAM bytes of the case's step and the roofs of its card.
     """
     frame = kernel_frame(counts)
     if frame.empty:
         return []
-    groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
     tables = []
-    for by in groups if frame.operator.notna().any() else groups[:2]:
+    for by in (["kernel", "phase"], ["category"]):
         bandwidth = roofs.bandwidth if roofs else None
         table = kernel_table(frame, by, step_bytes=step_bytes, bandwidth=bandwidth)
         shown = table if by == ["category"] else table.head(top)
@@ -73,8 +75,8 @@ def kernel_tables(
             "share": ("share", "{:.1%}".format),
             "of\npeak": ("ceiling", "{:.0%}".format),
         }
-        shown = shown.reset_index().fillna({by[0]: "unknown"})
-        tables.append(Table.of(f"{title}: bytes by {by[0]}{count}", shown, columns))
+        title_of_table = f"{title}: bytes by {by[0]}{count}"
+        tables.append(Table.of(title_of_table, shown.reset_index(), columns))
     return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(frame, step_bytes, roofs)))]
 
 
@@ -132,9 +134,9 @@ def speed_table(speeds: Sequence[KernelSpeed], title: str) -> list[Table]:
     return [Table.of(f"{title}: Speed of Light", launches, columns, [note])]
 
 
-def account_table(title: str, account: pd.DataFrame) -> Table:
+def account_table(title: str, accounted: pd.DataFrame) -> Table:
     """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
-    small = in_cache(account)
+    small = in_cache(accounted)
     write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
     ways = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
     parts = dict(zip([*ways, "left\nover"], [*ACCOUNT_COLUMNS, "remainder"], strict=True))
@@ -143,9 +145,9 @@ def account_table(title: str, account: pd.DataFrame) -> Table:
     notes = ["Left over: range less kernels less copies; % of the step's range."]
     if small:
         notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
-    elif unaccounted(account):
+    elif unaccounted(accounted):
         notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
-    lines = account.rename_axis("phase").reset_index()
+    lines = accounted.rename_axis("phase").reset_index()
     return Table.of(f"{title}: DRAM GB per step", lines, columns, notes)
 
 

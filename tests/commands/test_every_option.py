@@ -19,7 +19,6 @@ REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
 CELL = ["--batch-size=4", "--seq-len=64", "--model-size=tiny"]
 AXES = ["--precision=bf16", "--attention=dp_mha", "--model=mine=outside:Model"]
 CONFIGURATION = "tiny-bf16-dp_mha-mine"
-SLOW = "import time; time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
@@ -71,20 +70,6 @@ def test_run_counts_the_chosen_case_as_asked(
     capsys.readouterr()
     assert main([*run, "--try-anyway", "--storage=kept", "--compare=1"]) == 0
     assert f"Change: {CONFIGURATION}, batch 4, sequence 64, ncu on" in capsys.readouterr().out
-
-
-def test_attribute_ends_a_case_that_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replayed_gpu(monkeypatch)
-    program(Path("ncu"), SLOW)
-    case = ["--trainer=dpsgd", *CELL, *AXES]
-    how = ["--ncu-path=./ncu", "--ncu-dir=deep", "--timeout=0.3"]
-    assert main(["attribute", *case, *how]) == 1
-    said = capsys.readouterr().err
-    assert f"deep/{CONFIGURATION}/report_dpsgd_bs4_seq64" in said
-    assert "CaseTimedOut" in said
-    assert "did not finish within 0.3 s" in said
 
 
 def test_compare_finds_numbers_in_the_storage_that_it_is_given(

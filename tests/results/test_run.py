@@ -27,7 +27,7 @@ ROWS = tuple(
     Measurement(CASE, "ncu", phase, "dram_read_bytes", value, "B", 0, "NVIDIA H200", "ncu 2025.3")
     for phase, value in ((STEP, 5.0), ("clip", 2.0))
 )
-KERNEL = KernelCount(0, "clip", "void norm()", None, 3, 1.0, 2.0, 3.0, 0.5)
+KERNEL = KernelCount(0, "clip", "void norm()", 3, 1.0, 2.0, 3.0, 0.5)
 OPERATOR = OperatorCount("clip", "aten.clone", 1, 2, 3, 4)
 OUTCOMES = [
     Outcome(CASE, ROWS, 1.5, instruments=("ncu",), kernels=(KERNEL,)),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
@@ -17,7 +17,6 @@ from dpbench.files import check_writable
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.torch_profiler import trace
 from dpbench.metrics import METRICS, unit
-from dpbench.results.kernels import KernelLaunch
 from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
 
 INSTRUMENT = "torch_profiler"  # the instrument's name in rows
@@ -42,12 +41,7 @@ class Profile:
 
     rows: list[Measurement]
     launches: list[dict[str, Any]]  # of `grouped`; sums over all steps
-    operators: list[dict[str, Any]] = field(default_factory=list)  # not in a summary
-
-    @property
-    def steps(self) -> int:
-        """How many were recorded."""
-        return len({row.repeat for row in self.rows})
+    operators: list[dict[str, Any]]  # by name and by input shapes, of each cycle
 
 
 def prepare(directory: Path) -> None:
@@ -106,40 +100,10 @@ def write_log(
             writer.file_writer.add_summary(summary)
 
 
-def read_summary(directory: Path) -> Profile:
-    """The summary of a profile."""
-    path = directory / SUMMARY
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if document["schema"] > SCHEMA:
-            raise trace.TraceUnreadable(f"{path}: written by a newer dpbench")
-        return Profile(list(map(Measurement.from_row, document["rows"])), document["launches"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = getattr(error, "strerror", None) or type(error).__name__
-        raise trace.TraceUnreadable(f"{path}: not the summary of a profile ({what})") from error
-
-
-def operators_of(
-    directory: Path, launches: Iterable[KernelLaunch]
-) -> dict[tuple[int, str, int], str]:
-    """The operators behind kernels that another process launched, by step, phase and place.
-
-    The two tools write kernels' names in ways of their own, so a kernel is found by its place
-    among those of its phase. Both processes ran the same step; should they have launched
-    different numbers of kernels in a phase, its operators are unknown.
-    """
-    seen: dict[str, list[str | None]] = defaultdict(list)
-    for launch in trace.read(directory / "trace_0.json.gz").launches:
-        if launch.repeat == 0 and launch.kind == "kernel":
-            seen[launch.phase].append(launch.operator)
-    counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
-    return {
-        (0, phase, place): operator
-        for phase, operators in seen.items()
-        if len(operators) == counted[phase]
-        for place, operator in enumerate(operators)
-        if operator
-    }
+def read_rows(directory: Path) -> list[Measurement]:
+    """The rows of a profile that `write_summary` left."""
+    document = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+    return [Measurement.from_row(row) for row in document["rows"]]
 
 
 def _in_order(directory: Path, pattern: str) -> list[Path]:
