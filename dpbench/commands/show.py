@@ -1,38 +1,46 @@
-"""Print tables from a saved run, saved reports or a timeline; needs no GPU.
+"""Print tables from saved runs, saved reports or a timeline, or draw a page; needs no GPU.
 
 A run is the number of a saved one (dpbench list shows them) or a JSON file: of
-dpbench run --json, of pytest --dpbench-json, or in the storage.
-The reports are Nsight Compute's that dpbench made. The case is read off the path,
-.../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. A timeline is a report of Nsight Systems
-(.nsys-rep, which needs nsys) or an SQLite file exported from one: when the GPU worked, and
-for which launches it waited.
+dpbench run --json, of pytest --dpbench-json, or in the storage. With --html FILE runs become one
+HTML page that opens offline: charts, each with its numbers as a table, and every row.
+
+The reports are Nsight Compute's. Of ranges, they are those that dpbench made: the case is read off
+the path, .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. Of kernels (in each configuration's
+folder kernels, or of any program profiled in kernel replay with the same metrics), they say which
+kernels move the bytes; what was launched outside dpbench's phases is "outside". Those in a folder
+sol hold the Speed of Light of a few kernels.
+
+A timeline is a report of Nsight Systems (.nsys-rep, which needs nsys) or an SQLite file exported
+from one: when the GPU worked, and for which launches it waited.
 
 Examples:
   dpbench show 3
-  dpbench show run.json
+  dpbench show run.json other.json --html report.html
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
-  dpbench show ncu_reports/1b-bf16/report_dpsgd_bs8_seq256.sqlite
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
+  dpbench show ncu_reports/1b-fp32/kernels/*.ncu-rep --phase clip --top 20
+  dpbench show ncu_reports/1b-bf16/report_dpsgd_bs8_seq256.sqlite
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.case import Case
+from dpbench.case import ALL_PHASES, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_is_file
+from dpbench.files import check_is_file, check_writable_file, in_words
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
-    from dpbench.results.rows import Measurement
+    from dpbench.results.run import Run
     from dpbench.show.layout import Table
+    from dpbench.show.view import View
 
-
+REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
 """Suffixes of what Nsight Systems recorded, and of what was exported from that."""
 
@@ -40,37 +48,58 @@ TIMELINES = (".nsys-rep", ".sqlite")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
-    declare(parser.add_argument, "columns", "sort", "group_by", "expect", "storage")
+    declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
+    parser.add_argument("--phase", choices=ALL_PHASES, help="of kernels, those of this phase only")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="draw the runs as a page here")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables; returns the exit code."""
-    from dpbench.results.frame import to_frame
+    """Print the tables, or write the page; returns the exit code."""
     from dpbench.show.export import summary_tables
     from dpbench.show.layout import as_text, terminal_width
-    from dpbench.show.tables import tables
     from dpbench.show.view import View
 
-    view = View.of(options.columns, options.sort, options.group_by, expect=options.expect)
-    runs = [name for name in options.files if Path(name).suffix not in (".ncu-rep", *TIMELINES)]
-    timelines = [Path(name) for name in options.files if Path(name).suffix in TIMELINES]
-    if (runs or timelines) and len(options.files) > 1:
+    view = View.of(options.columns, options.sort, options.group_by, options.top, options.expect)
+    if options.html:
+        _draw(options, view)
+        return 0
+    single = next((name for name in options.files if Path(name).suffix != REPORT), None)
+    if single and len(options.files) > 1:
         raise ConfigurationError(
-            f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
-            if runs
-            else f"{timelines[0]} is a timeline: show it alone"
+            f"show {single} alone: only reports of Nsight Compute share tables; dpbench compare "
+            f"takes more runs, and so does --html"
         )
-    if timelines:
-        shown = _of_timeline(timelines[0])
-    elif runs:
-        outcomes = saved_run(runs[0], options.storage).outcomes
-        shown = summary_tables(outcomes, view.of_tests(outcomes))
+    if single is None:
+        shown = list(_of_reports(list(map(Path, options.files)), view, options.phase))
+    elif Path(single).suffix in TIMELINES:
+        shown = _of_timeline(Path(single))
     else:
-        shown = tables(to_frame(_rows(map(Path, options.files))), view)
+        outcomes = saved_run(single, options.storage).outcomes
+        shown = summary_tables(outcomes, view.of_tests(outcomes))
     if not shown:
         raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
     print(as_text(shown, terminal_width()))
     return 0
+
+
+def _draw(options: argparse.Namespace, view: View) -> None:
+    """Write the page of the runs."""
+    from dpbench.show.html import check_libraries
+
+    check_libraries()
+    from dpbench.show.html.data import labelled
+    from dpbench.show.html.page import write_html
+
+    runs: list[Run] = [saved_run(name, options.storage) for name in options.files]
+    for run in runs:
+        if not run.outcomes:
+            raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
+    check_writable_file(options.html)
+    try:
+        write_html(options.html, labelled((run.name, run.document) for run in runs), view.expected)
+    except OSError as error:
+        raise ConfigurationError(in_words(error)) from error
+    print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")
 
 
 def _of_timeline(path: Path) -> list[Table]:
@@ -81,15 +110,60 @@ def _of_timeline(path: Path) -> list[Table]:
     return whole_timeline(timeline_of(path), path.stem)
 
 
-def _rows(reports: Iterable[Path]) -> list[Measurement]:
-    from dpbench.instruments.ncu.range_report import case_of, read
+def _of_reports(reports: Iterable[Path], view: View, phase: str | None) -> Iterator[Table]:
+    """Tables of ranges, all together, then those of each report of kernels."""
+    from dpbench.instruments.ncu.range_report import SPEED_OF_LIGHT, case_of, holds_kernels, read
+    from dpbench.instruments.ncu.speed_of_light import read_speeds
+    from dpbench.results.frame import to_frame
+    from dpbench.show.kernels import speed_table
+    from dpbench.show.tables import tables
 
-    paths: dict[Case, Path] = {}
+    ranges: dict[Case, Path] = {}
+    of_kernels: list[Table] = []
     for path in reports:
         check_is_file(path)
-        other = paths.setdefault(case_of(path), path)
-        if other is not path:
+        if path.resolve().parent.name == SPEED_OF_LIGHT:
+            of_kernels += speed_table(read_speeds(path), _title(path))
+        elif holds_kernels(path):
+            of_kernels += _of_kernels(path, view.top, phase)
+        elif (other := ranges.setdefault(case_of(path), path)) is not path:
             raise ConfigurationError(
                 f"{other} and {path} are the same case; show them one at a time"
             )
-    return [row for case, path in paths.items() for row in read(path, case)]
+    yield from tables(
+        to_frame(row for case, path in ranges.items() for row in read(path, case)), view
+    )
+    yield from of_kernels
+
+
+def _of_kernels(path: Path, top: int, phase: str | None) -> list[Table]:
+    """Which kernels of a report move the bytes, beside the step's by its ranges if they are known.
+
+    These are in a report that lies where it should, see `dpbench.instruments.ncu`.
+    """
+    from dpbench.instruments.ncu.kernel_report import read_kernels
+    from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
+    from dpbench.results.cards import known_roofs
+    from dpbench.results.kernels import dram_bytes_of_step, fold
+    from dpbench.show.kernels import kernel_tables
+
+    report = read_kernels(path)
+    chosen = [launch for launch in report.launches if phase in (None, launch.phase)]
+    if not chosen:
+        present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
+        raise ConfigurationError(f"{path}: no kernel in phase {phase!r}; there is {present}")
+    ranges, step_bytes = path.resolve().parents[1] / path.name, None
+    if path.resolve().parent.name == KERNELS and ranges.exists():
+        step_bytes = dram_bytes_of_step(read(ranges, case_of(ranges)))
+    title, roofs = f"{_title(path)}, {report.device}", known_roofs(report.device)
+    return kernel_tables(fold(chosen), title, step_bytes, roofs, top=top)
+
+
+def _title(path: Path) -> str:
+    """The case that a report is of, or the report's own name if dpbench did not make it."""
+    from dpbench.instruments.ncu.range_report import ForeignReport, case_of
+
+    try:
+        return case_of(path).id
+    except ForeignReport:
+        return path.name

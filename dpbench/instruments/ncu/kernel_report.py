@@ -21,10 +21,10 @@ from dpbench.errors import ConfigurationError
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.ncu.range_report import (
     DEVICE,
+    ForeignReport,
     MetricMissing,
     NothingProfiled,
     ReportUnreadable,
-    WrongReplay,
     count_actions,
     is_kernel,
     label,
@@ -116,7 +116,7 @@ def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> Ker
     device = ""
     for action in actions:
         if not is_kernel(action):
-            raise WrongReplay(f"{path}: it holds ranges, not kernels; dpbench show reads it")
+            raise ForeignReport(f"{path}: it holds ranges, not kernels")
         metrics = {name: action.metric_by_name(name) for name in names}
         if missing := [name for name, metric in metrics.items() if metric is None]:
             if launches or not first or DEVICE in missing:  # the kernels before it have them

@@ -41,10 +41,6 @@ class ForeignReport(InstrumentError):
     remedy = "dpbench reads complete reports of its own `--ncu` and `dpbench run`"
 
 
-class WrongReplay(InstrumentError):
-    """A report of kernels where one of ranges is needed, or the other way round."""
-
-
 class NothingProfiled(InstrumentError):
     """A report without a single range: ncu itself ends with exit code 0 then."""
 
@@ -112,7 +108,7 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     if len(actions) == 1 and is_kernel(actions[0]) and not actions[0].metric_by_name(DEVICE):
         raise ReportUnreadable(f"{path}: the report is incomplete, too short to say of what")
     if actions and is_kernel(actions[0]):
-        raise WrongReplay(f"{path}: it holds kernels, not ranges; dpbench kernels reads it")
+        raise ForeignReport(f"{path}: it holds kernels, not ranges")
     labels = [label(action) for action in actions]
     if None in (labels[:-1] or labels):  # the last may be cut off
         raise ForeignReport(f"{path}: it holds a range without dpbench's mark")
@@ -160,6 +156,13 @@ def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
         yield [(group, i) for group in groups for i in range(group.num_actions())]
     except Exception as error:  # the library raises bare RuntimeError and more
         raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
+
+
+def holds_kernels(path: Path) -> bool:
+    """Whether a report is one of kernels; a truncated one of ranges holds one of no device."""
+    with _opened(path) as places:
+        first = [profiled.action_by_idx(i) for profiled, i in places[:1]]
+        return any(is_kernel(action) and action.metric_by_name(DEVICE) for action in first)
 
 
 def is_kernel(action: Any) -> bool:
