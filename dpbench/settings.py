@@ -180,9 +180,6 @@ class Settings:
         const="",
         metavar="PREFIX",
     )
-    github_benchmark: Path | None = options.file(
-        "the tables' columns for github-action-benchmark (customSmallerIsBetter)"
-    )
 
     # what is saved, and compared with
     save: str | None = options.option("save the run in the storage as NAME", metavar="NAME")
@@ -262,7 +259,7 @@ class Settings:
     @property
     def files(self) -> dict[str, Path]:
         """The files that were asked for, by the name of their field."""
-        names = ("json", "markdown", "csv", "html", "github_benchmark")
+        names = ("json", "markdown", "csv", "html")
         return {name: path for name in names if (path := getattr(self, name)) is not None}
 
     @property

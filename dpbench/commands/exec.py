@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DECLARED = {
     "tables": ("columns", "sort", "expect"),
-    "files": ("json", "markdown", "csv", "github_benchmark"),
+    "files": ("json", "markdown", "csv"),
     "saved runs": (
         *("save", "autosave", "compare", "compare_fail", "compare_first_run_ok", "storage"),
     ),

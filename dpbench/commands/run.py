@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_argument_group("tables", "what is shown, here and in Markdown")
     declare(shown.add_argument, "columns", "sort", "group_by", "expect", "top")
     files = parser.add_argument_group("files")
-    declare(files.add_argument, "json", "markdown", "csv", "github_benchmark")
+    declare(files.add_argument, "json", "markdown", "csv")
     saved = parser.add_argument_group("saved runs", "dpbench list and dpbench compare read them")
     declare(
         saved.add_argument,

@@ -1,31 +1,29 @@
 """A whole run: every table of it, and forms for other programs.
 
-These are CSV, the JSON of github-action-benchmark, and GitHub's step summary.
+These are CSV and GitHub's step summary.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import write_text
 from dpbench.results.frame import to_frame
 from dpbench.results.operators import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
-from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
+from dpbench.results.rows import COLUMNS, as_rows
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
 from dpbench.show.profile import profile_tables
-from dpbench.show.tables import complete, in_order, tables
+from dpbench.show.tables import tables
 from dpbench.show.timeline import timeline_tables
-from dpbench.show.view import View, usual_columns
+from dpbench.show.view import View
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 STEP_SUMMARY_BYTES = 1024 * 1024
@@ -88,7 +86,6 @@ def write_renderings(
     *,
     markdown: Path | None = None,
     csv: Path | None = None,
-    github_benchmark: Path | None = None,
     missing: int = 0,
 ) -> None:
     """Write a run in each of the forms for which there is a file.
@@ -103,53 +100,6 @@ def write_renderings(
     if csv:
         frame = pd.DataFrame(as_rows(rows), columns=COLUMNS, dtype=object)
         write_text(csv, frame.to_csv(index=False, lineterminator="\n"))
-    if github_benchmark:
-        entries = list(github_benchmark_entries(rows, view))
-        write_text(github_benchmark, json.dumps(entries, indent=1) + "\n")
-
-
-def github_benchmark_entries(
-    measurements: Sequence[Measurement], view: View
-) -> Iterator[dict[str, Any]]:
-    """The entries that github-action-benchmark reads as its tool ``customSmallerIsBetter``.
-
-    One per case and column of the view (by default those of the tables) where the case has a
-    number, of whole steps. ``name`` stays the same from run to run on one kind of device, for
-    the action compares by it; ``value`` is exact, in ``unit``. Spreads, and rates, of which more
-    is better, have no entry.
-
-    Source of the format: ``BenchmarkResult`` in ``src/extract.ts`` of
-    benchmark-action/github-action-benchmark.
-    """
-    frame = to_frame(measurements)
-    if frame.empty:
-        return
-    columns = [
-        column
-        for column in view.columns or usual_columns()
-        if column.kind != "spread" and column.smaller_is_better
-    ]
-    summary = in_order(complete(frame))
-    by_instrument = frame.groupby([*AXES, "device", "instrument"], as_index=False)
-    tools = by_instrument.agg(tool=("tool", lambda names: ", ".join(dict.fromkeys(names))))
-    step = summary[summary.phase == STEP].merge(tools, how="left")
-    for _, case in step.groupby([*AXES, "device"], sort=False):
-        for column in columns:
-            rows = case[case.metric.isin(column.metrics)].dropna(subset=column.kind)
-            if column.kind == "ratio":  # that of standard training is always 1
-                rows = rows[rows.trainer != BASELINE_TRAINER]
-            for row in rows.head(1).to_dict("records"):
-                units = {"value": row["unit"], "ratio": "x standard", "over_logical": "x logical"}
-                entry = {
-                    "name": f"{row['device']}/{Case.from_row(row).id}/{column.name}",
-                    "unit": units[column.kind],
-                    "value": row[column.kind],
-                    "extra": f"instrument: {row['instrument']}\ntool: {row['tool']}\n"
-                    f"steps: {row['repeats']:.0f}",
-                }
-                if column.kind == "value" and not pd.isna(row["spread"]):
-                    entry["range"] = f"± {row['spread'] / 2:.2%}"
-                yield entry
 
 
 def append_step_summary(tables: Sequence[Table]) -> str | None:

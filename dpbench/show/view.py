@@ -40,12 +40,6 @@ class Column:
     metrics: tuple[str, ...]
     kind: Kind = "value"
 
-    @property
-    def smaller_is_better(self) -> bool:
-        """False for rates; what is moved, held or waited for should shrink."""
-        metric = METRICS.get(self.metrics[0])
-        return not (metric.higher_is_better if metric else self.metrics[0].endswith(THROUGHPUT))
-
 
 def columns() -> dict[str, Column]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""

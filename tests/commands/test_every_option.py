@@ -106,8 +106,8 @@ def test_step_takes_every_axis_of_a_case(capsys: pytest.CaptureFixture[str]) -> 
         (["step", "--trainer=dpsgd", "--nvtx", "--model-size=tiny"], "sees a GPU's work only"),
         (["step", "--trainer=dpsgd", "--nvtx", "--profile=runs"], "excludes --profile"),
         (
-            ["run", "--instrument=logical", "--json=run", "--github-benchmark=./run"],
-            "--json and --github-benchmark name the same file, 'run'",
+            ["run", "--instrument=logical", "--json=run", "--markdown=./run"],
+            "--json and --markdown name the same file, 'run'",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def test_columns_order_groups_and_files(
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "absent" / "summary.md"))
     table = ["--columns=dram_bytes,dram_over_logical", "--sort=dram_over_logical"]
-    files = ["--csv=out/run.csv", "--github-benchmark=out/bench.json", "--markdown=out/run.md"]
+    files = ["--csv=out/run.csv", "--markdown=out/run.md"]
     assert replayed(*table, "--group-by=device", *files) == 0
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
@@ -65,11 +65,6 @@ def test_columns_order_groups_and_files(
     assert "WARNING: GITHUB_STEP_SUMMARY: " in shown.err
     with (tmp_path / "out/run.csv").open(newline="") as stream:
         assert {row["instrument"] for row in csv.DictReader(stream)} == {"ncu", "logical"}
-    entries = json.loads((tmp_path / "out/bench.json").read_text())
-    assert {entry["name"].rpartition("/")[2] for entry in entries} == {
-        "dram_bytes",
-        "dram_over_logical",
-    }
     markdown = (tmp_path / "out/run.md").read_text(encoding="utf-8")
     assert "| DRAM ÷ logical |" in markdown.replace("  ", "")
 

@@ -28,8 +28,8 @@ from tests.plugin.conftest import RunSuite
         (["--dpbench-csv=/dev/null/x.csv"], "directory /dev/null cannot be written"),
         (["--dpbench-json=/dev/null/x.json"], "directory /dev/null cannot be written"),
         (
-            ["--dpbench-csv=run", "--dpbench-github-benchmark=./run"],
-            "--dpbench-csv and --dpbench-github-benchmark name the same file, 'run'",
+            ["--dpbench-csv=run", "--dpbench-markdown=./run"],
+            "--dpbench-markdown and --dpbench-csv name the same file, 'run'",
         ),
     ],
 )

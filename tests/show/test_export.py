@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from dpbench.results.rows import COLUMNS, STEP, Measurement
 from dpbench.show.export import (
     STEP_SUMMARY,
     append_step_summary,
-    github_benchmark_entries,
     write_renderings,
 )
 from dpbench.show.layout import Table
@@ -85,65 +82,6 @@ def test_csv_quotes_what_would_break_a_line(tmp_path: Path) -> None:
     write_renderings(outcomes([changed]), View(), csv=tmp_path / "run.csv")
     with (tmp_path / "run.csv").open(newline="", encoding="utf-8") as stream:
         assert [line["tool"] for line in csv.DictReader(stream)] == ['a,"b"\nc']
-
-
-# --- github-action-benchmark -----------------------------------------------------------------
-
-
-def entries(measured: list[Measurement], **view: str) -> dict[str, dict[str, Any]]:
-    found = list(github_benchmark_entries(measured, View.of(**view)))
-    assert len({entry["name"] for entry in found}) == len(found)
-    return {entry["name"].partition("/")[2]: entry for entry in found}
-
-
-def test_entries_are_cases_and_the_columns_of_the_tables() -> None:
-    case = "dpsgd-bs8-seq256-1b-fp32"
-    assert {name: entry["value"] for name, entry in entries(MEASURED).items()} == {
-        "standard-bs8-seq256-1b-fp32/dram_read_bytes": 100.0,
-        "standard-bs8-seq256-1b-fp32/dram_write_bytes": 100.0,
-        "standard-bs8-seq256-1b-fp32/dram_bytes": 200.0,
-        f"{case}/dram_read_bytes": 301.0,
-        f"{case}/dram_write_bytes": 100.0,
-        f"{case}/dram_bytes": 401.0,
-        f"{case}/dram_ratio": 401 / 200,
-        f"{case}/step_time_seconds": 0.2,
-    }
-
-
-def test_entry_has_the_fields_that_the_action_reads() -> None:
-    found = entries(MEASURED)
-    assert found["dpsgd-bs8-seq256-1b-fp32/dram_bytes"] == {
-        "name": "NVIDIA H200/dpsgd-bs8-seq256-1b-fp32/dram_bytes",
-        "unit": "B",
-        "value": 401.0,
-        "range": f"± {1 / 401:.2%}",
-        "extra": "instrument: ncu\ntool: ncu 2025.3.1, ncu 2026.1.0\nsteps: 2",
-    }
-    ratio = found["dpsgd-bs8-seq256-1b-fp32/dram_ratio"]
-    assert (ratio["unit"], "range" in ratio) == ("x standard", False)
-
-
-def test_entries_follow_chosen_columns_but_for_rates_of_which_more_is_better() -> None:
-    chosen = "dram_ratio,samples_per_second,dram_throughput,spread,step_time_seconds"
-    assert [name.rpartition("/")[2] for name in entries(MEASURED, columns=chosen)] == [
-        "dram_ratio",
-        "step_time_seconds",
-    ]
-
-
-def test_file_is_a_list_even_of_nothing(tmp_path: Path) -> None:
-    write_renderings([], View(), github_benchmark=tmp_path / "none.json")
-    write_renderings(outcomes(MEASURED), View(), github_benchmark=tmp_path / "some.json")
-    assert json.loads((tmp_path / "none.json").read_text()) == []
-    assert json.loads((tmp_path / "some.json").read_text()) == list(entries(MEASURED).values())
-
-
-def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
-    write_renderings(outcomes(MEASURED), View.of("dram_ratio"), markdown=tmp_path / "run.md")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.md"]
-    text = (tmp_path / "run.md").read_text(encoding="utf-8")
-    assert "DRAM ÷ std" in text
-    assert "DRAM read" not in text
 
 
 # --- GitHub's step summary -------------------------------------------------------------------
