@@ -112,8 +112,8 @@ def _of_timeline(path: Path) -> list[Table]:
 
 def _of_reports(reports: Iterable[Path], view: View, phase: str | None) -> Iterator[Table]:
     """Tables of ranges, all together, then those of each report of kernels."""
+    from dpbench.instruments.ncu.kernel_report import read_speeds
     from dpbench.instruments.ncu.range_report import SPEED_OF_LIGHT, case_of, holds_kernels, read
-    from dpbench.instruments.ncu.speed_of_light import read_speeds
     from dpbench.results.frame import to_frame
     from dpbench.show.kernels import speed_table
     from dpbench.show.tables import tables

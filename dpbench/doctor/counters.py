@@ -110,7 +110,8 @@ def why_not_tried(setup: Setup) -> str:
 def _instrument(setup: Setup, metrics: Iterable[NcuMetric]) -> Ncu:
     steps = Steps(warmup=1, active=1)  # the first copy leaves the cache as the second finds it
     path = find_ncu(setup.ncu_path)
-    return Ncu(setup.directory / "doctor", path, steps, setup.timeout, tuple(metrics))
+    place = setup.directory / "doctor"
+    return Ncu(place, path, steps, setup.timeout, metrics=tuple(metrics))
 
 
 def not_there(metrics: Iterable[NcuMetric], known: Collection[str]) -> dict[str, list[str]]:

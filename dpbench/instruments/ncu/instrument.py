@@ -2,44 +2,50 @@
 
 The case runs once more under ``ncu``. In application range replay (`Ncu`) each phase of each
 active step is one range, whose counters include copies and memsets. Kernel replay (`NcuKernels`)
-misses those, and tells one kernel from the other.
+misses those, and tells one kernel from the other. `SpeedOfLight` reads many metrics of the kernels
+that then move most, each once for every shape in which it is launched: the data of Nsight
+Compute's pages.
 """
 
 from __future__ import annotations
 
-import os
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
-
-from tqdm import tqdm
+from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, Running, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu.kernel_report import PROFILING, kernel_counters, read_kernels
+from dpbench.instruments.ncu.kernel_report import (
+    PERCENTAGES,
+    TIME,
+    kernel_counters,
+    read_kernels,
+    read_speeds,
+)
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
 from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu.range_report import (
     KERNELS,
+    SPEED_OF_LIGHT,
     NothingProfiled,
     ReportUnreadable,
     launches_by_phase,
     read,
     report_path,
 )
-from dpbench.instruments.terminal import begin_line, place
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.process.schedule import Steps
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
-EVERY_PHASE = f"regex:{NVTX_DOMAIN}@.*"
-"""The NVTX filter that lets through whatever dpbench marked."""
+NAME_LENGTH = 250
+"""How much of a demangled name tells one kernel from the others."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,19 @@ class NcuInstrument(Instrument):
     further one adds seconds and, at 400 bytes a kernel launch, megabytes to the report.
     """
 
-    replay: ClassVar[str]  # ncu's mode
+    replay: ClassVar[str] = "kernel"  # ncu's mode: tens of ms a kernel
     folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
 
     directory: Path  # where reports and logs go, one folder a configuration
     path: str  # the ncu program
     steps: Steps = Steps(warmup=1, active=1)
     timeout: float = Settings.timeout  # seconds after which a case is ended
+    phases: tuple[str, ...] = ()  # profile these only; every one if there is none
+
+    @classmethod
+    def asked(cls, settings: Settings, **own: Any) -> Self:
+        """The instrument as a session's options have it, and what is its ``own``."""
+        return cls(settings.ncu_dir, find_ncu(settings.ncu_path), timeout=settings.timeout, **own)
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=True)
@@ -68,21 +80,19 @@ class NcuInstrument(Instrument):
     def report(self, case: Case) -> Path:
         return self.directory / report_path(case, self.folder)
 
-    def command_under_ncu(
-        self, case: Case, collect: Iterable[str], include: Iterable[str] = (EVERY_PHASE,)
-    ) -> list[str]:
+    def command_under_ncu(self, case: Case, collect: Iterable[str]) -> list[str]:
         """The whole argument list for one case."""
         step = step_command(case, self.steps, device="cuda", nvtx=True)
-        return [*self.before_program(case, collect, include), *step]
+        return [*self.before_program(case, collect), *step]
 
-    def before_program(
-        self, case: Case, collect: Iterable[str], include: Iterable[str] = (EVERY_PHASE,)
-    ) -> list[str]:
+    def before_program(self, case: Case, collect: Iterable[str]) -> list[str]:
         """The arguments before those of the profiled program, caches and clocks left alone.
 
         Options say what to ``collect``, and of which kernels; a range or kernel is profiled if one
-        of the NVTX filters ``include`` fits.
+        of the NVTX filters fits.
         """
+        steps = range(self.steps.active)
+        chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
         return [
             self.path,
             *("--config-file", "off"),  # a stray config.ncu-cfg would change the run
@@ -91,7 +101,11 @@ class NcuInstrument(Instrument):
             *("--clock-control", "none"),
             *("--import-sass", "no"),  # 60 times smaller reports
             "--nvtx",
-            *(text for each in include for text in ("--nvtx-include", each)),
+            *(
+                text
+                for each in chosen or [f"regex:{NVTX_DOMAIN}@.*"]
+                for text in ("--nvtx-include", each)
+            ),
             *collect,
             "--force-overwrite",
             *("--export", str(self.report(case))),
@@ -125,6 +139,14 @@ class NcuInstrument(Instrument):
         """The versions behind the rows of a record."""
         return f"ncu {ncu_version(self.path)}, torch {record['torch']}"
 
+    def nothing_to_profile(self, case: Case) -> bool:
+        """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""
+        try:
+            launches = launches_by_phase(self.directory / case.report_path)
+        except InstrumentError:
+            return False
+        return bool(self.phases) and not any(launches[phase] for phase in self.phases)
+
 
 @dataclass(frozen=True)
 class Ncu(NcuInstrument):
@@ -136,14 +158,10 @@ class Ncu(NcuInstrument):
     metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Ncu:
-        return cls(
-            settings.ncu_dir,
-            find_ncu(settings.ncu_path),
-            Steps(settings.ncu_warmup, settings.ncu_active),
-            settings.timeout,
-            tuple(resolve(settings.metric_names, gpu.chip_here())),
-        )
+    def from_settings(cls, settings: Settings) -> Self:
+        steps = Steps(settings.ncu_warmup, settings.ncu_active)
+        metrics = tuple(resolve(settings.metric_names, gpu.chip_here()))
+        return cls.asked(settings, steps=steps, metrics=metrics)
 
     def command(self, case: Case) -> list[str]:
         return self.command_under_ncu(case, ("--metrics", ",".join(counters(self.metrics))))
@@ -158,46 +176,7 @@ class Ncu(NcuInstrument):
 
 
 @dataclass(frozen=True)
-class OfKernels(NcuInstrument):
-    """Profiles one kernel at a time, in tens of ms each."""
-
-    replay: ClassVar[str] = "kernel"
-
-    phases: tuple[str, ...] = ()  # profile these only; every one if there is none
-
-    @property
-    def filters(self) -> list[str]:
-        """The NVTX filters that let through the phases of every active step."""
-        steps = range(self.steps.active)
-        named = [f"{NVTX_DOMAIN}@{i}.{phase}" for i in steps for phase in self.phases]
-        return named or [EVERY_PHASE]
-
-    def expected(self, case: Case) -> int | None:
-        """How many kernels there will be, if the case has a report of ranges that says so."""
-        try:
-            counts = launches_by_phase(self.directory / case.report_path)
-        except InstrumentError:
-            return None
-        return sum(counts[phase] for phase in self.phases or counts) * self.steps.active
-
-    def watched(self, process: Child, description: str, total: int | None) -> dict[str, Any]:
-        """`record_of`, with a progress bar on a terminal; none in an xdist worker, one of many."""
-        hidden = "PYTEST_XDIST_WORKER" in os.environ or not place().isatty()
-        if not hidden:
-            begin_line()
-        with tqdm(
-            total=total, desc=description, unit="kernel", leave=False, disable=hidden, file=place()
-        ) as bar:
-            process.watch = lambda line: bar.update(line.count(PROFILING))
-            return self.record_of(process)
-
-    def nothing_to_profile(self, case: Case) -> bool:
-        """Whether the phases launch no kernel: ghost clipping's clip is a copy, say."""
-        return bool(self.phases) and self.expected(case) == 0
-
-
-@dataclass(frozen=True)
-class NcuKernels(OfKernels):
+class NcuKernels(NcuInstrument):
     """Counts the bytes of kernels."""
 
     name: ClassVar[str] = "ncu_kernels"
@@ -206,17 +185,12 @@ class NcuKernels(OfKernels):
     counters: tuple[str, ...] = field(default_factory=kernel_counters)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> NcuKernels:
-        return cls(
-            settings.ncu_dir,
-            find_ncu(settings.ncu_path),
-            timeout=settings.timeout,
-            phases=settings.phases,
-            counters=kernel_counters(gpu.chip_here()),
-        )
+    def from_settings(cls, settings: Settings) -> Self:
+        counted = kernel_counters(gpu.chip_here())
+        return cls.asked(settings, phases=settings.phases, counters=counted)
 
     def command(self, case: Case) -> list[str]:
-        return self.command_under_ncu(case, ["--metrics", ",".join(self.counters)], self.filters)
+        return self.command_under_ncu(case, ("--metrics", ",".join(self.counters)))
 
     def start(self, case: Case) -> Child:
         """Start a process whose rows are what its kernels add up to, by phase and step.
@@ -228,7 +202,7 @@ class NcuKernels(OfKernels):
     def read(self, process: Child) -> list[Measurement]:
         case = process.case
         try:
-            record = self.watched(process, f"{case.id}: kernels", self.expected(case))
+            record = self.record_of(process)
             report = read_kernels(self.report(case))
         except (NothingProfiled, ReportUnreadable):
             if not self.nothing_to_profile(case):
@@ -244,3 +218,87 @@ class NcuKernels(OfKernels):
             tool=self.tool(record),
             whole=not self.phases,
         )
+
+
+def name_filter(names: Iterable[str]) -> str:
+    """The ``--kernel-name`` that fits these demangled names.
+
+    Whatever is no letter, digit or underscore may be any character: then nothing needs escaping
+    in ncu's kind of regular expression.
+    """
+    return f"regex:{'|'.join(re.sub(r'[^A-Za-z0-9_]', '.', name[:NAME_LENGTH]) for name in names)}"
+
+
+@dataclass(frozen=True)
+class SpeedOfLight(NcuInstrument):
+    """Reads many metrics of the kernels that move most, by the report of `NcuKernels`."""
+
+    name: ClassVar[str] = "speed_of_light"
+    folder: ClassVar[str] = SPEED_OF_LIGHT
+
+    set: str | None = "detailed"  # one of NCU_SETS, or None for the sections alone
+    sections: tuple[str, ...] = ()  # further ones of ncu --list-sections
+    kernels: int = Settings.ncu_set_kernels  # how many, by DRAM bytes
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        return cls.asked(
+            settings,
+            phases=settings.phases,
+            set=settings.ncu_set,
+            sections=settings.ncu_sections,
+            kernels=settings.ncu_set_kernels,
+        )
+
+    def command(self, case: Case, names: Iterable[str]) -> list[str]:
+        """The whole argument list for one case and the demangled names of kernels."""
+        collect = [
+            *(("--set", self.set) if self.set else ()),
+            *(text for section in self.sections for text in ("--section", section)),
+            *("--metrics", ",".join([*PERCENTAGES.values(), TIME])),
+            *("--kernel-name-base", "demangled"),
+            *("--kernel-name", name_filter(names)),
+            *("--filter-mode", "per-launch-config"),
+            *("--launch-count", "1"),  # of each launch configuration
+        ]
+        return self.command_under_ncu(case, collect)
+
+    def chosen(self, case: Case) -> list[str]:
+        """The kernels that move most bytes in the case's report; none if the phases launch none."""
+        if self.nothing_to_profile(case):
+            return []
+        launches = read_kernels(self.directory / report_path(case, KERNELS)).launches
+        names = dict.fromkeys(count.name for count in fold(launches))
+        return list(names)[: self.kernels]
+
+    def start(self, case: Case) -> Waiting:
+        """See `Instrument.start`; the process itself starts when its turn comes."""
+        self.report(case).unlink(missing_ok=True)
+        return Waiting(self, case)
+
+    def read(self, process: Child) -> list[Measurement]:
+        """See `NcuInstrument.read`: no row, for what it finds is in ``speed_of_light``."""
+        self.record_of(process)
+        process.speed_of_light = read_speeds(self.report(process.case))
+        return []
+
+
+class Waiting(Running):
+    """A measurement that starts its process when it is asked for its rows."""
+
+    _child: Child | None = None
+
+    def __init__(self, instrument: SpeedOfLight, case: Case) -> None:
+        self.instrument, self.case = instrument, case
+
+    def rows(self) -> list[Measurement]:
+        if names := self.instrument.chosen(self.case):
+            command = self.instrument.command(self.case, names)
+            self._child = self.instrument.launch(self.case, command)
+            self._child.rows()
+            self.speed_of_light = self._child.speed_of_light
+        return []
+
+    def cancel(self) -> None:
+        if self._child:
+            self._child.cancel()

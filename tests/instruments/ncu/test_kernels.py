@@ -13,10 +13,9 @@ import pytest
 from dpbench import Case, ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
-from dpbench.instruments.ncu.instrument import NcuKernels
-from dpbench.instruments.ncu.kernel_report import read_kernels
+from dpbench.instruments.ncu.instrument import NcuKernels, SpeedOfLight, name_filter
+from dpbench.instruments.ncu.kernel_report import read_kernels, read_speeds
 from dpbench.instruments.ncu.range_report import ReportUnreadable
-from dpbench.instruments.ncu.speed_of_light import SpeedOfLight, name_filter, read_speeds
 from dpbench.process.schedule import Steps
 from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
@@ -137,15 +136,12 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     return tmp_path
 
 
-@pytest.mark.parametrize(("phases", "expected"), [((), 468), (("clip", "noise"), 228)])
-def test_the_report_of_ranges_says_how_many_kernels_to_expect(
-    directory: Path, phases: tuple[str, ...], expected: int
+@pytest.mark.parametrize(("phases", "nothing"), [((), False), (("clip",), False), (("x",), True)])
+def test_the_report_of_ranges_says_whether_phases_launch_kernels(
+    directory: Path, phases: tuple[str, ...], nothing: bool
 ) -> None:
-    assert NcuKernels(directory, "ncu", phases=phases).expected(TINY) == expected
-
-
-def test_without_a_report_of_ranges_nobody_knows_how_many(tmp_path: Path) -> None:
-    assert NcuKernels(tmp_path, "ncu").expected(TINY) is None
+    assert NcuKernels(directory, "ncu", phases=phases).nothing_to_profile(TINY) is nothing
+    assert not NcuKernels(directory / "empty", "ncu", phases=phases).nothing_to_profile(TINY)
 
 
 def test_speed_of_light_is_for_the_kernels_with_most_bytes(directory: Path) -> None:
