@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -17,9 +16,6 @@ from dpbench.gpu import in_use, visible_gpus, why_no_gpu
 from dpbench.instruments.ncu.program import find_ncu, ncu_version
 from dpbench.results.rows import STEP
 from dpbench.show.layout import gigabytes
-
-ENOUGH_BYTES = 1e9
-"""Free disk space below which there is a warning; the reports of both grids take a tenth."""
 
 COUNTED = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
@@ -61,26 +57,12 @@ def logical_counting(setup: Setup) -> Iterator[Finding]:
     yield Finding("logical counting", OK, f"{COUNTED.id}: {gigabytes(moved)} GB a step")
 
 
-def report_directory(setup: Setup) -> Iterator[Finding]:
-    """Reports and logs can be written; a directory that is missing is not made."""
+def directories(setup: Setup) -> Iterator[Finding]:
+    """Where reports, logs and the lock of each GPU lie can be written; nothing is made."""
     place = setup.directory.absolute()
-    nearest = next(path for path in (place, *place.parents) if path.exists())
-    yield _space("report directory", nearest, setup.directory)
-
-
-def temporary_directory(setup: Setup) -> Iterator[Finding]:
-    """The directory where the lock of each GPU lies can be written."""
-    place = Path(tempfile.gettempdir())
-    yield _space("temporary directory", place, place)
-
-
-def _space(check: str, directory: Path, named: Path) -> Finding:
-    check_writable(directory)
-    free = shutil.disk_usage(directory).free
-    detail = f"{named}: {gigabytes(free)} GB free"
-    if free < ENOUGH_BYTES:
-        return Finding(check, WARNING, detail, "make room, or choose another directory")
-    return Finding(check, OK, detail)
+    check_writable(next(path for path in (place, *place.parents) if path.exists()))
+    check_writable(Path(tempfile.gettempdir()))
+    yield Finding("directories", OK, f"{setup.directory} and {tempfile.gettempdir()}")
 
 
 def gpu(setup: Setup) -> Iterator[Finding]:
@@ -112,16 +94,6 @@ def torch(setup: Setup) -> Iterator[Finding]:
     detail = "; ".join([f"{detail}, cannot use the GPU", *reasons])
     remedy = "install a build of torch for a CUDA version that the driver serves"
     yield Finding("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
-
-
-def nvtx(setup: Setup) -> Iterator[Finding]:
-    """Phases can be marked for the profiler."""
-    import nvtx
-
-    if nvtx.enabled():
-        yield Finding("nvtx", OK, f"nvtx {metadata.version('nvtx')}")
-    else:
-        yield Finding("nvtx", FAILED, "NVTX is switched off", "unset NVTX_DISABLE")
 
 
 def ncu(setup: Setup) -> Iterator[Finding]:
