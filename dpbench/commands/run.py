@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from dpbench.commands.options import add_cases
+from dpbench.case import AXES
 from dpbench.instruments import ON_GPU, choose
 from dpbench.registry import locate
 from dpbench.session import Session
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    add_cases(parser)
+    declare(parser.add_argument, "grid")
+    declare(parser.add_argument_group("cases").add_argument, *AXES)
     how = parser.add_argument_group("measuring")
     declare(how.add_argument, *MEASURING)
     shown = parser.add_argument_group("tables", "what is shown, here and in Markdown")

@@ -4,6 +4,10 @@ A run is the number of a saved one (dpbench list shows them) or a JSON file: of
 dpbench run --json, of pytest --dpbench-json, or in the storage. With --html FILE runs become one
 HTML page that opens offline: charts, each with its numbers as a table, and every row.
 
+With --roofline the operations and bytes of each phase are held against the roofs of the card that
+they were measured on, of a CARD, or of a FILE of bench/ceilings.py. One of the runs must have
+counted the operations: dpbench run --instrument logical.
+
 The reports are Nsight Compute's. Of ranges, they are those that dpbench made: the case is read off
 the path, .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. Of kernels (in each configuration's
 folder kernels, or of any program profiled in kernel replay with the same metrics), they say which
@@ -16,6 +20,8 @@ from one: when the GPU worked, and for which launches it waited.
 Examples:
   dpbench show 3
   dpbench show run.json other.json --html report.html
+  dpbench show run.json counted.json --roofline
+  dpbench show counted.json --roofline h200
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
   dpbench show ncu_reports/1b-fp32/kernels/*.ncu-rep --phase clip --top 20
@@ -25,14 +31,15 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.case import ALL_PHASES, Case
+from dpbench.case import ALL_PHASES, AXES, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_is_file, check_writable_file, in_words
+from dpbench.files import check_is_file, check_writable_file, in_words, write_text
+from dpbench.results.cards import CARDS, Roofs, find_card, read_ceilings
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
@@ -50,36 +57,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
     declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
     parser.add_argument("--phase", choices=ALL_PHASES, help="of kernels, those of this phase only")
+    parser.add_argument(
+        "--roofline",
+        nargs="?",
+        const="",
+        metavar="CARD|FILE",
+        help=f"which roof of a card bounds each phase: {', '.join(CARDS)}, its name in nvidia-smi, "
+        "or measured roofs; without a value the card of the rows",
+    )
+    declare(parser.add_argument, "markdown", called="--markdown")
     parser.add_argument("--html", type=Path, metavar="FILE", help="draw the runs as a page here")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write the page; returns the exit code."""
-    from dpbench.show.export import summary_tables
-    from dpbench.show.layout import as_text, terminal_width
+    from dpbench.show.layout import as_markdown, as_text, terminal_width
     from dpbench.show.view import View
 
     view = View.of(options.columns, options.sort, options.group_by, options.top, options.expect)
+    for path in filter(None, (options.markdown, options.html)):
+        check_writable_file(path)
     if options.html:
         _draw(options, view)
         return 0
-    single = next((name for name in options.files if Path(name).suffix != REPORT), None)
-    if single and len(options.files) > 1:
-        raise ConfigurationError(
-            f"show {single} alone: only reports of Nsight Compute share tables; dpbench compare "
-            f"takes more runs, and so does --html"
-        )
-    if single is None:
-        shown = list(_of_reports(list(map(Path, options.files)), view, options.phase))
-    elif Path(single).suffix in TIMELINES:
-        shown = _of_timeline(Path(single))
-    else:
-        outcomes = saved_run(single, options.storage).outcomes
-        shown = summary_tables(outcomes, view.of_tests(outcomes))
+    shown = _tables(options, view)
     if not shown:
         raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
     print(as_text(shown, terminal_width()))
+    if options.markdown:
+        write_text(options.markdown, as_markdown(shown))
     return 0
+
+
+def _tables(options: argparse.Namespace, view: View) -> list[Table]:
+    from dpbench.show.export import summary_tables
+
+    if options.roofline is not None:
+        return _roofline([saved_run(name, options.storage) for name in options.files], options)
+    single = next((name for name in options.files if Path(name).suffix != REPORT), None)
+    if single is None:
+        return list(_of_reports(list(map(Path, options.files)), view, options.phase))
+    if len(options.files) > 1:
+        raise ConfigurationError(
+            f"show {single} alone: only reports of Nsight Compute share tables; dpbench compare "
+            f"takes more runs, and so do --html and --roofline"
+        )
+    if Path(single).suffix in TIMELINES:
+        return _of_timeline(Path(single))
+    outcomes = saved_run(single, options.storage).outcomes
+    return summary_tables(outcomes, view.of_tests(outcomes))
+
+
+def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> list[Table]:
+    """The phases of the runs under the roofs of the card that was named, or of their own."""
+    import pandas as pd
+
+    from dpbench.results.roofline import intensities, under
+    from dpbench.show.kernels import roofline_tables
+
+    frame = pd.concat([run.frame for run in runs], ignore_index=True)
+    if frame.duplicated([*AXES, "instrument", "phase", "metric", "repeat", "device"]).any():
+        names = ", ".join(options.files)
+        raise ConfigurationError(f"{names}: the same case is in two of them; name one")
+    measured_on = sorted(set(frame[frame.instrument != "logical"].device))
+    tables: list[Table] = []
+    for device, rows in intensities(frame).groupby("device", sort=False):
+        card = str(device) if device in measured_on else next(iter(measured_on), None)
+        roofs = _roofs(options.roofline, card)
+        tables += roofline_tables(under(rows, roofs), roofs)
+    return tables
+
+
+def _roofs(named: str, device: str | None) -> Roofs:
+    """The roofs of a card or in a file, else of a device, else of the GPU that is visible."""
+    from dpbench.gpu import visible_gpus
+
+    if named.endswith(".json"):
+        return read_ceilings(Path(named))
+    found = named or device or next((gpu.name for gpu in visible_gpus()), None)
+    if found is None:
+        raise ConfigurationError(
+            f"no CUDA GPU is visible here, so name a card with --roofline: {', '.join(CARDS)}"
+        )
+    return find_card(found)
 
 
 def _draw(options: argparse.Namespace, view: View) -> None:
@@ -94,7 +154,6 @@ def _draw(options: argparse.Namespace, view: View) -> None:
     for run in runs:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
-    check_writable_file(options.html)
     try:
         write_html(options.html, labelled((run.name, run.document) for run in runs), view.expected)
     except OSError as error:

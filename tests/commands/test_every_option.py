@@ -119,13 +119,6 @@ def test_options_that_exclude_each_other_are_refused(
     assert words in line
 
 
-def test_roofline_takes_every_axis_of_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("cell.toml").write_text("trainer = 'standard'\nbatch_size = 2\nseq_len = 8\n")
-    axes = ["--model-size=100x8x1x2", "--precision=bf16", "--attention=dp_mha", "--model=simple"]
-    assert main(["roofline", "--grid=cell.toml", "--card=h200", *axes]) == 0
-    assert "100x8x1x2 bf16, dp_mha, batch 2, sequence 8" in capsys.readouterr().out
-
-
 def test_doctor_looks_where_it_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
