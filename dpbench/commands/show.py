@@ -11,8 +11,7 @@ counted the operations: dpbench run --instrument logical.
 The reports are Nsight Compute's. Of ranges, they are those that dpbench made: the case is read off
 the path, .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. Of kernels (in each configuration's
 folder kernels, or of any program profiled in kernel replay with the same metrics), they say which
-kernels move the bytes; what was launched outside dpbench's phases is "outside". Those in a folder
-sol hold the Speed of Light of a few kernels.
+kernels move the bytes; what was launched outside dpbench's phases is "outside".
 
 A timeline is a report of Nsight Systems (.nsys-rep, which needs nsys) or an SQLite file exported
 from one: when the GPU worked, and for which launches it waited.
@@ -171,19 +170,15 @@ def _of_timeline(path: Path) -> list[Table]:
 
 def _of_reports(reports: Iterable[Path], view: View, phase: str | None) -> Iterator[Table]:
     """Tables of ranges, all together, then those of each report of kernels."""
-    from dpbench.instruments.ncu.kernel_report import read_speeds
-    from dpbench.instruments.ncu.range_report import SPEED_OF_LIGHT, case_of, holds_kernels, read
+    from dpbench.instruments.ncu.range_report import case_of, holds_kernels, read
     from dpbench.results.frame import to_frame
-    from dpbench.show.kernels import speed_table
     from dpbench.show.tables import tables
 
     ranges: dict[Case, Path] = {}
     of_kernels: list[Table] = []
     for path in reports:
         check_is_file(path)
-        if path.resolve().parent.name == SPEED_OF_LIGHT:
-            of_kernels += speed_table(read_speeds(path), _title(path))
-        elif holds_kernels(path):
+        if holds_kernels(path):
             of_kernels += _of_kernels(path, view.top, phase)
         elif (other := ranges.setdefault(case_of(path), path)) is not path:
             raise ConfigurationError(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Case
 from dpbench.metrics import METRICS, unit
@@ -150,35 +150,6 @@ class KernelCount(Entry):
         """Plain JSON types, short name and category included."""
         kind = category(self.name) or "other"
         return {**super().as_row(), "kernel": self.kernel, "category": kind}
-
-
-@dataclass(frozen=True)
-class KernelSpeed(Entry):
-    """One launch of a kernel against the card's limits: Nsight Compute's Speed of Light.
-
-    Numbers without another unit are in % of the hardware's peak.
-    """
-
-    phase: str
-    name: str
-    grid: tuple[int, int, int]
-    seconds: float
-    sm: float  # the busiest unit of the streaming multiprocessors
-    memory: float  # the busiest part of the memory system
-    dram: float
-    l2_hit: float  # of the sectors asked of the L2 cache, those that were there, %
-    occupancy: float  # warps that were active, of those that a multiprocessor can hold
-    occupancy_limit: float  # warps that the launch allows to be active, of the same
-    stall: str | None  # what warps waited for most often, in Nsight Compute's words, if sampled
-
-    def as_row(self) -> dict[str, Any]:
-        """Plain JSON types, the short name included."""
-        return {**super().as_row(), "grid": list(self.grid), "kernel": short_name(self.name)}
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Self:
-        """The inverse of `as_row`."""
-        return super().from_row({**row, "grid": tuple(row["grid"])})
 
 
 def fold(launches: Iterable[KernelLaunch]) -> tuple[KernelCount, ...]:

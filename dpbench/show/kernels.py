@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pandas as pd
@@ -15,7 +15,6 @@ from dpbench.results.cards import Roofs, known_roofs
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import (
     KernelCount,
-    KernelSpeed,
     category,
     dram_bytes_of_step,
     kernel_frame,
@@ -41,7 +40,6 @@ def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
     return [
         *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
         *kernel_tables(outcome.kernels, title, step_bytes, known_roofs(device), top=top),
-        *speed_table(outcome.speed_of_light, title),
     ]
 
 
@@ -107,31 +105,6 @@ def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -
     strangers = {short_name(name) for name in frame.name if category(name) is None}
     if strangers:
         yield f"No category fits: {', '.join(sorted(strangers))}."
-
-
-def speed_table(speeds: Sequence[KernelSpeed], title: str) -> list[Table]:
-    """A table of launches, the slowest first; none if there are none."""
-    if not speeds:
-        return []
-    launches = pd.DataFrame(map(vars, sorted(speeds, key=lambda speed: -speed.seconds)))
-    whole = "{:.0f}".format
-    achieved, allowed = launches.occupancy.map(whole), launches.occupancy_limit.map(whole)
-    columns: dict[str, Shown] = {
-        "kernel": ("name", lambda name: wrapped(short_name(name))),
-        "µs": ("seconds", lambda seconds: whole(seconds * 1e6)),
-        "SM": ("sm", whole),
-        "mem": ("memory", whole),
-        "DRAM": ("dram", whole),
-        "L2\nhit": ("l2_hit", whole),
-        "occ.": ("occupied", str),
-        "top stall": ("stall", lambda stall: stall.replace("_", "_\n")),
-    }
-    note = (
-        "In % of the hardware's peak; occ.: occupancy achieved / that the launch allows. Each "
-        "kernel ran once a pass, its caches warm from the pass before."
-    )
-    launches = launches.assign(occupied=achieved + "/" + allowed)
-    return [Table.of(f"{title}: Speed of Light", launches, columns, [note])]
 
 
 def account_table(title: str, accounted: pd.DataFrame) -> Table:

@@ -30,16 +30,6 @@ def test_a_saved_report_becomes_tables(tmp_path: Path, capsys: pytest.CaptureFix
     assert "4800 GB/s of NVIDIA H200" in text
 
 
-def test_a_report_of_the_speed_of_light_becomes_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = unpacked("sol/report_dpsgd_bs4_seq64.ncu-rep", tmp_path)
-    assert main(["show", str(report)]) == 0
-    text = capsys.readouterr().out
-    assert "dpsgd-bs4-seq64-tiny-fp32: Speed of Light" in text
-    assert "barrier" in text
-
-
 def test_a_phase_without_kernels_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

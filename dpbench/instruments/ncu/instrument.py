@@ -21,11 +21,10 @@ from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, Running, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.ncu.kernel_report import (
-    PERCENTAGES,
     TIME,
+    check_complete,
     kernel_counters,
     read_kernels,
-    read_speeds,
 )
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
 from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
@@ -43,6 +42,16 @@ from dpbench.process.schedule import Steps
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
+
+MAIN_FIGURES = (
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    "lts__t_sector_hit_rate.pct",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "sm__maximum_warps_per_active_cycle_pct",
+)
+"""What the report of single kernels has beside any set or section."""
 
 NAME_LENGTH = 250
 """How much of a demangled name tells one kernel from the others."""
@@ -255,7 +264,7 @@ class SpeedOfLight(NcuInstrument):
         collect = [
             *(("--set", self.set) if self.set else ()),
             *(text for section in self.sections for text in ("--section", section)),
-            *("--metrics", ",".join([*PERCENTAGES.values(), TIME])),
+            *("--metrics", ",".join([*MAIN_FIGURES, TIME])),
             *("--kernel-name-base", "demangled"),
             *("--kernel-name", name_filter(names)),
             *("--filter-mode", "per-launch-config"),
@@ -277,9 +286,12 @@ class SpeedOfLight(NcuInstrument):
         return Waiting(self, case)
 
     def read(self, process: Child) -> list[Measurement]:
-        """See `NcuInstrument.read`: no row, for what it finds is in ``speed_of_light``."""
+        """See `NcuInstrument.read`: no row, for what it finds is in the report."""
         self.record_of(process)
-        process.speed_of_light = read_speeds(self.report(process.case))
+        report = self.report(process.case)
+        process.notes = (
+            f"{check_complete(report)} kernels in {SPEED_OF_LIGHT}/{report.name}, for ncu-ui",
+        )
         return []
 
 
@@ -296,7 +308,7 @@ class Waiting(Running):
             command = self.instrument.command(self.case, names)
             self._child = self.instrument.launch(self.case, command)
             self._child.rows()
-            self.speed_of_light = self._child.speed_of_light
+            self.notes = self._child.notes
         return []
 
     def cancel(self) -> None:

@@ -7,7 +7,6 @@ large reports are read in parts, by processes that end.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,13 +26,12 @@ from dpbench.instruments.ncu.range_report import (
     NothingProfiled,
     ReportUnreadable,
     count_actions,
-    counter,
     is_kernel,
     label,
     load_actions,
 )
 from dpbench.metrics import METRICS, Metric
-from dpbench.results.kernels import KernelLaunch, KernelSpeed
+from dpbench.results.kernels import KernelLaunch
 
 METRIC_OF = {
     "read_bytes": "dram_read_bytes",
@@ -44,22 +42,6 @@ METRIC_OF = {
 
 TIME = "gpu__time_duration.sum"  # how long an action took, ns
 GRID = tuple(f"launch__grid_dim_{axis}" for axis in "xyz")
-
-PERCENTAGES = {
-    "sm": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "memory": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-    "l2_hit": "lts__t_sector_hit_rate.pct",
-    "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "occupancy_limit": "sm__maximum_warps_per_active_cycle_pct",
-}
-"""The metric behind each percentage of a `KernelSpeed`; asked for beside any set or section."""
-
-STALL = re.compile(
-    r"smsp__pcsamp_warps_issue_stalled_(?P<sampled>\w+?)(?P<rest>_not_issued)?"
-    r"|smsp__average_warps_issue_stalled_(?P<counted>\w+)_per_issue_active\.ratio"
-)
-"""Why warps waited: sampled (set ``detailed``), and counted as well (set ``full``)."""
 
 PROFILING = '==PROF== Profiling "'
 """What ncu prints at each kernel, before its name and how far it has come."""
@@ -152,37 +134,6 @@ def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> Ker
             KernelLaunch(repeat, phase, full_name(action), (x, y, z), seconds=seconds, **sums)
         )
     return KernelReport(device, tuple(launches))
-
-
-def read_speeds(path: Path) -> tuple[KernelSpeed, ...]:
-    """The kernels of a report that holds `PERCENTAGES`, in the order of the run."""
-    check_complete(path)
-    speeds = []
-    for action in load_actions(path):
-        names = (*PERCENTAGES.values(), TIME, *GRID)
-        value = {name: float(counter(action, name, path).value()) for name in names}
-        x, y, z = (int(value[name]) for name in GRID)
-        percents = {field: value[metric] for field, metric in PERCENTAGES.items()}
-        phase, stall = phase_of(label(action))[1], top_stall(action)
-        speed = KernelSpeed(
-            phase, full_name(action), (x, y, z), value[TIME] * 1e-9, stall=stall, **percents
-        )
-        speeds.append(speed)
-    return tuple(speeds)
-
-
-def top_stall(action: Any) -> str | None:
-    """What an action's warps waited for most; counted if it was, otherwise sampled."""
-    reasons: dict[str, dict[str, float]] = {"counted": {}, "sampled": {}}
-    for name in action.metric_names():
-        match = STALL.fullmatch(name)
-        if match and not match["rest"]:
-            how = "counted" if match["counted"] else "sampled"
-            reasons[how][match[how]] = float(action.metric_by_name(name).value())
-    found = reasons["counted"] or reasons["sampled"]
-    found.pop("selected", None)  # that warp was not waiting
-    most = max(found, key=lambda reason: found[reason], default=None)
-    return most if most and found[most] else None
 
 
 def _spelled(metric: Metric, action: Any) -> tuple[str, ...]:

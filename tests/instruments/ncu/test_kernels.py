@@ -14,7 +14,7 @@ from dpbench import Case, ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
 from dpbench.instruments.ncu.instrument import NcuKernels, SpeedOfLight, name_filter
-from dpbench.instruments.ncu.kernel_report import read_kernels, read_speeds
+from dpbench.instruments.ncu.kernel_report import read_kernels
 from dpbench.instruments.ncu.range_report import ReportUnreadable
 from dpbench.process.schedule import Steps
 from dpbench.settings import Settings
@@ -162,26 +162,6 @@ def test_speed_of_light_is_for_the_kernels_with_most_bytes(directory: Path) -> N
 def test_speed_of_light_needs_the_report_of_kernels(tmp_path: Path) -> None:
     with pytest.raises(ReportUnreadable, match="no such file"):
         SpeedOfLight(tmp_path, "ncu").measure(TINY)
-
-
-def test_speeds_are_those_that_nsight_compute_saved(tmp_path: Path) -> None:
-    path = unpacked("sol/report_dpsgd_bs4_seq64.ncu-rep", tmp_path)
-    speeds = read_speeds(path)
-    assert [speed.stall for speed in speeds] == [
-        "barrier",
-        "no_instructions",
-        "wait",
-        "short_scoreboard",
-    ]
-    import ncu_report
-
-    [profiled] = ncu_report.load_report(str(path))
-    action, last = profiled.action_by_idx(3), speeds[3]
-    metric = "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed"
-    assert last.memory == action[metric].value() == pytest.approx(6.6, abs=0.1)
-    assert last.l2_hit == action["lts__t_sector_hit_rate.pct"].value()
-    assert last.occupancy < last.occupancy_limit == 37.5
-    assert last.phase == "forward"
 
 
 @pytest.mark.parametrize(
