@@ -102,9 +102,9 @@ def test_step_takes_every_axis_of_a_case(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["step", "--trainer=dpsgd", "--nvtx", "--device=cpu"], "sees a GPU's work only"),
-        (["step", "--trainer=dpsgd", "--nvtx", "--model-size=tiny"], "sees a GPU's work only"),
-        (["step", "--trainer=dpsgd", "--nvtx", "--profile=runs"], "excludes --profile"),
+        (["step", "--trainer=dpsgd", "--nvtx", "--device=cpu"], "about a GPU's work"),
+        (["step", "--trainer=dpsgd", "--nsys", "--model-size=tiny"], "about a GPU's work"),
+        (["step", "--trainer=dpsgd", "--nvtx", "--profile=runs"], "--nvtx excludes --profile"),
         (
             ["run", "--instrument=logical", "--json=run", "--markdown=./run"],
             "--json and --markdown name the same file, 'run'",
