@@ -76,10 +76,6 @@ class Settings:
     no_timing: bool = options.of_pytest(
         "count bytes only: no second, unprofiled process for step time and peak memory"
     )
-    profile: bool = options.of_pytest(
-        "run each measured case under the PyTorch profiler as well: time, memory and copies by "
-        "phase, traces, tables, a TensorBoard log"
-    )
     ncu_path: str | None = options.ncu("the ncu program, if it is not on PATH", metavar="PROGRAM")
     ncu_dir: Path = options.ncu(
         "where .ncu-rep reports and logs go", Path("ncu_reports"), type=Path, metavar="DIR"
@@ -102,11 +98,6 @@ class Settings:
         "collect this set of ncu's sections for the kernels that move most bytes: "
         f"{', '.join(NCU_SETS)} (Speed of Light, memory, occupancy, warp states)",
         metavar="SET",
-    )
-    ncu_section: list[str] | None = options.ncu(
-        "collect these of ncu --list-sections for them, separated by commas",
-        action="append",
-        metavar="NAMES",
     )
     ncu_set_kernels: int = options.ncu("how many kernels these are", 5, type=int, metavar="N")
     warmup: int = options.number("warmup steps of the unprofiled process", 3)
@@ -280,17 +271,12 @@ class Settings:
     @property
     def profiles_kernels(self) -> bool:
         """Whether kernels are profiled one by one; any option about them means that."""
-        return bool(self.kernels or self.kernels_phase or self.ncu_set or self.ncu_section)
+        return bool(self.kernels or self.kernels_phase or self.ncu_set)
 
     @property
     def phases(self) -> tuple[str, ...]:
         """The phases whose kernels are profiled; every one if there is none."""
         return self._listed("kernels_phase", "phase, such as clip")
-
-    @property
-    def ncu_sections(self) -> tuple[str, ...]:
-        """Sections that ncu collects beside its set."""
-        return self._listed("ncu_section", "section; ncu --list-sections shows them")
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
@@ -325,11 +311,6 @@ class Settings:
             )
         if self.of_pytest and self.profiles_kernels and not self.measures:
             raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
-        if self.of_pytest and self.profile and not (self.ncu or self.cupti):
-            raise ConfigurationError(
-                "--dpbench-profile profiles the cases that --ncu or --cupti measures; give one, or "
-                "--dpbench-instrument torch_profiler, which needs no Nsight Compute"
-            )
         check_distinct_files({self.option(name): path for name, path in self.files.items()})
         for path in self.files.values():
             check_writable_file(path)

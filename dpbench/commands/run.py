@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 MEASURING = (
     *("instrument", "device", "ncu_path", "ncu_dir", "ncu_metrics", "kernels", "kernels_phase"),
-    *("ncu_set", "ncu_section", "ncu_set_kernels", "warmup", "active", "ncu_warmup", "ncu_active"),
+    *("ncu_set", "ncu_set_kernels", "warmup", "active", "ncu_warmup", "ncu_active"),
     *("profile_dir", "profile_schedule", "profile_threshold", "timeout", "try_anyway"),
 )
 

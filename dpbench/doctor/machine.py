@@ -6,6 +6,7 @@ import platform
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -24,28 +25,19 @@ def packages(setup: Setup) -> Iterator[Finding]:
     """Everything that dpbench requires is installed, in versions that fit."""
     from packaging.requirements import Requirement
 
-    try:
-        required = [Requirement(text) for text in metadata.requires("dpbench") or ()]
-    except metadata.PackageNotFoundError:
-        yield Finding("packages", WARNING, "dpbench is not installed", "pip install -e .")
-        return
     found = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
-    wrong = []
-    for package in required:
+    for package in map(Requirement, metadata.requires("dpbench") or ()):
         if package.marker and not package.marker.evaluate({"extra": ""}):
             continue
-        remedy = f"pip install '{package.name}{package.specifier}'"
-        try:
+        asked, version = f"{package.name}{package.specifier}", "missing"
+        with suppress(metadata.PackageNotFoundError):
             version = metadata.version(package.name)
-        except metadata.PackageNotFoundError:
-            wrong.append(Finding("packages", FAILED, f"{package.name} is missing", remedy))
+        if version != "missing" and package.specifier.contains(version, prereleases=True):
+            found.append(f"{package.name} {version}")
             continue
-        found.append(f"{package.name} {version}")
-        if not package.specifier.contains(version, prereleases=True):
-            detail = f"{found[-1]} is not {package.specifier}"
-            wrong.append(Finding("packages", FAILED, detail, remedy))
+        detail, remedy = f"{package.name} is {version}, not {asked}", f"pip install '{asked}'"
+        yield Finding("packages", FAILED, detail, remedy)
     yield Finding("packages", OK, ", ".join(found))
-    yield from wrong
 
 
 def logical_counting(setup: Setup) -> Iterator[Finding]:

@@ -42,12 +42,12 @@ COUNTED = [
     *("--ncu-metrics=gld_throughput", "--ncu-metrics=l2_read_bytes"),
     *("--ncu-warmup=4", "--ncu-active=7", "--dpbench-no-timing", "--dpbench-try-anyway"),
     *("--ncu-kernels-phase=clip", "--ncu-kernels-top=2", "--ncu-set=detailed"),
-    *("--ncu-section=SourceCounters,PmSampling", "--ncu-set-kernels=3"),
+    "--ncu-set-kernels=3",
     *("--dpbench-save=clip", "--dpbench-storage=kept"),
 ]
 TIMED = [
     *("--ncu-kernels", "--dpbench-warmup=2", "--dpbench-active=4"),
-    *("--dpbench-profile", "--dpbench-profile-dir=profiles"),
+    *("--dpbench-instrument=torch_profiler", "--dpbench-profile-dir=profiles"),
     *("--dpbench-profile-schedule=wait=1", "--dpbench-profile-threshold=0.12"),
     *("--dpbench-compare=reference.json", "--dpbench-json=renewed.json"),
 ]
@@ -126,7 +126,7 @@ def test_the_chosen_cases_are_counted_and_saved_as_asked(
         assert "--warmup 4 --active 7 --nvtx" in ranges
         assert "--nvtx-include dpbench@0.clip" in command_in(folder / "kernels" / name)
         speed = command_in(folder / "sol" / name)
-        assert "--set detailed --section SourceCounters --section PmSampling --metrics" in speed
+        assert "--set detailed --metrics" in speed
         [kernels] = re.findall(r"--kernel-name '?regex:(\S+)", speed)
         assert kernels.count("|") == 2
     assert not list(folder.glob("*.timing.log"))

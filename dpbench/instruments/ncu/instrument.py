@@ -51,7 +51,7 @@ MAIN_FIGURES = (
     "sm__warps_active.avg.pct_of_peak_sustained_active",
     "sm__maximum_warps_per_active_cycle_pct",
 )
-"""What the report of single kernels has beside any set or section."""
+"""What the report of single kernels has beside any set."""
 
 NAME_LENGTH = 250
 """How much of a demangled name tells one kernel from the others."""
@@ -245,8 +245,7 @@ class SpeedOfLight(NcuInstrument):
     name: ClassVar[str] = "speed_of_light"
     folder: ClassVar[str] = SPEED_OF_LIGHT
 
-    set: str | None = "detailed"  # one of NCU_SETS, or None for the sections alone
-    sections: tuple[str, ...] = ()  # further ones of ncu --list-sections
+    set: str = "detailed"  # one of NCU_SETS
     kernels: int = Settings.ncu_set_kernels  # how many, by DRAM bytes
 
     @classmethod
@@ -254,16 +253,14 @@ class SpeedOfLight(NcuInstrument):
         return cls.asked(
             settings,
             phases=settings.phases,
-            set=settings.ncu_set,
-            sections=settings.ncu_sections,
+            set=settings.ncu_set or cls.set,
             kernels=settings.ncu_set_kernels,
         )
 
     def command(self, case: Case, names: Iterable[str]) -> list[str]:
         """The whole argument list for one case and the demangled names of kernels."""
         collect = [
-            *(("--set", self.set) if self.set else ()),
-            *(text for section in self.sections for text in ("--section", section)),
+            *("--set", self.set),
             *("--metrics", ",".join([*MAIN_FIGURES, TIME])),
             *("--kernel-name-base", "demangled"),
             *("--kernel-name", name_filter(names)),

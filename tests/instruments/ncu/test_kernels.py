@@ -85,7 +85,6 @@ def test_the_whole_argument_list_for_the_speed_of_light() -> None:
         Path("reports"),
         "/opt/ncu",
         set="full",
-        sections=("NumaAffinity",),
         phases=("clip",),
     )
     names = ["void at::reduce_kernel<(int)512, float>(T3)", "fmha_cutlassF(a::B::Params)"]
@@ -99,7 +98,6 @@ def test_the_whole_argument_list_for_the_speed_of_light() -> None:
         "--nvtx",
         *("--nvtx-include", "dpbench@0.clip"),
         *("--set", "full"),
-        *("--section", "NumaAffinity"),
         "--metrics",
         "sm__throughput.avg.pct_of_peak_sustained_elapsed,"
         "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed,"
@@ -169,7 +167,6 @@ def test_speed_of_light_needs_the_report_of_kernels(tmp_path: Path) -> None:
     [
         ({"kernels_phase": ["cake"]}, "unknown phase 'cake'; choose from forward"),
         ({"kernels_phase": ["clip", ""]}, "--ncu-kernels-phase '' names no phase"),
-        ({"ncu_section": [","]}, "--ncu-section ',' names no section; ncu --list-sections"),
         ({"ncu_set": "huge"}, "unknown set of sections 'huge'; choose from basic"),
         ({"ncu_set": ""}, "unknown set of sections ''; choose from basic"),
         ({"ncu_set_kernels": 0}, "at least one kernel, not 0"),
