@@ -223,7 +223,6 @@ INSTRUMENTS = Registry(
         "ncu": "dpbench.instruments.ncu.instrument:Ncu",
         "cupti": "dpbench.instruments.cupti.instrument:Cupti",
         "ncu_kernels": "dpbench.instruments.ncu.instrument:NcuKernels",
-        "speed_of_light": "dpbench.instruments.ncu.instrument:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",
         "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
         "nsys": "dpbench.instruments.nsys.instrument:Nsys",

@@ -20,9 +20,6 @@ from dpbench.files import check_distinct_files, check_writable_file
 from dpbench.grid import GRIDS, Grid
 from dpbench.registry import INSTRUMENTS, chosen_grid
 
-NCU_SETS = ("basic", "detailed", "full")
-"""Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -94,12 +91,6 @@ class Settings:
         action="append",
         metavar="PHASES",
     )
-    ncu_set: str | None = options.ncu(
-        "collect this set of ncu's sections for the kernels that move most bytes: "
-        f"{', '.join(NCU_SETS)} (Speed of Light, memory, occupancy, warp states)",
-        metavar="SET",
-    )
-    ncu_set_kernels: int = options.ncu("how many kernels these are", 5, type=int, metavar="N")
     warmup: int = options.number("warmup steps of the unprofiled process", 3)
     active: int = options.number("active steps of the unprofiled process", 5)
     ncu_warmup: int = options.number("warmup steps of the profiled process", 1, pytest="--{name}")
@@ -207,13 +198,8 @@ class Settings:
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
         check_phases(self.phases)
-        threshold, kernels = self.profile_threshold, self.ncu_set_kernels
-        if not threshold >= 0:
+        if not (threshold := self.profile_threshold) >= 0:
             raise ConfigurationError(f"the threshold must be >= 0 ms, not {threshold:g}")
-        if self.ncu_set is not None and self.ncu_set not in NCU_SETS:
-            raise unknown("set of sections", self.ncu_set, NCU_SETS)
-        if kernels < 1:
-            raise ConfigurationError(f"sections need at least one kernel, not {kernels}")
 
     @classmethod
     def read(
@@ -271,7 +257,7 @@ class Settings:
     @property
     def profiles_kernels(self) -> bool:
         """Whether kernels are profiled one by one; any option about them means that."""
-        return bool(self.kernels or self.kernels_phase or self.ncu_set)
+        return bool(self.kernels or self.kernels_phase)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -310,7 +296,7 @@ class Settings:
                 f"write --dpbench-histogram=PREFIX"
             )
         if self.of_pytest and self.profiles_kernels and not self.measures:
-            raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
+            raise ConfigurationError("--ncu-kernels adds to --ncu; give it")
         check_distinct_files({self.option(name): path for name, path in self.files.items()})
         for path in self.files.values():
             check_writable_file(path)

@@ -16,7 +16,7 @@ Examples:
   dpbench run --grid grid1 --json run.json --markdown run.md
   dpbench run --trainer standard --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench run --ncu-metrics dram_read_throughput,gld_throughput
-  dpbench run --kernels-phase clip --ncu-set detailed --trainer dpsgd --batch-size 8 --seq-len 256
+  dpbench run --kernels-phase clip --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench run --instrument logical --batch-size 8 --seq-len 256
   dpbench run --instrument ncu --instrument timing --instrument logical
   dpbench run --columns dram_bytes,dram_ratio,spread --sort dram_ratio --group-by device
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 MEASURING = (
     *("instrument", "device", "ncu_path", "ncu_dir", "ncu_metrics", "kernels", "kernels_phase"),
-    *("ncu_set", "ncu_set_kernels", "warmup", "active", "ncu_warmup", "ncu_active"),
+    *("warmup", "active", "ncu_warmup", "ncu_active"),
     *("profile_dir", "profile_schedule", "profile_threshold", "timeout", "try_anyway"),
 )
 

@@ -2,14 +2,11 @@
 
 The case runs once more under ``ncu``. In application range replay (`Ncu`) each phase of each
 active step is one range, whose counters include copies and memsets. Kernel replay (`NcuKernels`)
-misses those, and tells one kernel from the other. `SpeedOfLight` reads many metrics of the kernels
-that then move most, each once for every shape in which it is launched: the data of Nsight
-Compute's pages.
+misses those, and tells one kernel from the other.
 """
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,11 +15,9 @@ from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, Running, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.ncu.kernel_report import (
-    TIME,
-    check_complete,
     kernel_counters,
     read_kernels,
 )
@@ -30,7 +25,6 @@ from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
 from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu.range_report import (
     KERNELS,
-    SPEED_OF_LIGHT,
     NothingProfiled,
     ReportUnreadable,
     launches_by_phase,
@@ -42,19 +36,6 @@ from dpbench.process.schedule import Steps
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
-
-MAIN_FIGURES = (
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
-    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-    "lts__t_sector_hit_rate.pct",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "sm__maximum_warps_per_active_cycle_pct",
-)
-"""What the report of single kernels has beside any set."""
-
-NAME_LENGTH = 250
-"""How much of a demangled name tells one kernel from the others."""
 
 
 @dataclass(frozen=True)
@@ -227,87 +208,3 @@ class NcuKernels(NcuInstrument):
             tool=self.tool(record),
             whole=not self.phases,
         )
-
-
-def name_filter(names: Iterable[str]) -> str:
-    """The ``--kernel-name`` that fits these demangled names.
-
-    Whatever is no letter, digit or underscore may be any character: then nothing needs escaping
-    in ncu's kind of regular expression.
-    """
-    return f"regex:{'|'.join(re.sub(r'[^A-Za-z0-9_]', '.', name[:NAME_LENGTH]) for name in names)}"
-
-
-@dataclass(frozen=True)
-class SpeedOfLight(NcuInstrument):
-    """Reads many metrics of the kernels that move most, by the report of `NcuKernels`."""
-
-    name: ClassVar[str] = "speed_of_light"
-    folder: ClassVar[str] = SPEED_OF_LIGHT
-
-    set: str = "detailed"  # one of NCU_SETS
-    kernels: int = Settings.ncu_set_kernels  # how many, by DRAM bytes
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        return cls.asked(
-            settings,
-            phases=settings.phases,
-            set=settings.ncu_set or cls.set,
-            kernels=settings.ncu_set_kernels,
-        )
-
-    def command(self, case: Case, names: Iterable[str]) -> list[str]:
-        """The whole argument list for one case and the demangled names of kernels."""
-        collect = [
-            *("--set", self.set),
-            *("--metrics", ",".join([*MAIN_FIGURES, TIME])),
-            *("--kernel-name-base", "demangled"),
-            *("--kernel-name", name_filter(names)),
-            *("--filter-mode", "per-launch-config"),
-            *("--launch-count", "1"),  # of each launch configuration
-        ]
-        return self.command_under_ncu(case, collect)
-
-    def chosen(self, case: Case) -> list[str]:
-        """The kernels that move most bytes in the case's report; none if the phases launch none."""
-        if self.nothing_to_profile(case):
-            return []
-        launches = read_kernels(self.directory / report_path(case, KERNELS)).launches
-        names = dict.fromkeys(count.name for count in fold(launches))
-        return list(names)[: self.kernels]
-
-    def start(self, case: Case) -> Waiting:
-        """See `Instrument.start`; the process itself starts when its turn comes."""
-        self.report(case).unlink(missing_ok=True)
-        return Waiting(self, case)
-
-    def read(self, process: Child) -> list[Measurement]:
-        """See `NcuInstrument.read`: no row, for what it finds is in the report."""
-        self.record_of(process)
-        report = self.report(process.case)
-        process.notes = (
-            f"{check_complete(report)} kernels in {SPEED_OF_LIGHT}/{report.name}, for ncu-ui",
-        )
-        return []
-
-
-class Waiting(Running):
-    """A measurement that starts its process when it is asked for its rows."""
-
-    _child: Child | None = None
-
-    def __init__(self, instrument: SpeedOfLight, case: Case) -> None:
-        self.instrument, self.case = instrument, case
-
-    def rows(self) -> list[Measurement]:
-        if names := self.instrument.chosen(self.case):
-            command = self.instrument.command(self.case, names)
-            self._child = self.instrument.launch(self.case, command)
-            self._child.rows()
-            self.notes = self._child.notes
-        return []
-
-    def cancel(self) -> None:
-        if self._child:
-            self._child.cancel()

@@ -20,8 +20,8 @@ REPORT_MAGIC = b"NVR\0"
 """The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
 
 DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
-KERNELS, SPEED_OF_LIGHT = "kernels", "sol"
-"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few."""
+KERNELS = "kernels"
+"""The folder beside the reports of ranges with those of each kernel."""
 
 
 def report_path(case: Case, folder: str = "") -> Path:
@@ -92,7 +92,7 @@ def case_of(path: Path) -> Case:
     Reports of kernels lie one folder deeper; see `report_path`.
     """
     place = path.resolve()
-    if place.parent.name in (KERNELS, SPEED_OF_LIGHT):
+    if place.parent.name == KERNELS:
         place = place.parent.with_name(place.name)
     try:
         return Case.from_report_path(place)
