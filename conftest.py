@@ -53,10 +53,10 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Compute with one thread, here and in child processes: the models of the tests are tiny.
 
-    More threads spend ten times as long waiting for each other. Left alone with ``--ncu``, where
-    a measured process shall be as its user would start it.
+    More threads spend ten times as long waiting for each other. Left alone with ``--ncu`` and
+    ``--cupti``, where a measured process shall be as its user would start it.
     """
-    if not config.option.ncu:
+    if not (config.option.ncu or config.option.cupti):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
 
 

@@ -1,4 +1,4 @@
-"""What counting by CUPTI costs, whether it leaks, and whether it agrees with ncu.
+"""What counting by CUPTI costs, whether it leaks, and whether it agrees with ncu and nsys.
 
 On a GPU machine, each by itself; the exit status is 1 if one of its bounds does not hold:
 
@@ -7,11 +7,13 @@ On a GPU machine, each by itself; the exit status is 1 if one of its bounds does
     python bench/cupti.py grid by_cupti.json              # Grid 1 in one go
     python bench/cupti.py grid by_cupti.json --saved      # the same of a run that was saved
     python bench/cupti.py agree by_cupti.json by_ncu.json # of saved runs; needs no GPU
+    python bench/cupti.py nsys by_both.json               # busy shares of a run by cupti and nsys
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -24,12 +26,12 @@ from typing import Any
 import pandas as pd
 
 from dpbench import Case
-from dpbench.case import AXES
-from dpbench.instruments.child import Child, step_command
+from dpbench.case import AXES, PHASES
+from dpbench.instruments.child import Child, log_lines, step_command
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.process.schedule import Steps
-from dpbench.results.frame import summarise
-from dpbench.results.rows import STEP
+from dpbench.results.frame import summarise, to_frame
+from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 
 MOST_COST = 1.15
@@ -49,8 +51,11 @@ TOLERANCES = {
 }
 """By how much CUPTI's numbers may differ from ncu's."""
 
-PHASES = 0.0005
+MOST_LEFT_OVER = 0.0005
 """By how much the phases' DRAM bytes together may differ from the whole step's."""
+
+MOST_POINTS = 3.0
+"""By how many percentage points nsys's busy share of a step may differ from CUPTI's."""
 
 RECORDED = Path(__file__).parents[1] / "docs/results/h200-grid1.json"
 """Grid 1 under ncu, on an NVIDIA H200."""
@@ -70,17 +75,20 @@ def cost(options: argparse.Namespace) -> bool:
     case = Case(options.trainer, 8, 256, options.model_size)
     ratios = []
     print(f"{case.id}; seconds of a whole process")
-    print(f"{'counted':>9} {'plain':>9} {'steps':>9} {'ratio':>7}")
+    print(f"{'counted':>9} {'plain':>9} {'steps':>9} {'counting':>9} {'ratio':>7}")
     with tempfile.TemporaryDirectory() as folder:
         counting = Cupti(Path(folder))
         for _ in range(options.pairs):
             counted, record = seconds(counting.command(case), case, folder)
-            steps = Steps(counting.steps.warmup, counting.steps.active + further_steps(record))
+            further = further_steps(record)
+            steps = Steps(counting.steps.warmup, counting.steps.active + further)
             plain, of_plain = seconds(step_command(case, steps, device="cuda"), case, folder)
             each = median(sum(step.values()) for step in of_plain["phase_seconds"])
             ratios.append(counted / plain)
             of_steps = each * (steps.warmup + steps.active)
-            print(f"{counted:9.2f} {plain:9.2f} {of_steps:9.2f} {ratios[-1]:7.3f}", flush=True)
+            beside = record["spent_seconds"]["after"] - each * further
+            figures = " ".join(f"{value:9.2f}" for value in (counted, plain, of_steps, beside))
+            print(f"{figures} {ratios[-1]:7.3f}", flush=True)
     return holds("median ratio", median(ratios), MOST_COST)
 
 
@@ -108,7 +116,7 @@ def leak(options: argparse.Namespace) -> bool:
     from dpbench.process.build import build, pick_device
     from dpbench.process.step import alone
 
-    case = Case("dpsgd", 8, 256, "small")
+    case = Case("dpsgd", 16, 1024, "medium")  # waits for its kernels, not for its launches
     device = pick_device("cuda")
     with alone(device, case.id):
         trainer, [batch] = build(case, device, 1)
@@ -125,7 +133,7 @@ def leak(options: argparse.Namespace) -> bool:
                 trainer.train_step(batch)
             counted = counts[STEP]["range_time_seconds"]
             free, total = torch.cuda.mem_get_info()
-            plain = min(step_seconds() for _ in range(3))
+            plain = step_seconds()
             seen.append((resident_bytes(), total - free, counted, plain))
     part = max(len(seen) // 5, 1)
     first, last = (pd.DataFrame(some).median() for some in (seen[part : 2 * part], seen[-part:]))
@@ -163,9 +171,8 @@ def grid(options: argparse.Namespace) -> bool:
     if not options.saved:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--cupti", "-n", "2"]
         suite = Path(__file__).parents[1] / "tests/gpu/test_io_cost.py"
-        subprocess.run(
-            [*command, f"--dpbench-json={options.by_cupti}", *options.more, str(suite)], check=True
-        )
+        files = [f"--dpbench-json={options.by_cupti}", f"--ncu-dir={logs_of(options.by_cupti)}"]
+        subprocess.run([*command, *files, *options.more, str(suite)], check=True)
     by_cupti, by_ncu = Run.load(options.by_cupti), Run.load(options.ncu)
     print("seconds; of a case with the wait for its GPU")
     print(f"{'case':34} {'steps':>6} {'of steps':>10} {'by cupti':>8} {'by ncu':>9}")
@@ -182,10 +189,47 @@ def grid(options: argparse.Namespace) -> bool:
         print(f"{outcome.case.id:34} {taken} {beside}")
     whole, under_ncu = (float(run.session["seconds"]) for run in (by_cupti, by_ncu))
     print(f"{'session':34} {'':6} {all_steps:10.1f} {whole:8.1f} {under_ncu:9.1f}")
+    show_spent(by_cupti, spent_seconds(logs_of(options.by_cupti)), whole)
     complete = by_cupti.status == "complete" and not any(o.error for o in by_cupti.outcomes)
     if not complete:
         print("not every case was measured: NO")
     return holds("session ÷ its steps", whole / all_steps, MOST_GRID) and complete
+
+
+def logs_of(by_cupti: Path) -> Path:
+    """The folder with the cases' logs, beside a run's file."""
+    return by_cupti.with_name(f"{by_cupti.stem}-logs")
+
+
+def spent_seconds(folder: Path) -> dict[str, dict[str, float]]:
+    """What the process of each case did with its time, by the case's id, from its log."""
+    found = {}
+    for log in folder.rglob("*.cupti.log"):
+        for line in log_lines(log):
+            if '{"dpbench": ' in line:
+                record = json.loads(line[line.index("{") :])
+                if "spent_seconds" in record:
+                    found[Case(**record["case"]).id] = record["spent_seconds"]
+    return found
+
+
+def show_spent(run: Run, spent: dict[str, dict[str, float]], whole: float) -> None:
+    """Print where a session's time went, for the cases whose logs are there.
+
+    A process imports before it waits for the GPU, and ends after it has given that back.
+    """
+    rows = {o.case.id: (o.seconds, spent[o.case.id]) for o in run.outcomes if o.case.id in spent}
+    if not rows:
+        return
+    parts = [*next(iter(spent.values()))]
+    print(
+        f"\n{'seconds that a process spent':34} {'apart':>8}" + "".join(f"{p:>10}" for p in parts)
+    )
+    for name, (seconds, of_case) in rows.items():
+        figures = "".join(f"{of_case[part]:10.2f}" for part in parts)
+        print(f"{name:34} {seconds - sum(of_case.values()):8.2f}{figures}")
+    held = sum(sum(of.values()) - of["waiting"] for _, of in rows.values())
+    print(f"of {whole:.1f} s no case held the GPU for {whole - held:.1f}\n")
 
 
 def step_seconds_of(run: Run, case: Case) -> list[float]:
@@ -221,8 +265,33 @@ def agree(options: argparse.Namespace) -> bool:
         worst = {name: max(worst[name], abs(value)) for name, value in off.items()}
         figures = [f"{off[m]:+14.3%}" for m in TOLERANCES] + [f"{off['phases']:+8.3%}"]
         print(f"{case:40}{''.join(figures)}")
-    bounds = {**TOLERANCES, "phases": PHASES}
+    bounds = {**TOLERANCES, "phases": MOST_LEFT_OVER}
     kept = [holds(f"{name} off", worst[name], most) for name, most in bounds.items()]
+    return all(kept)
+
+
+def nsys(options: argparse.Namespace) -> bool:
+    """Busy shares by Nsight Systems beside CUPTI's, from a saved run by both.
+
+    Of a phase each is of its own time; of a step both are of the time of steps that nothing counted
+    or recorded, which CUPTI's process took.
+    """
+    rows = Run.load(options.by_both).document["rows"]
+    found = summarise(to_frame(map(Measurement.from_row, rows)))
+    found["case"] = [Case.from_row(row).id for row in found.to_dict("records")]
+    found = found[found.phase.isin([*PHASES, STEP])]
+    table = found.pivot_table("value", ["case", "phase"], "metric", sort=False)
+    if not {"timeline_busy_share", "gpu_busy_share"}.issubset(table):
+        print("no case was measured by both")
+        return False
+    is_step = table.index.get_level_values("phase") == STEP
+    of_step = table.timeline_busy_seconds / table.step_time_seconds
+    table["nsys"] = table.timeline_busy_share.mask(is_step, of_step)
+    shares = table[["nsys", "gpu_busy_share"]].rename(columns={"gpu_busy_share": "cupti"}).dropna()
+    shares["points"] = (shares.nsys - shares.cupti).abs() * 100
+    print(shares.to_string(float_format="{:.3f}".format))
+    steps = shares.xs(STEP, level="phase").points
+    kept = [holds(f"{case}, points", points, MOST_POINTS) for case, points in steps.items()]
     return all(kept)
 
 
@@ -269,6 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     of_agree = add(agree)
     of_agree.add_argument("by_cupti", type=Path)
     of_agree.add_argument("by_ncu", type=Path)
+    add(nsys).add_argument("by_both", type=Path)
     options = parser.parse_args(arguments)
     return 0 if options.command(options) else 1
 

@@ -16,7 +16,7 @@ from dpbench.plugin import hooks
 from dpbench.plugin.asked import NEEDS, case_of, measuring_fixtures, takes, takes_any
 from dpbench.plugin.each_test import MARKER
 from dpbench.plugin.whole_session import NAME, WholeSession, read_settings
-from dpbench.plugin.workers import Workers, expected_cost, useful_workers
+from dpbench.plugin.workers import Workers, in_order, useful_workers
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
@@ -71,13 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what measures unless ``--ncu`` or ``--cupti`` was given: it takes minutes of a GPU.
 
     Tests of one case come one after the other: xdist workers then measure different cases,
-    instead of waiting for each other's. They begin with the cases that take longest, so that no
-    GPU is left with one of those while the others have nothing to do.
+    instead of waiting for each other's. In which order they measure, `in_order` says.
     """
     whole: WholeSession = config.pluginmanager.getplugin(NAME)
     cases = list(whole.session.grid.cases())
     if whole.is_worker:
-        cases.sort(key=expected_cost, reverse=True)
+        cases = in_order(cases)
     position = {case: place for place, case in enumerate(cases)}
 
     def place(item: pytest.Item) -> int:

@@ -22,7 +22,7 @@ from dpbench.results.rows import Measurement
 
 
 class DoesNotFit(InstrumentError):
-    """The case needs more memory than the GPU has; it was not started."""
+    """The case needs more memory than the GPU has; it was not measured."""
 
     remedy: ClassVar[str] = "use a smaller case or a larger GPU, or try anyway"
 
@@ -58,7 +58,7 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
 def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = None) -> Outcome:
     """Measure one case with each instrument; an error ends the case, not the caller.
 
-    A case that cannot fit a GPU that is given is not started, see `check_fits`.
+    A case that cannot fit a GPU that is given is ended, see `check_fits`.
     """
     start = time.monotonic()
     seen: dict[str, list[Any]] = {part: [] for part in ("notes", *PARTS)}
@@ -67,12 +67,12 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     running: list[Running] = []
     try:
         case = resolve(case)
-        check_fits(case, gpu)
         with _files_of(case, instruments), ExitStack() as ending:
             # All start at once and take turns on the GPU: one imports while another measures.
             for instrument in instruments:
                 running.append(instrument.start(case))
                 ending.callback(running[-1].cancel)  # each, even if another's is interrupted
+            check_fits(case, gpu)  # takes about as long as their imports
             for measurement in running:
                 rows += measurement.rows()
                 for part, entries in seen.items():

@@ -1,4 +1,4 @@
-"""What cannot fit a GPU is refused before it costs GPU time."""
+"""What cannot fit a GPU is refused."""
 
 from __future__ import annotations
 

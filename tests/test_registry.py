@@ -13,7 +13,15 @@ import pytest
 import dpbench
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.registry import MODELS, TRAINERS, Registry, child_python_path, chosen_grid, resolve
+from dpbench.registry import (
+    MODELS,
+    TRAINERS,
+    Registry,
+    child_python_path,
+    chosen_grid,
+    locate,
+    resolve,
+)
 
 
 class Outer:
@@ -322,6 +330,14 @@ def test_child_python_path_has_no_empty_entry(
 
 
 # --- whether it is there -----------------------------------------------------------------------
+
+
+def test_what_came_with_dpbench_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find torch.optim, Python imports torch: seconds before the first case starts."""
+    looked: list[str] = []
+    monkeypatch.setattr("dpbench.registry.find_spec", looked.append)
+    locate([Case(trainer, 4, 64, optimizer="adamw") for trainer in TRAINERS])
+    assert not looked
 
 
 def test_module_is_located_without_being_imported(

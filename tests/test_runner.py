@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 from dpbench import Case
+from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument, Running
 from dpbench.results.rows import Measurement
 from dpbench.runner import measure
@@ -32,18 +33,23 @@ class Writing(Instrument):
         """It works anywhere."""
 
     def start(self, case: Case) -> Running:
-        (self.directory / case.id).touch()
-        return Written()
+        file = self.directory / case.id
+        file.touch()
+        return Written(file)
 
 
 class Written(Running):
     """It is done, and there is no number in it."""
 
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
     def rows(self) -> list[Measurement]:
+        self.file.with_suffix(".measured").touch()
         return []
 
     def cancel(self) -> None:
-        """Nothing runs on."""
+        self.file.with_suffix(".ended").touch()
 
 
 def test_a_case_waits_for_the_session_that_writes_the_same_files(
@@ -89,6 +95,14 @@ def test_a_case_is_measured_where_the_file_system_has_no_locks(
     monkeypatch.setattr("fcntl.flock", no_locks)
     assert measure(CASE, [Writing(tmp_path)]).error is None
     assert (tmp_path / CASE.id).exists()
+
+
+def test_a_case_that_does_not_fit_is_ended_before_it_is_measured(tmp_path: Path) -> None:
+    """It has started by then: its imports take as long as counting what it needs."""
+    outcome = measure(CASE, [Writing(tmp_path)], gpu=Gpu("GPU-0", "NVIDIA H200", 1, "580"))
+    assert outcome.error == "DoesNotFit"
+    left = {path.suffix for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert left == {"", ".ended"}
 
 
 def test_directory_that_cannot_be_made_fails_the_case(tmp_path: Path) -> None:

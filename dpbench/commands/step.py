@@ -2,7 +2,7 @@
 
 Builds the case, warms up, runs the active steps. This is the process that instruments measure;
 by hand it is the quickest way to try a trainer. The line holds seconds by phase for each active
-step, and peak memory in bytes (CUDA only).
+step, peak memory in bytes (CUDA only), and what else the process spent its seconds on.
 
 With --profile it runs under the PyTorch profiler instead, on the steps that the schedule names,
 and leaves traces for https://ui.perfetto.dev, tables, a memory snapshot (CUDA only) for

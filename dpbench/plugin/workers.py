@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -65,8 +65,27 @@ def visible_names() -> list[str]:
     return [entry.strip() for entry in asked.split(",")][: len(gpus)]
 
 
+def in_order(cases: Iterable[Case]) -> list[Case]:
+    """Cases as several workers best measure them.
+
+    What takes longest comes first, so that no GPU is left with that while the others have nothing
+    to do; cases with the same baseline come together, after it. Tests compare with the baseline:
+    workers that wait for it start no case meanwhile, and the GPU would wait for their imports.
+    """
+    cases = list(cases)
+    longest = {case.baseline: 0 for case in cases}
+    for case in cases:
+        longest[case.baseline] = max(longest[case.baseline], expected_cost(case))
+
+    def place(case: Case) -> tuple[int, str, bool, int]:
+        baseline = case.baseline
+        return -longest[baseline], baseline.id, case != baseline, -expected_cost(case)
+
+    return sorted(cases, key=place)
+
+
 def expected_cost(case: Case) -> int:
-    """How long a case takes, in no unit: what takes longest is best begun first."""
+    """How long a case takes, in no unit."""
     return case.batch_size * max(case.seq_len, 1) * PASSES.get(case.trainer, 6)
 
 

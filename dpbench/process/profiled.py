@@ -19,7 +19,7 @@ from torch.profiler import schedule as torch_schedule
 from dpbench.case import OUTSIDE, Case
 from dpbench.process.build import build, pick_device
 from dpbench.process.schedule import Schedule
-from dpbench.process.step import alone_on, describe
+from dpbench.process.step import Stopwatch, alone_on, describe
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
 
@@ -84,7 +84,7 @@ def profile_case(
         operators = json.dumps(_operators(profiler))
         (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
 
-    def run(target: torch.device) -> dict[str, Any]:
+    def run(target: torch.device, spent: Stopwatch) -> dict[str, Any]:
         trainer, batches = build(case, target, schedule.steps + 1)
         annotations = PhaseAnnotations(target)
         with profile(

@@ -21,6 +21,8 @@ IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
 ratios of DRAM bytes say nothing."""
 
+BUSY = "gpu_busy_share"
+
 RATES = "{} bytes / {} seconds"
 """The instrument of a throughput, from those of its factors."""
 
@@ -63,8 +65,29 @@ def _shares(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
         part, whole = (rows[rows.metric == name] for name in metric.share_of)
         both = part.merge(whole, on=[*keys, "again"], suffixes=("", "_of_whole"))
         both = both[both.value_of_whole > 0]
-        share = both.value / both.value_of_whole
-        yield both.assign(metric=metric.name, value=share)[frame.columns]
+        both = both.assign(metric=metric.name, value=both.value / both.value_of_whole)
+        if metric.name == BUSY:
+            both["value"] = _of_timed_steps(frame, both)
+        yield both[frame.columns]
+
+
+def _of_timed_steps(frame: pd.DataFrame, busy: pd.DataFrame) -> pd.Series[float]:
+    """Busy shares of whole steps as parts of the time of the steps that were timed, if any were.
+
+    A step that is counted starts with an idle GPU and is waited for; while steps are timed the CPU
+    launches the next one's work during the last. Where launches take long, that is a large part of
+    a counted step's time, and none of its busy time.
+    """
+    case = [*AXES, "instrument", "device"]
+    timed = frame[(frame.metric == "step_time_seconds") & (frame.phase == STEP)]
+    times = timed.groupby(case).value.median().rename("timed")
+    spans = frame[frame.metric == "range_time_seconds"]
+    keys = [*case, "phase", "repeat", "again"]
+    spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys).value
+    ranges = busy[keys].join(spans.rename("span"), on=keys).join(times, on=case)
+    # Two different steps: what is all busy may come out as a little more.
+    of_timed = (busy.value * ranges.span / ranges.timed).clip(upper=1.0)
+    return of_timed.where((busy.phase == STEP) & of_timed.notna(), busy.value)
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:

@@ -17,7 +17,7 @@ import pandas as pd
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.cards import Roofs
-from dpbench.results.frame import of_one_instrument, summarise
+from dpbench.results.frame import BUSY, of_one_instrument, summarise
 from dpbench.results.rows import STEP
 
 MEASURED_BYTES = "measured DRAM bytes"
@@ -27,8 +27,6 @@ COUNTED_BYTES = "logical bytes"
 BANDWIDTH = "bandwidth"
 ARITHMETIC = "arithmetic"
 """What can bound a phase: the column ``bound_by``."""
-
-BUSY = "gpu_busy_share"
 
 LAUNCH_BOUND = 0.7
 """A phase whose GPU is busy for less than this part of its time waits for its launches."""

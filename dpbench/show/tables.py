@@ -14,6 +14,7 @@ from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, train
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import (
+    BUSY,
     CONFIGURATION,
     IN_CACHE_BYTES,
     of_one_instrument,
@@ -22,13 +23,18 @@ from dpbench.results.frame import (
     with_logical,
     with_ratios,
 )
-from dpbench.results.roofline import BUSY, LAUNCH_BOUND
+from dpbench.results.roofline import LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import NAME, OF_TESTS, PARAM, Column, View, column, rates, shown_by_default
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
+
+BUSY_OF = (
+    "Of a phase: of its time between synchronizations. Of the step: of the time of a step that was "
+    "not counted, in which the CPU runs ahead."
+)
 
 AGAINST_LOGICAL = (
     "Logical: counted without hardware, each operator reading its inputs and writing its "
@@ -318,8 +324,7 @@ def _busy_table(group: Group) -> list[Table]:
     """For which part of each phase's time the GPU did anything, by case."""
     phases, busy = _phases_shown(group, "gpu_elapsed_cycles"), column(BUSY)
     columns = [(phase, busy, phase) for phase in (*phases, STEP)] if phases else []
-    note = "Phases are synchronized at their borders, the whole step is not."
-    return group.table("busy by phase", columns, group.having(busy), [note])
+    return group.table("busy by phase", columns, group.having(busy), [BUSY_OF])
 
 
 def against_logical(group: Group) -> list[Table]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from bench import cupti
 from dpbench import Case
 from dpbench.instruments.cupti.instrument import cupti_rows
+from dpbench.metrics import unit
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import Measurement
 
@@ -101,6 +103,39 @@ def test_a_grid_may_take_little_more_than_its_steps(
     assert line.split() == ["session", "5.0", str(seconds), "60.0"]
 
 
+def test_a_grid_says_what_its_processes_did_with_their_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = save(tmp_path / "cupti.json", [by_cupti(case) for case in CASES], 5.9)
+    log = tmp_path / "cupti-logs/1b-fp32/report_dpsgd_bs8_seq256.cupti.log"
+    log.parent.mkdir(parents=True)
+    record = {"case": asdict(CASES[1]), "spent_seconds": {"waiting": 0.5, "active": 1.25}}
+    log.write_text(f"$ python\nmark {json.dumps({'dpbench': '0.1.0', **record})}\n")
+    cupti.main(["grid", str(one), "--saved", "--ncu", str(one)])
+    printed = capsys.readouterr().out
+    assert f"{CASES[1].id:34}     1.25      0.50      1.25\n" in printed
+    assert "of 5.9 s no case held the GPU for 4.7" in printed
+
+
+@pytest.mark.parametrize(("busy", "status"), [(0.52, 0), (0.54, 1)])
+def test_busy_shares_of_steps_must_agree(busy: float, status: int, tmp_path: Path) -> None:
+    """Half of a step of 1 s by CUPTI; a phase, and how long a recorded step took, may be off."""
+    seen = {
+        ("nsys", "timeline_busy_seconds"): {"step": busy, "clip": 0.9},
+        ("nsys", "timeline_seconds"): {"step": 1.3, "clip": 1.0},
+        ("cupti", "gpu_busy_cycles"): {"step": 40.0, "clip": 50.0},
+        ("cupti", "gpu_elapsed_cycles"): {"step": 100.0, "clip": 100.0},
+        ("cupti", "range_time_seconds"): {"step": 1.25, "clip": 1.0},
+        ("cupti", "step_time_seconds"): {"step": 1.0},
+    }
+    rows = [
+        Measurement(CASES[0], tool, phase, metric, value, unit(metric), 0, "NVIDIA H200", tool)
+        for (tool, metric), values in seen.items()
+        for phase, value in values.items()
+    ]
+    assert cupti.main(["nsys", str(save(tmp_path / "both.json", [rows]))]) == status
+
+
 def test_counted_steps_are_those_of_all_passes() -> None:
     assert cupti.further_steps({"passes": 2, "counted_steps": [{}, {}, {}]}) == 8
 
@@ -110,7 +145,12 @@ def test_a_counted_case_may_cost_little_more_than_a_plain_one(
     seconds: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plain process takes as many steps in a second."""
-    record = {"passes": 1, "counted_steps": [{}], "phase_seconds": [{"forward": 0.1}]}
+    record = {
+        "passes": 1,
+        "counted_steps": [{}],
+        "phase_seconds": [{"forward": 0.1}],
+        "spent_seconds": {"after": 0.3},
+    }
     plain: list[list[str]] = []
 
     def run(command: list[str], case: Case, folder: str) -> tuple[float, dict[str, Any]]:

@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from dpbench.case import Case
 from dpbench.gpu import Gpu
 from dpbench.grid import GRIDS
 from dpbench.plugin import workers
-from dpbench.plugin.workers import case_of, expected_cost, useful_workers, visible_names
+from dpbench.plugin.workers import case_of, in_order, useful_workers, visible_names
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -78,10 +77,20 @@ def test_gpus_are_named_by_uuid_or_as_the_caller_named_them(
     assert visible_names() == ["5", "MIG-7"]
 
 
-def test_long_cases_come_first() -> None:
-    order = sorted(GRIDS["grid1"].cases(), key=expected_cost, reverse=True)
-    assert order[0] == Case("dpsgd_ghost", 16, 1024)
-    assert order[-1] == Case("standard", 8, 256)
+def test_long_cases_come_first_each_after_its_baseline() -> None:
+    order = in_order(GRIDS["grid1"].cases())
+    assert [(case.batch_size, case.seq_len) for case in order[::4]] == [
+        (16, 1024), (8, 1024), (16, 256), (8, 256)
+    ]  # fmt: skip
+    for first in range(0, 16, 4):
+        standard, *others = order[first : first + 4]
+        assert {case.baseline for case in (standard, *others)} == {standard}
+        assert [case.trainer for case in others] == ["dpsgd_ghost", "dpsgd_fgc", "dpsgd"]
+
+
+def test_cases_that_take_as_long_stay_with_their_baselines() -> None:
+    grid = GRIDS["grid1"].narrow(precision=["fp32", "tf32"], batch_size=[8], seq_len=[256])
+    assert [case.precision for case in in_order(grid.cases())] == ["fp32"] * 4 + ["tf32"] * 4
 
 
 def test_a_test_belongs_to_the_case_that_it_is_parametrised_with() -> None:

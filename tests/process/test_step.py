@@ -19,6 +19,9 @@ CPU = torch.device("cpu")
 def test_warm_up_steps_are_not_observed() -> None:
     record = run_case(CASE, device="cpu", warmup=2, active=3)
     assert len(record["phase_seconds"]) == 3
+    spent = record["spent_seconds"]
+    assert [*spent] == ["waiting", "building", "warmup", "active", "after", "freeing"]
+    assert spent["active"] >= sum(sum(step.values()) for step in record["phase_seconds"])
 
 
 def test_the_same_case_trains_the_same_way_twice() -> None:

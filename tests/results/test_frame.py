@@ -14,7 +14,7 @@ from dpbench.case import Case
 from dpbench.results.frame import summarise, throughputs, to_frame, with_ratios, with_totals
 from dpbench.results.rows import COLUMNS, STEP, Measurement
 
-UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}
+UNITS = {"bytes": "B", "cycles": "1", "seconds": "s", "second": "1/s"}
 
 BYTES = st.floats(1.0, 1e13)
 SECONDS = st.floats(1e-6, 1e3)
@@ -155,6 +155,26 @@ def test_one_slow_step_among_many_does_not_move_the_time(values: list[float], sl
 def test_equal_steps_have_no_spread_even_at_zero() -> None:
     frame = to_frame(rows("dpsgd", {"l2_total_bytes": [7.0, 7.0], "l2_atomic_bytes": [0.0, 0.0]}))
     assert list(summarise(frame).spread) == [0.0, 0.0]
+
+
+def busy(**metrics: float | list[float]) -> dict[str, float]:
+    """Busy shares by phase; the GPU was busy for 60 of 120 ms in the counted step."""
+    counted = {"gpu_busy_cycles": 60.0, "gpu_elapsed_cycles": 120.0, "range_time_seconds": 0.12}
+    of_step = rows("dpsgd", {**counted, **metrics}, instrument="cupti")
+    of_phase = rows("dpsgd", counted, instrument="cupti", phase="forward")
+    summary = summarise(to_frame([*of_step, *of_phase]))
+    shares = summary[summary.metric == "gpu_busy_share"]
+    return dict(zip(shares.phase, shares.value, strict=True))
+
+
+def test_a_step_is_busy_for_a_part_of_the_time_that_steps_take_which_are_not_counted() -> None:
+    timed = busy(step_time_seconds=[0.08, 0.07, 5.0])
+    assert timed == pytest.approx({STEP: 0.75, "forward": 0.5})
+    assert busy() == {STEP: 0.5, "forward": 0.5}
+
+
+def test_no_step_is_busy_for_longer_than_it_takes() -> None:
+    assert busy(step_time_seconds=0.0599)[STEP] == 1.0
 
 
 def test_summary_has_a_row_for_each_case_instrument_phase_and_metric() -> None:

@@ -9,14 +9,14 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, PHASES
 from dpbench.metrics import EXPECTED_BY
-from dpbench.results.frame import with_logical
-from dpbench.results.roofline import BUSY, LAUNCH_BOUND
+from dpbench.results.frame import BUSY, with_logical
+from dpbench.results.roofline import LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import CASE, CELL, DRAM, KEYS, LOGICAL, NEEDS_LOGICAL, Material, pivot
 from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, Json, Key, Style, times
 from dpbench.show.layout import Shown, Table, gigabytes
-from dpbench.show.tables import SHOWN_SHARE, in_order
+from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, in_order
 
 COLOUR, COLOUR_OF_STEP = PHASE_STYLES["backward"].colour, "#7F8790"
 """Of bars that are about no phase and no trainer, and of the whole step's beside its phases."""
@@ -172,8 +172,7 @@ def busy(material: Material) -> Chart | None:
     shown = {name: colour for name, colour in colours.items() if name in set(rows.phase)}
     how_to_read = (
         f"Left of the line, at {LAUNCH_BOUND:.0%}, the GPU waits for the CPU to launch its work, "
-        f"and bytes do not explain the time. Phases are synchronized at their borders, the whole "
-        f"step is not."
+        f"and bytes do not explain the time. {BUSY_OF}"
     )
     percent: Shown = ("value", lambda share: f"{share * 100:.0f}")
     return Chart(
