@@ -1,7 +1,7 @@
 """What a GPU reaches: bandwidth of a copy, operations per second of matrix products.
 
 Times a copy far larger than the L2 cache, and a large matrix product at each precision, while no
-dpbench process measures on this GPU. What it prints serves ``dpbench roofline --ceilings`` as
+dpbench process measures on this GPU. What it prints serves ``dpbench show --roofline FILE`` as
 roofs in place of those in the data sheet.
 
     python bench/ceilings.py > ceilings.json

@@ -24,6 +24,7 @@ Examples:
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
   dpbench show ncu_reports/1b-fp32/kernels/*.ncu-rep --phase clip --top 20
+  dpbench show ncu_reports/1b-fp32/kernels/report_dpsgd_bs8_seq256.ncu-rep --profile runs/CASE
   dpbench show ncu_reports/1b-bf16/report_dpsgd_bs8_seq256.sqlite
 """
 
@@ -56,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
     declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
     parser.add_argument("--phase", choices=ALL_PHASES, help="of kernels, those of this phase only")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="of kernels, the operators as well, by the PyTorch profile of the same case",
+    )
     parser.add_argument(
         "--roofline",
         nargs="?",
@@ -95,7 +102,7 @@ def _tables(options: argparse.Namespace, view: View) -> list[Table]:
         return _roofline([saved_run(name, options.storage) for name in options.files], options)
     single = next((name for name in options.files if Path(name).suffix != REPORT), None)
     if single is None:
-        return list(_of_reports(list(map(Path, options.files)), view, options.phase))
+        return list(_of_reports(list(map(Path, options.files)), view, options))
     if len(options.files) > 1:
         raise ConfigurationError(
             f"show {single} alone: only reports of Nsight Compute share tables; dpbench compare "
@@ -168,7 +175,9 @@ def _of_timeline(path: Path) -> list[Table]:
     return whole_timeline(timeline_of(path), path.stem)
 
 
-def _of_reports(reports: Iterable[Path], view: View, phase: str | None) -> Iterator[Table]:
+def _of_reports(
+    reports: Iterable[Path], view: View, options: argparse.Namespace
+) -> Iterator[Table]:
     """Tables of ranges, all together, then those of each report of kernels."""
     from dpbench.instruments.ncu.range_report import case_of, holds_kernels, read
     from dpbench.results.frame import to_frame
@@ -179,7 +188,7 @@ def _of_reports(reports: Iterable[Path], view: View, phase: str | None) -> Itera
     for path in reports:
         check_is_file(path)
         if holds_kernels(path):
-            of_kernels += _of_kernels(path, view.top, phase)
+            of_kernels += _of_kernels(path, options)
         elif (other := ranges.setdefault(case_of(path), path)) is not path:
             raise ConfigurationError(
                 f"{other} and {path} are the same case; show them one at a time"
@@ -190,7 +199,7 @@ def _of_reports(reports: Iterable[Path], view: View, phase: str | None) -> Itera
     yield from of_kernels
 
 
-def _of_kernels(path: Path, top: int, phase: str | None) -> list[Table]:
+def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     """Which kernels of a report move the bytes, beside the step's by its ranges if they are known.
 
     These are in a report that lies where it should, see `dpbench.instruments.ncu`.
@@ -202,15 +211,27 @@ def _of_kernels(path: Path, top: int, phase: str | None) -> list[Table]:
     from dpbench.show.kernels import kernel_tables
 
     report = read_kernels(path)
-    chosen = [launch for launch in report.launches if phase in (None, launch.phase)]
+    operators: list[str | None] = [None] * len(report.launches)
+    if options.profile:
+        from dpbench.instruments.torch_profiler.files import operators_of
+
+        operators = operators_of(options.profile, report.launches)
+    chosen = [
+        (launch, operator)
+        for launch, operator in zip(report.launches, operators, strict=True)
+        if options.phase in (None, launch.phase)
+    ]
     if not chosen:
         present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
-        raise ConfigurationError(f"{path}: no kernel in phase {phase!r}; there is {present}")
+        raise ConfigurationError(
+            f"{path}: no kernel in phase {options.phase!r}; there is {present}"
+        )
     ranges, step_bytes = path.resolve().parents[1] / path.name, None
     if path.resolve().parent.name == KERNELS and ranges.exists():
         step_bytes = dram_bytes_of_step(read(ranges, case_of(ranges)))
     title, roofs = f"{_title(path)}, {report.device}", known_roofs(report.device)
-    return kernel_tables(fold(chosen), title, step_bytes, roofs, top=top)
+    counts = fold(*zip(*chosen, strict=True))
+    return kernel_tables(counts, title, step_bytes, roofs, top=options.top)
 
 
 def _title(path: Path) -> str:

@@ -135,6 +135,7 @@ class KernelCount(Entry):
     write_bytes: float
     l2_bytes: float
     seconds: float
+    operator: str | None = None  # which launched them, e.g. aten::clone, if that is known
 
     @property
     def kernel(self) -> str:
@@ -152,15 +153,20 @@ class KernelCount(Entry):
         return {**super().as_row(), "kernel": self.kernel, "category": kind}
 
 
-def fold(launches: Iterable[KernelLaunch]) -> tuple[KernelCount, ...]:
-    """Launches added up by step, phase and kernel, most DRAM bytes first."""
-    groups: dict[tuple[int, str, str], list[KernelLaunch]] = defaultdict(list)
-    for launch in launches:
-        groups[launch.repeat, launch.phase, launch.name].append(launch)
-    counts = [
-        KernelCount(*key, len(group), *(sum(getattr(x, name) for x in group) for name in ADDED_UP))
-        for key, group in groups.items()
-    ]
+def fold(
+    launches: Sequence[KernelLaunch], operators: Iterable[str | None] | None = None
+) -> tuple[KernelCount, ...]:
+    """Launches added up by step, phase, kernel and, if each one's is said, operator.
+
+    Those with most DRAM bytes come first.
+    """
+    groups: dict[tuple[int, str, str, str | None], list[KernelLaunch]] = defaultdict(list)
+    for launch, operator in zip(launches, operators or [None] * len(launches), strict=True):
+        groups[launch.repeat, launch.phase, launch.name, operator].append(launch)
+    counts = []
+    for (*place, operator), group in groups.items():
+        sums = [sum(getattr(launch, name) for launch in group) for name in ADDED_UP]
+        counts.append(KernelCount(*place, len(group), *sums, operator))  # type: ignore[arg-type]
     return tuple(sorted(counts, key=lambda count: -count.dram_bytes))
 
 

@@ -51,15 +51,16 @@ def kernel_tables(
     *,
     top: int = TOP,
 ) -> list[Table]:
-    """The kernels of a case for a terminal: the top ones by bytes, then categories.
+    """The kernels of a case for a terminal: the top ones by bytes, categories, operators.
 
     They are compared with the DRAM bytes of the case's step and the roofs of its card.
     """
     frame = kernel_frame(counts)
     if frame.empty:
         return []
+    groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
     tables = []
-    for by in (["kernel", "phase"], ["category"]):
+    for by in groups if frame.operator.notna().any() else groups[:2]:
         bandwidth = roofs.bandwidth if roofs else None
         table = kernel_table(frame, by, step_bytes=step_bytes, bandwidth=bandwidth)
         shown = table if by == ["category"] else table.head(top)
@@ -74,7 +75,8 @@ def kernel_tables(
             "of\npeak": ("ceiling", "{:.0%}".format),
         }
         title_of_table = f"{title}: bytes by {by[0]}{count}"
-        tables.append(Table.of(title_of_table, shown.reset_index(), columns))
+        shown = shown.reset_index().fillna({by[0]: "unknown"})
+        tables.append(Table.of(title_of_table, shown, columns))
     return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(frame, step_bytes, roofs)))]
 
 

@@ -77,3 +77,11 @@ def test_reads_alone_are_not_the_bytes_of_a_step() -> None:
     )
     assert dram_bytes_of_step([read, write]) == 4e9
     assert dram_bytes_of_step([read]) is None
+
+
+def test_the_operator_stays_with_the_launches_that_it_made() -> None:
+    counts = fold([launch()] * 3, ["aten::zeros_like", None, "aten::zeros_like"])
+    assert {(count.operator, count.launches) for count in counts} == {
+        ("aten::zeros_like", 2),
+        (None, 1),
+    }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import chain, count
@@ -17,6 +17,7 @@ from dpbench.files import check_writable
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.torch_profiler import trace
 from dpbench.metrics import METRICS, unit
+from dpbench.results.kernels import KernelLaunch
 from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
 
 INSTRUMENT = "torch_profiler"  # the instrument's name in rows
@@ -104,6 +105,25 @@ def read_rows(directory: Path) -> list[Measurement]:
     """The rows of a profile that `write_summary` left."""
     document = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
     return [Measurement.from_row(row) for row in document["rows"]]
+
+
+def operators_of(directory: Path, launches: Sequence[KernelLaunch]) -> list[str | None]:
+    """The operator behind each kernel that another process launched, as far as it is known.
+
+    The two tools write kernels' names in ways of their own, so a kernel is found by its place
+    among those of its phase. Both processes ran the same step; should they have launched
+    different numbers of kernels in a phase, its operators are unknown.
+    """
+    seen: dict[str, list[str | None]] = defaultdict(list)
+    for launch in trace.read(directory / "trace_0.json.gz").launches:
+        if launch.repeat == 0 and launch.kind == "kernel":
+            seen[launch.phase].append(launch.operator)
+    counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
+    known = {phase: iter(names) for phase, names in seen.items() if len(names) == counted[phase]}
+    return [
+        next(known[launch.phase]) if launch.repeat == 0 and launch.phase in known else None
+        for launch in launches
+    ]
 
 
 def _in_order(directory: Path, pattern: str) -> list[Path]:

@@ -12,17 +12,21 @@ import pytest
 from dpbench import Case
 from dpbench.case import OUTSIDE
 from dpbench.commands.step import write_profile
+from dpbench.instruments.ncu.kernel_report import read_kernels
 from dpbench.instruments.torch_profiler.files import (
     REPORT,
     DeviceActivityMissing,
     copy_metric,
     grouped,
+    operators_of,
     profile_rows,
     read_rows,
     write_summary,
 )
 from dpbench.instruments.torch_profiler.trace import read
+from dpbench.results.kernels import KernelLaunch, short_name
 from dpbench.results.report import CaseReport
+from tests.recorded import unpacked
 
 DATA = Path(__file__).parents[2] / "data" / "profile"
 CASE = Case("dpsgd", 4, 64, "tiny")
@@ -99,3 +103,27 @@ def test_a_summary_gives_back_what_was_written(tmp_path: Path) -> None:
     write_summary(STANDARD, record(), tmp_path)
     trace = read(tmp_path / "trace_0.json.gz")
     assert read_rows(tmp_path) == list(profile_rows(STANDARD, record(), [trace]))
+
+
+@pytest.mark.parametrize("trainer", ["standard", "dpsgd"])
+def test_kernels_under_ncu_find_their_operators_by_place(trainer: str, tmp_path: Path) -> None:
+    """Two processes under two tools launched the same kernels in the same order."""
+    counted = read_kernels(unpacked(f"kernels/report_{trainer}_bs4_seq64.ncu-rep", tmp_path))
+    launched = [x for x in read(DATA / trainer / "trace_0.json.gz").launches if x.kind == "kernel"]
+    theirs, ours = (
+        sorted(((x.phase, short_name(x.name)) for x in found), key=lambda named: named[0])
+        for found in (counted.launches, launched)
+    )
+    assert theirs == ours
+    operators = operators_of(DATA / trainer, counted.launches)
+    placed = zip(counted.launches, operators, strict=True)
+    expected = {(x.phase, short_name(x.name), x.operator) for x in launched}
+    assert {(x.phase, short_name(x.name), operator) for x, operator in placed} == expected
+
+
+def test_a_phase_with_another_number_of_kernels_has_no_operators() -> None:
+    def kernel(phase: str) -> KernelLaunch:
+        return KernelLaunch(0, phase, "k", (1, 1, 1), 0.0, 0.0, 0.0, 0.0)
+
+    found = operators_of(DATA / "standard", [kernel("optimizer"), kernel("forward")])
+    assert found == ["aten::_foreach_add_", None]
