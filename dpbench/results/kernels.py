@@ -164,9 +164,10 @@ def fold(
     for launch, operator in zip(launches, operators or [None] * len(launches), strict=True):
         groups[launch.repeat, launch.phase, launch.name, operator].append(launch)
     counts = []
-    for (*place, operator), group in groups.items():
-        sums = [sum(getattr(launch, name) for launch in group) for name in ADDED_UP]
-        counts.append(KernelCount(*place, len(group), *sums, operator))  # type: ignore[arg-type]
+    for (repeat, phase, name, operator), group in groups.items():
+        read, written, l2, seconds = (sum(getattr(x, each) for x in group) for each in ADDED_UP)
+        moved = read, written, l2, seconds
+        counts.append(KernelCount(repeat, phase, name, len(group), *moved, operator))
     return tuple(sorted(counts, key=lambda count: -count.dram_bytes))
 
 
