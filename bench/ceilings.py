@@ -41,7 +41,7 @@ def measure_ceilings(
         seconds: how long each measurement, the median of several runs, lasts at least.
 
     Returns:
-        What `dpbench.results.cards.read_ceilings` takes for roofs.
+        What `dpbench.results.roofline.read_ceilings` takes for roofs.
     """
     target = pick_device(device)
     card = gpu.visible_gpus()[0] if target.type == "cuda" else None

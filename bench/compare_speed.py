@@ -13,9 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from dpbench.results.compare import Threshold
 from dpbench.results.gate import judge
 from dpbench.results.run import Run
-from dpbench.results.threshold import Threshold
 
 ROWS = 10_000
 RECORDED = Path(__file__).parents[1] / "docs" / "results" / "h200-grid1.json"

@@ -14,14 +14,16 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pandas as pd
+
 from dpbench.case import Case
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.frame import to_frame
-from dpbench.results.rows import Measurement
+from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import ABSENT, Table
 from dpbench.show.tables import Group, against_logical, complete, groups
-from dpbench.show.view import View, column
+from dpbench.show.view import View
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 WIDTH = 120
@@ -50,12 +52,9 @@ def measured(path: Path) -> list[Measurement]:
 
 def with_peak(table: Table, group: Group) -> Table:
     """The table with measured peak memory over the predicted in a last column."""
-    peak = column("peak_memory_over_logical")
-    found = {line[0]: group.find(line[0], peak) for line in table.cells}
-    cells = [
-        [*line, *([f"{row['over_logical']:.3f}" for row in found[line[0]]] or [ABSENT])]
-        for line in table.cells
-    ]
+    rows = [row for row in group.rows[STEP, "peak_memory_bytes"] if pd.notna(row["over_logical"])]
+    peaks = {row["label"]: f"{row['over_logical']:.3f}" for row in rows}
+    cells = [[*line, peaks.get(line[0], ABSENT)] for line in table.cells]
     return replace(table, headers=[*table.headers, "peak\nmem."], cells=cells)
 
 

@@ -155,7 +155,7 @@ class Case:
 
     Args:
         trainer: a short name; `dpbench.registry.resolve` makes one of any other spelling.
-        batch_size: examples in a step, B.
+        batch_size: examples in a step, B; 0 if it is not known, of a script.
         seq_len: tokens in an example, T, of the transformer; so are the other `OF_TRANSFORMER`.
         model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
         precision: one of `PRECISIONS`.
@@ -182,6 +182,9 @@ class Case:
     trainable: str = "all"
 
     def __post_init__(self) -> None:
+        if self.workload == SCRIPT:
+            self._leave_out_what_nobody_says()
+            return
         object.__setattr__(self, "batch_size", _positive("batch size", self.batch_size))
         object.__setattr__(self, "set", parameters_text(self.set))
         parts = _positive("number of micro-batches", self.micro_batches)
@@ -206,6 +209,13 @@ class Case:
                 f"({', '.join(OF_TRANSFORMER)}): drop set {self.set}, or name its workload"
             )
 
+    def _leave_out_what_nobody_says(self) -> None:
+        """Blank how a script trains; its batch size may be said, and is 0 if it is not."""
+        if self.batch_size:
+            object.__setattr__(self, "batch_size", _positive("batch size", self.batch_size))
+        for name in {*AXES} - {"trainer", "batch_size", "workload"}:
+            object.__setattr__(self, name, type(getattr(Case, name))())
+
     def _leave_out_the_transformers(self) -> None:
         """Blank the axes that only the transformer has, so that no table shows them."""
         for name, blank in OF_TRANSFORMER.items():
@@ -225,6 +235,8 @@ class Case:
     @classmethod
     def from_report_path(cls, path: Path) -> Case:
         """The case whose `report_path` this is."""
+        if path.parent.name == SCRIPT and path.stem.startswith("report_"):
+            return script_case(_from_path(path.stem.removeprefix("report_")))
         name = re.fullmatch(r"report_(\w+)_bs(\d+)(?:_seq(\d+))?", path.stem)
         folder = re.fullmatch(rf"(.+?)-({'|'.join(PRECISIONS)})((?:-.+)?)", path.parent.name)
         if name is None or folder is None:
@@ -283,6 +295,8 @@ class Case:
     @property
     def report_path(self) -> Path:
         """Where this case's report lies below the report directory."""
+        if self.workload == SCRIPT:
+            return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
         length = f"_seq{self.seq_len}" if self.seq_len else ""
         name = f"report_{self.trainer}_bs{self.batch_size}{length}.ncu-rep"
         return Path(self._configuration(_for_path)) / name
@@ -302,8 +316,9 @@ LATER = ("optimizer", "micro_batches", "trainable")
 
 
 def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
-    """What is not as usual along `LATER`."""
-    return {a: str(axes[a]) for a in LATER if axes.get(a, ADDED[a]) != ADDED[a]}
+    """What is known not to be as usual along `LATER`."""
+    known = {axis: axes[axis] for axis in LATER if axes.get(axis)}
+    return {axis: str(value) for axis, value in known.items() if value != ADDED[axis]}
 
 
 def _for_path(text: str) -> str:
@@ -334,9 +349,9 @@ COUNTS = ("batch_size", "seq_len", "micro_batches")
 """The axes that are whole numbers."""
 
 SCRIPT = "script"
-"""The workload of a case that is somebody's script or loop; no more than its name is known."""
+"""The workload of a case that is somebody's script or loop: its name is known, no other axis."""
 
 
-def script_case(name: str) -> Case:
-    """The case of a script or loop that is called so."""
-    return Case(name, batch_size=1, workload=SCRIPT)
+def script_case(name: str, batch_size: int = 0) -> Case:
+    """The case of a script or loop that is called so, and of its batch size if somebody says it."""
+    return Case(name, batch_size=batch_size, workload=SCRIPT)

@@ -12,10 +12,10 @@ from dpbench.errors import ConfigurationError
 from dpbench.settings import names_tests
 
 if TYPE_CHECKING:
+    from dpbench.results.compare import Threshold
     from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.run import Run
-    from dpbench.results.threshold import Threshold
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
@@ -81,12 +81,14 @@ class Comparison:
         devices = {instrument: device for device, instrument in self.sources}
         conflict = any(devices.get(name, device) != device for device, name in run.sources)
         apart = conflict or not set(self.sources) & set(run.sources)
-        if apart and not self.settings.compare_across:
+        shared = {name for _, name in run.sources} & set(devices)
+        if apart and not (shared and self.settings.compare_across):
             there, here = (
                 "; ".join(f"{name} on {device}" for device, name in pairs) or "nothing"
                 for pairs in (run.sources, self.sources)
             )
-            remedy = "; --dpbench-compare-across does it all the same" * self.settings.of_pytest
+            across = "; --dpbench-compare-across does it all the same"
+            remedy = across if shared and self.settings.of_pytest else ""
             raise ConfigurationError(
                 f"{run.path} holds {there}, this session measures {here}: not compared{remedy}"
             )
@@ -159,7 +161,7 @@ def limits(texts: Sequence[str]) -> list[Threshold]:
     """Limits as their user wrote them."""
     if not texts:
         return []
-    from dpbench.results.threshold import Threshold  # loads pandas
+    from dpbench.results.compare import Threshold  # loads pandas
 
     return [Threshold.parse(text) for text in texts]
 

@@ -16,7 +16,7 @@ from dpbench.instruments.base import Instrument, InstrumentError, Running
 from dpbench.instruments.child import log_tail
 from dpbench.instruments.terminal import tell
 from dpbench.registry import resolve
-from dpbench.results.operators import guesses
+from dpbench.results.kernels import guesses
 from dpbench.results.outcome import PARTS, Outcome
 from dpbench.results.rows import Measurement
 

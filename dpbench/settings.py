@@ -189,7 +189,7 @@ class Settings:
         "pass what a limit cannot judge because nothing like it was saved before", False
     )
     compare_across: bool = options.of_pytest(
-        "compare also what another device or instrument measured; it is labelled"
+        "compare also what another device measured; it is labelled"
     )
     storage: Path = options.option(
         "where runs are saved and references found", Path(".dpbench"), type=Path, metavar="DIR"

@@ -1,10 +1,11 @@
 """Other people's training scripts, unmodified, under ``dpbench exec``: what it finds in them.
 
 ``python bench/scripts/run.py --opacus CHECKOUT`` runs the examples of a checkout of Opacus, and
-loops by Hugging Face's Trainer and Lightning where these are installed, with a few random data in
-place of downloads. Each runs by itself and once more watched, by timing and to its end, without a
-GPU. Prints a Markdown table: how many steps and which phases were found, whether these are the
-right ones, and whether the script printed the same.
+loops by Hugging Face's Trainer, Lightning and fastDP where these are installed, with a few random
+data in place of downloads. Each runs by itself and once more watched, by timing and to its end,
+without a GPU. Prints a Markdown table: how many steps and which phases were found, whether these
+are the right ones, and whether the script printed the same. A second table has scripts that fail
+by themselves or train in other processes, and what is said of each.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def scripts(opacus: Path) -> Iterator[Script]:
     names = (str(examples / "char-lstm-classification.py"), "--data-root", "names", *epochs)
     yield Script("char-lstm, DPLSTM", names, 8, PRIVATE, seeded=False)
     yield Script("char-lstm, DPGRU", (*names, "--mode", "gru"), 8, PRIVATE, seeded=False)
+    yield Script("dcgan --disable-dp, two networks", (*gan(examples), "--disable-dp"), 8, PLAIN)
     loops = HERE / "loops"
     clipped = (*PLAIN, "clip")
     trainer = (str(loops / "hugging_face_trainer.py"),)
@@ -66,10 +68,43 @@ def scripts(opacus: Path) -> Iterator[Script]:
     yield Script("Lightning", lightning, 4, PLAIN, "none", "lightning")
     memory = (str(loops / "memory_manager.py"),)
     yield Script("BatchMemoryManager", memory, 4, PRIVATE, "none")
+    book_keeping = (str(loops / "book_keeping.py"),)
+    yield Script("fastDP, book-keeping", book_keeping, 8, PRIVATE, "none", "fastDP")
+
+
+def gan(examples: Path) -> tuple[str, ...]:
+    """The example of two networks, small."""
+    small = ("--batch-size", "4", "--ngf", "8", "--ndf", "8", "--epochs", "2", "--workers", "0")
+    return (
+        str(examples / "dcgan.py"),
+        "--data-root",
+        ".",
+        "--device",
+        "cpu",
+        "--manualSeed",
+        "1",
+        *small,
+    )
+
+
+def without_steps(opacus: Path) -> Iterator[Script]:
+    """Those that fail by themselves here, and those that train in other processes."""
+    examples = opacus / "examples" if (opacus / "examples").is_dir() else opacus
+    yield Script("dcgan", gan(examples), 0, ())
+    cifar = (str(examples / "cifar10.py"), "--device", "cpu", "--workers", "0", "--epochs", "1")
+    yield Script("cifar10 --grad_sample_mode ghost", (*cifar, "--grad_sample_mode", "ghost"), 0, ())
+    yield Script("cifar10 --local_rank 0", (*cifar, "--local_rank", "0"), 0, ())
+    yield Script("fsdp_example", (str(examples / "fsdp_example.py"),), 0, ())
+    parallel = (str(examples / "tensor_parallelism_toy.py"),)
+    yield Script("tensor_parallelism_toy", parallel, 0, ())
+    rank = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    mnist = (str(examples / "mnist.py"), "--device", "cpu", "--epochs", "1", "--batch-size", "16")
+    yield Script("torchrun mnist", (*rank, *mnist), 0, ())
+    yield Script("imdb --unknown", (str(examples / "imdb.py"), "--unknown"), 0, (), "reviews")
 
 
 def line(script: Script, instrument: str) -> list[str]:
-    """A script's line of the table."""
+    """A script's line of the table; without steps, what `dpbench exec` says of it."""
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder) / "names"
         names.mkdir()
@@ -85,18 +120,26 @@ def line(script: Script, instrument: str) -> list[str]:
             "PYTHONWARNINGS": "ignore",
         }
 
-        def output(*command: str) -> str:
-            done = subprocess.run(
+        def done(*command: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
                 [sys.executable, *command],
                 cwd=folder,
                 env=environment,
                 capture_output=True,
                 text=True,
             )
-            if done.returncode:
-                sys.stderr.write(done.stderr[-3000:])
-            return done.stdout
 
+        def output(*command: str) -> str:
+            ended = done(*command)
+            if ended.returncode:
+                sys.stderr.write(ended.stderr[-3000:])
+            return ended.stdout
+
+        if not script.steps:
+            ended = done("-m", "dpbench", "exec", "--instrument", instrument, *script.command)
+            said = [line for line in ended.stderr.splitlines() if line.startswith("dpbench exec:")]
+            words = " ".join(" ".join(said).partition(": ")[2].partition(": ")[2].split())
+            return [script.title, words.partition(". ")[0] if ended.returncode else "nothing"]
         alone = output(*script.command)
         watched = ("-m", "dpbench", "exec", "--instrument", instrument, "--continue", "--skip", "0")
         told = output(*watched, "--steps", "1000", "--json", "run.json", *script.command)
@@ -130,6 +173,10 @@ def main() -> None:
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for script in scripts(options.opacus.resolve()):
         if options.only in script.title and importlib.util.find_spec(script.needs):
+            print(f"| {' | '.join(line(script, options.instrument))} |", flush=True)
+    print("\n| script | what dpbench exec says |\n|---|---|")
+    for script in without_steps(options.opacus.resolve()):
+        if options.only in script.title:
             print(f"| {' | '.join(line(script, options.instrument))} |", flush=True)
 
 

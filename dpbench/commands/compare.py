@@ -13,7 +13,7 @@ logical_ratio, peak_memory_ratio.
 Examples:
   dpbench compare 1 2
   dpbench compare 1 2 --fail dram_bytes:5% --fail dram_ratio:3% --fail dram_bytes@clip:0.1GB
-  dpbench compare docs/results/h200-grid1.json logical.json --across
+  dpbench compare h200.json h100.json --across
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dpbench.errors import ConfigurationError
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
+    from dpbench.results.compare import Threshold
     from dpbench.results.run import Run
-    from dpbench.results.threshold import Threshold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
+    from dpbench.results.compare import Threshold
     from dpbench.results.run import Run
     from dpbench.results.storage import Storage
-    from dpbench.results.threshold import Threshold
 
     thresholds = [Threshold.parse(text) for text in options.fail]
     storage = Storage(options.storage)

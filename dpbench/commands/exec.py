@@ -7,8 +7,9 @@ its next step would begin, or goes on with --continue. Options of the script com
 
 By timing are times; by logical the bytes that each operator must read and write, counted on the
 tensors as they pass; by cupti DRAM bytes by hardware counters, on a GPU; by ncu all that Nsight
-Compute counts, for which it runs the script several times. --baseline names a saved
-run of another script, by whose numbers these are divided, phase by phase.
+Compute counts, for which it runs the script several times; by torch_profiler operators by CPU and
+GPU time, and traces. --baseline names a saved run of another script, by whose numbers these are
+divided, phase by phase.
 
 Examples:
   dpbench exec plain.py --batch-size 64
@@ -21,6 +22,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -48,8 +50,8 @@ DECLARED = {
 """The options that are those of ``dpbench run``, by group."""
 
 
-NCU = ("ncu_path", "ncu_dir", "ncu_metrics")
-"""Those of measuring by ncu."""
+HOW = ("ncu_path", "ncu_dir", "ncu_metrics", "profile_dir", "profile_threshold")
+"""Those of measuring by ncu and by torch_profiler."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--instrument",
         action="append",
         metavar="NAME",
-        help="timing, logical, cupti or ncu; repeatable; default cupti, without a GPU logical",
+        help="timing, logical, cupti, ncu or torch_profiler; repeatable; default cupti, without a "
+        "GPU logical",
     )
     how.add_argument(
         "--skip",
@@ -79,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the script go on after these, instead of ending it",
     )
     how.add_argument(
+        "--batch-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="examples in a step, which nothing else says: what samples per second are made of",
+    )
+    how.add_argument(
         "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
     )
     how.add_argument(
@@ -86,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM|FILE",
         help="a saved run of another script: what ratios divide by, as the standard trainer",
     )
-    declare(how.add_argument, *NCU)
+    declare(how.add_argument, *HOW)
     for title, names in DECLARED.items():
         declare(parser.add_argument_group(title).add_argument, *names)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -96,17 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
     from dpbench.gpu import visible_gpus
+    from dpbench.instruments.script import ScriptInterrupted
     from dpbench.session import Session
 
     gpu = next(iter(visible_gpus()), None)
     declared: dict[str, Any] = {
-        name: getattr(options, name) for names in (*DECLARED.values(), NCU) for name in names
+        name: getattr(options, name) for names in (*DECLARED.values(), HOW) for name in names
     }
     declared["compare_fail"] = tuple(declared["compare_fail"])
     settings = Settings(device="cuda" if gpu else "cpu", **declared)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if gpu else "logical")
-    baseline = _baseline(options, [script.name for script in scripts])
+    baseline = _baseline(options, case, [script.name for script in scripts])
     if baseline:  # a ratio to another script's is another ratio
         scripts = [replace(script, baseline=baseline[0][1].case.trainer) for script in scripts]
         baseline = [(run, _as_standard(outcome)) for run, outcome in baseline]
@@ -124,6 +135,10 @@ def run(options: argparse.Namespace) -> int:
                 outcome = session.measure(case, [script])
                 if outcome.error:
                     print(f"dpbench exec: {outcome.message}", file=sys.stderr)
+                    if outcome.error == ScriptInterrupted.__name__:
+                        raise KeyboardInterrupt  # and not the script once more
+                elif folder := script.folder(case):
+                    session.notes.append(_report(case, folder, settings.profile_threshold))
         finally:  # what was counted until an interruption is kept and shown
             outcomes = session.outcomes()
             found = {outcome.case for outcome in outcomes}
@@ -150,6 +165,8 @@ def _chosen(
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
         )
+    case = script_case(name, options.batch_size)
+    directories = {"ncu": settings.ncu_dir, "torch_profiler": settings.profile_dir}
     scripts = [
         ScriptRun(
             instrument,
@@ -158,7 +175,7 @@ def _chosen(
             skip=options.skip,
             steps=options.steps,
             go_on=options.go_on,
-            directory=settings.ncu_dir if instrument == "ncu" else None,
+            directory=directories.get(instrument),
             path=settings.ncu_path,
             names=settings.metric_names,
         )
@@ -166,10 +183,12 @@ def _chosen(
     ]
     for script in scripts:
         script.check()
-    return script_case(name), scripts
+    return case, scripts
 
 
-def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple[Run, Outcome]]:
+def _baseline(
+    options: argparse.Namespace, case: Case, instruments: list[str]
+) -> list[tuple[Run, Outcome]]:
     """What a saved run has of its script by these instruments."""
     if options.baseline is None:
         return []
@@ -192,11 +211,19 @@ def _baseline(options: argparse.Namespace, instruments: list[str]) -> list[tuple
             f"--baseline {options.baseline}: {run.path} has no script's steps by "
             f"{' or '.join(instruments)}; it has {had}"
         )
+    if wrong := {outcome.case.batch_size for outcome in found} - {case.batch_size}:
+        there, here = (
+            f"--batch-size {size}" if size else "none" for size in (*wrong, case.batch_size)
+        )
+        raise ConfigurationError(
+            f"--baseline {options.baseline}: the batch size of {found[0].case.id} was said to be "
+            f"{there}, here {here}: say the same for both"
+        )
     return [(run, outcome) for outcome in found]
 
 
 def _as_standard(outcome: Outcome) -> Outcome:
-    case = script_case(BASELINE_TRAINER)
+    case = outcome.case.baseline
     note = f"is {outcome.case.trainer}, of a saved run"
     return replace(
         outcome,
@@ -204,6 +231,16 @@ def _as_standard(outcome: Outcome) -> Outcome:
         rows=tuple(replace(row, case=case) for row in outcome.rows),
         notes=(note, *outcome.notes),
     )
+
+
+def _report(case: Case, folder: Path, threshold: float) -> str:
+    """Write the report of a profile, and say where it is."""
+    from dpbench.commands.step import write_profile
+    from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY
+
+    record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    write_profile(case, record, folder, threshold)
+    return f"operators by time and memory: {folder / REPORT}; a trace of each step beside it"
 
 
 def _show(session: Session, baseline: list[tuple[Run, Outcome]]) -> None:

@@ -63,4 +63,4 @@ def _status(run: Run) -> str:
 
     if run.status == INTERRUPTED:
         return "running" if is_being_written(run.path) else INTERRUPTED
-    return ("regressed" if run.regressed else run.status) + (", updated" if run.updates else "")
+    return "regressed" if run.regressed else run.status

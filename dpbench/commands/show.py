@@ -39,7 +39,7 @@ from dpbench.case import ALL_PHASES, AXES, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_is_file, check_writable_file, in_words, write_text
-from dpbench.results.cards import CARDS, Roofs, find_card, read_ceilings
+from dpbench.results.roofline import CARDS, Roofs, find_card, read_ceilings
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _draw(options: argparse.Namespace, view: View) -> None:
 
 def _of_timeline(path: Path) -> list[Table]:
     from dpbench.instruments.nsys.instrument import timeline_of
-    from dpbench.show.timeline import whole_timeline
+    from dpbench.show.profile import whole_timeline
 
     check_is_file(path)
     return whole_timeline(timeline_of(path), path.stem)
@@ -206,8 +206,8 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     """
     from dpbench.instruments.ncu.kernel_report import read_kernels
     from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
-    from dpbench.results.cards import known_roofs
     from dpbench.results.kernels import dram_bytes_of_step, fold
+    from dpbench.results.roofline import known_roofs
     from dpbench.show.kernels import kernel_tables
 
     report = read_kernels(path)

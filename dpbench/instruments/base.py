@@ -11,8 +11,7 @@ from dpbench.case import Case
 from dpbench.errors import DpbenchError
 from dpbench.files import check_writable
 from dpbench.gpu import require_gpu
-from dpbench.results.kernels import KernelCount
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,7 @@ from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import unknown
 from dpbench.instruments.base import InstrumentError
 from dpbench.metrics import unit
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ class Recorder(ABC):
     def close(self) -> None:  # noqa: B027
         """Give back what it holds."""
 
+    def forked(self) -> None:  # noqa: B027
+        """See `StepRecorder`."""
+
 
 class TimingRecorder(Recorder):
     """Seconds by phase; on CUDA from events, and the most memory that was handed out."""
@@ -124,7 +127,7 @@ class TimingRecorder(Recorder):
     def rows(self, case: Case) -> list[Measurement]:
         from dpbench.instruments.timing import timing_rows
 
-        return without_rates(timing_rows(case, self.record()))
+        return timing_rows(case, self.record())
 
 
 class LogicalRecorder(Recorder):
@@ -199,12 +202,18 @@ class LogicalRecorder(Recorder):
         if self._steps:
             where = "CUDA" if on_cuda() else "the CPU"
             said.append(f"operators were counted as they ran on {where}")
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo and dynamo.counters["frames"]["total"]:
+            said.append("while they were counted, PyTorch did not use what torch.compile had made")
         return said
 
     def close(self) -> None:
         if self._counting and self._counter:
             self._counting = False
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def forked(self) -> None:
+        self.close()
 
 
 class CuptiRecorder(TimingRecorder):
@@ -272,8 +281,7 @@ class CuptiRecorder(TimingRecorder):
             for repeat, step in enumerate(alike)
             for phase, values in step.items()
         ]
-        rows = [*cupti_rows(case, record), *counted_rows(case, record, counted)]
-        return without_rates(rows)
+        return [*cupti_rows(case, record), *counted_rows(case, record, counted)]
 
     def close(self) -> None:
         if self._counter:
@@ -336,8 +344,3 @@ def on_cuda() -> bool:
     """Whether this process uses a GPU."""
     torch = sys.modules.get("torch")
     return bool(torch and torch.cuda.is_initialized())
-
-
-def without_rates(rows: Iterable[Measurement]) -> list[Measurement]:
-    """Rows without samples per second: how many a step of a script takes, nobody says."""
-    return [row for row in rows if row.metric != "samples_per_second"]

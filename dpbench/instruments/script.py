@@ -13,18 +13,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import Instrument, InstrumentError, Running
+from dpbench.instruments.base import Instrument, InstrumentError, Running, check_place
 from dpbench.instruments.child import describe_exit
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import counters, resolve
@@ -32,14 +33,19 @@ from dpbench.instruments.ncu.program import diagnose, find_ncu
 from dpbench.instruments.ncu.range_report import NothingProfiled, read
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import RECORDERS, NvtxRecorder, Recorder, recorder
+from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
 from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.script import StepFinder, Stop
 from dpbench.process.watched import watch
-from dpbench.results.operators import OperatorCount
-from dpbench.results.rows import Measurement
+from dpbench.results.kernels import OperatorCount
+from dpbench.results.rows import Measurement, as_rows
 
-HEARD: dict[str, type[Recorder]] = {**RECORDERS, NvtxRecorder.name: NvtxRecorder}
+HEARD: dict[str, type[Recorder]] = {
+    **RECORDERS,
+    NvtxRecorder.name: NvtxRecorder,
+    ProfileRecorder.name: ProfileRecorder,
+}
 """What can hear the steps of a script, by instrument."""
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -50,6 +56,10 @@ OPTIONS = ("name", "is_module", "skip", "steps", "go_on")
 
 class ScriptFailed(InstrumentError):
     """The script failed, or its steps could not be found."""
+
+
+class ScriptInterrupted(ScriptFailed):
+    """Somebody pressed Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class ScriptRun(Instrument):
         skip: steps that come before those that count.
         steps: how many count.
         go_on: whether the script goes on after them; else it is ended.
-        directory: where the report of ncu goes.
+        directory: where the report of ncu goes, or the folder of torch_profiler.
         path: the program ncu, if it is not where it usually is.
         names: what ncu counts, beside the usual.
         baseline: the script by whose numbers those of this one are divided, if any.
@@ -102,12 +112,20 @@ class ScriptRun(Instrument):
         recorder(self.name, known=HEARD)
         if self.ncu:
             self.ncu.check()
+        if self.name == ProfileRecorder.name and self.directory:
+            check_place(self.directory, on_gpu=False)
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
                 f"needs --skip >= 0 and --steps >= 1, not {self.skip} and {self.steps}"
             )
         if not self.is_module:
             check_is_file(Path(self.program[0]))
+
+    def folder(self, case: Case) -> Path | None:
+        """Where the files of a profile are."""
+        if self.name != ProfileRecorder.name or self.directory is None:
+            return None
+        return self.directory.absolute() / case.id
 
     def start(self, case: Case) -> RunningScript:
         return RunningScript(self, case)
@@ -122,6 +140,7 @@ class RunningScript(Running):
         self._record = Path(self._directory.name) / "record.json"
         options = {name: getattr(script, name) for name in OPTIONS}
         options |= {"case": asdict(case), "record": str(self._record)}
+        options["folder"] = str(script.folder(case) or "")
         command = [sys.executable, "-m", __name__, json.dumps(options), *script.program]
         if script.ncu:
             self._report = script.ncu.report(case)
@@ -138,7 +157,7 @@ class RunningScript(Running):
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            how = describe_exit(code) if code else "ended by os._exit(0)"
+            how = describe_exit(code) if code else "ended at once with exit status 0"
             record = {"error": f"the script {how}, and nothing was counted"}
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]
         if self.script.ncu and not interrupted and not record.get("error"):
@@ -149,7 +168,8 @@ class RunningScript(Running):
         if interrupted:
             error = "interrupted; what was counted until then is kept"
         if error:
-            failure = ScriptFailed(f"{self.case.id}: {error}")
+            kind = ScriptInterrupted if interrupted else ScriptFailed
+            failure = kind(f"{self.case.id}: {error}")
             failure.rows = rows
             raise failure
         return rows
@@ -184,8 +204,10 @@ class RunningScript(Running):
 
 def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
     """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`."""
-    case = Case(**options["case"])
+    case, process = Case(**options["case"]), os.getpid()
     heard = recorder(options["name"], options["steps"], HEARD)
+    if isinstance(heard, ProfileRecorder):
+        heard.directory = Path(options["folder"])
     finder = StepFinder(heard, skip=options["skip"], go_on=options["go_on"])
     code: int | str | None = 0
     raised = ""
@@ -194,6 +216,8 @@ def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
             held.enter_context(gpu.exclusive(card, case.id, _say_who_holds))
         held.callback(heard.close)
         watch(finder)
+        write_down = partial(_write_down, options, finder, heard)
+        held.enter_context(_before_exit_at_once(partial(write_down, "")))
         try:
             run_program(program, is_module=options["is_module"])
         except Stop:
@@ -206,27 +230,63 @@ def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
         except BaseException as error:
             print_error(error)
             code, raised = 1, f"{type(error).__name__}: {error}".partition("\n")[0]
+        if os.getpid() != process:  # a fork of the script's own: all that is held is its parent's
+            held.pop_all()
+            return code
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        finder.close()
-        torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
-        found: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
-        try:
-            found["rows"] = [row.as_row() for row in heard.rows(case)]
-            found["operators"] = [count.as_row() for count in heard.operators]
-            found["notes"] = [*heard.notes, *_notes(finder, heard)]
-            found["error"] = _what_is_wrong(finder, heard, options, raised, code)
-        except DpbenchError as error:
-            found["error"] = str(error)
-        write_text(Path(options["record"]), json.dumps(found))
+        write_down(raised, code)
     return code
+
+
+@contextmanager
+def _before_exit_at_once(write_down: Callable[[int], object]) -> Iterator[None]:
+    """Write down what was heard before the script's own `os._exit`; forks leave it alone."""
+    exit_at_once, here = os._exit, (os.getpid(), threading.get_ident())
+
+    def exit_later(status: int) -> NoReturn:
+        if (os.getpid(), threading.get_ident()) == here:
+            write_down(status)
+        exit_at_once(status)
+
+    os._exit = exit_later
+    try:
+        yield
+    finally:
+        os._exit = exit_at_once
+
+
+def _write_down(
+    options: dict[str, Any],
+    finder: StepFinder,
+    heard: Recorder,
+    raised: str,
+    code: int | str | None,
+) -> None:
+    """Leave the rows of the steps, and what was wrong, for the process that started this one."""
+    finder.close()
+    torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
+    found: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
+    try:
+        rows = heard.rows(Case(**options["case"]))
+        found["rows"] = as_rows(rows)
+        found["operators"] = [count.as_row() for count in heard.operators]
+        found["notes"] = [*heard.notes, *_notes(finder, heard, {row.phase for row in rows})]
+        found["error"] = _what_is_wrong(finder, heard, options, raised, code)
+    except DpbenchError as error:
+        found["error"] = str(error)
+    write_text(Path(options["record"]), json.dumps(found))
 
 
 def _say_who_holds(holder: str) -> None:
     print(f"{WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
 
 
-def _notes(finder: StepFinder, heard: Recorder) -> list[str]:
+def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list[str]:
     notes = list(finder.notes)
+    if "backward" in phases and "forward" not in phases:
+        notes.append(
+            f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
+        )
     if heard.heard and not heard.finished:
         notes.append(f"steps that count: {heard.heard}, where {heard.wanted} were asked for")
     if finder.evaluations:

@@ -52,7 +52,8 @@ def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
-        values.append((STEP, "samples_per_second", case.batch_size / total, repeat))
+        if case.batch_size:  # a script's may be unknown
+            values.append((STEP, "samples_per_second", case.batch_size / total, repeat))
     if record["peak_memory_bytes"] is not None:
         values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))
     where = record["device"], f"torch {record['torch']}"

@@ -18,10 +18,10 @@ from dpbench.session import Session
 
 if TYPE_CHECKING:
     from dpbench.instruments.base import Instrument
+    from dpbench.results.compare import Threshold
     from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
-    from dpbench.results.threshold import Threshold
 
 MARKER = (
     "dpbench(compare_fail=[...]): limits for what this test measures, instead of those of "

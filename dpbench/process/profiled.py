@@ -78,22 +78,13 @@ def profile_case(
     planned = torch_schedule(**asdict(schedule))
     cycles = count()
 
-    def save(profiler: profile) -> None:
-        cycle = next(cycles)
-        profiler.export_chrome_trace(str(directory / f"trace_{cycle}.json.gz"))
-        operators = json.dumps(_operators(profiler))
-        (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
-
     def run(target: torch.device, spent: Stopwatch) -> dict[str, Any]:
         trainer, batches = build(case, target, schedule.steps + 1)
         annotations = PhaseAnnotations(target)
-        with profile(
-            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + annotations.on_cuda],
+        with profiler_of(
+            annotations.on_cuda,
             schedule=planned,
-            on_trace_ready=save,
-            record_shapes=True,
-            profile_memory=True,
-            with_flops=True,
+            on_trace_ready=lambda profiler: save(profiler, directory, next(cycles)),
         ) as profiler:
             for number, batch in enumerate(batches[:-1]):
                 with observed_step(annotations if planned(number) in RECORDED else None):
@@ -109,6 +100,24 @@ def profile_case(
         return record
 
     return alone_on(case, pick_device(device), run)
+
+
+def profiler_of(on_cuda: bool, **options: Any) -> profile:
+    """The profiler that records what `save` writes."""
+    return profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + on_cuda],
+        record_shapes=True,
+        profile_memory=True,
+        with_flops=True,
+        **options,
+    )
+
+
+def save(profiler: profile, directory: Path, cycle: int) -> None:
+    """Write the trace and the operators of one cycle."""
+    profiler.export_chrome_trace(str(directory / f"trace_{cycle}.json.gz"))
+    operators = json.dumps(_operators(profiler))
+    (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
 
 
 def _operators(profiler: profile) -> list[dict[str, Any]]:

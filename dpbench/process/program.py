@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import runpy
 import sys
 import traceback
@@ -19,7 +20,7 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
     path = Path(program[0]).resolve()
     sys.path[0] = str(path.parent)
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+    main.__dict__.update(__file__=str(path), __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
 

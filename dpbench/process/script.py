@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class StepRecorder(PhaseListener, Protocol):
     def close(self) -> None:
         """Let go of what it holds of this process: modes, counters."""
 
+    def forked(self) -> None:
+        """Let go of what a fork of this process has of it; counters are its parent's."""
+
 
 class StepFinder:
     """Watches a training loop that knows nothing of it, in the thread that makes this.
@@ -57,6 +60,8 @@ class StepFinder:
         evaluations: calls of modules without gradients, within steps that count.
         notes: what a reader should know.
         settled: whether a module, a backward or a batch is under way: modules begin nothing.
+        idle: whether no step that counts is under way; then only borders are looked for, which
+            is all that watching costs before --skip steps are over.
         undo: what `close` takes back.
     """
 
@@ -69,6 +74,7 @@ class StepFinder:
         self.failure: Exception | None = None
         self.notes: list[str] = []
         self.settled = False
+        self.idle = True
         self.undo = ExitStack()
         self._thread = threading.get_ident()
         self._closed = False
@@ -88,6 +94,7 @@ class StepFinder:
         self._begun = True
         counts = self.steps >= self.skip and not (self.recorder.finished or self.failure)
         self._step = Step(self if counts else None)
+        self.idle = not counts
         if counts:
             self._tell(self.recorder.start_step)
             hear(self._step)
@@ -98,7 +105,7 @@ class StepFinder:
         if self._step.listener:
             self._tell(self.recorder.end_step)
         self.steps += 1
-        self._step, self._forward = Step(), None
+        self._step, self._forward, self.idle = Step(), None, True
         self._begun = self._updated = False
 
     def give_up_step(self) -> None:
@@ -138,6 +145,26 @@ class StepFinder:
             self.close()
         elif begins and not self._begun:
             self.begin_step()
+
+    def begin(self, *, in_backward: bool, trains: bool = True) -> tuple[bool, bool] | None:
+        """A batch, a backward or a module begins while no step that counts is under way.
+
+        Without gradients a module begins no step. `end` takes what is returned; it is None if a
+        step that counts has begun now, and in other threads than the loop's: see `within`.
+        """
+        if self._closed or threading.get_ident() != self._thread:
+            return None
+        if not self._in_backward:
+            self._border(begins=trains)
+            if not self.idle:
+                return None
+        before = self.settled, self._in_backward
+        self.settled, self._in_backward = True, in_backward or self._in_backward
+        return before
+
+    def end(self, before: tuple[bool, bool]) -> None:
+        """See `begin`."""
+        self.settled, self._in_backward = before
 
     # --- phases ------------------------------------------------------------------------------
 
@@ -182,7 +209,7 @@ class StepFinder:
         import torch
 
         return (
-            not self._closed
+            not (self._closed or self._in_backward)
             and threading.get_ident() == self._thread
             and self._step.phase in (OUTSIDE, "forward", "optimizer")
             and not torch.compiler.is_compiling()
@@ -216,7 +243,7 @@ class StepFinder:
         if not self._hears():
             self.steps_elsewhere += is_update and not self._closed
             return None
-        within = self.within("optimizer")
+        within = nullcontext() if self.idle else self.within("optimizer")
         within.__enter__()
         self._updating += 1
         self._updated = self._updated or is_update
@@ -238,9 +265,13 @@ class StepFinder:
             hear(None)
             self.undo.close()
 
+    def note_process(self) -> None:
+        """Another process was started, or is about to be."""
+        self.processes += 1
+
     def forget(self) -> None:
         """Hear nothing more: this process is a fork of the one that trains."""
         self._closed = True
         hear(None)
         if self._step.listener:
-            self.recorder.close()
+            self.recorder.forked()

@@ -51,6 +51,7 @@ def watch(finder: StepFinder) -> None:
         "opacus.utils.fast_gradient_clipping_utils": watching.ghost_clipping,
         "opacus.grad_sample.grad_sample_module_fast_gradient_clipping": watching.norms,
         "fastDP.autograd_grad_sample": watching.fastdp,
+        "fastDP.privacy_engine": watching.fastdp_engine,
     }
     later: dict[str, Callable[[Any], None]] = {}
     for name, library in libraries.items():
@@ -63,8 +64,11 @@ def watch(finder: StepFinder) -> None:
     sys.meta_path.insert(0, after_import)
     finder.undo.callback(sys.meta_path.remove, after_import)
     # A data loader's workers are forks of this process and train nothing.
-    forked = weakref.WeakMethod(finder.forget)
-    os.register_at_fork(after_in_child=lambda: (forget := forked()) and forget())
+    forked, started = weakref.WeakMethod(finder.forget), weakref.WeakMethod(finder.note_process)
+    os.register_at_fork(
+        after_in_child=lambda: (forget := forked()) and forget(),
+        after_in_parent=lambda: (note := started()) and note(),
+    )
 
 
 class _Watching:
@@ -89,13 +93,21 @@ class _Watching:
 
     # --- functions ---------------------------------------------------------------------------
 
-    def phase(self, phase: str, **how: bool) -> Replacement:
+    def phase(self, phase: str, *, begins: bool = False) -> Replacement:
         """Its calls are in one phase; see `StepFinder.within`."""
+        finder, is_backward = self.finder, phase == "backward"
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **options: Any) -> Any:
+                if finder.idle and not begins:
+                    return function(*args, **options)
+                if finder.idle and (before := finder.begin(in_backward=is_backward)):
+                    try:
+                        return function(*args, **options)
+                    finally:
+                        finder.end(before)
                 resumes = bool(options.get("create_graph"))
-                with self.finder.within(phase, resumes=resumes, **how):
+                with finder.within(phase, begins=begins, resumes=resumes):
                     return function(*args, **options)
 
             return called
@@ -118,7 +130,7 @@ class _Watching:
         """Starts another process."""
 
         def started(*args: Any, **options: Any) -> Any:
-            self.finder.processes += 1
+            self.finder.note_process()
             return start(*args, **options)
 
         return started
@@ -132,6 +144,12 @@ class _Watching:
                 return module._call_impl(*args, **options)  # all that the original does
             if finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
+            trains = sys.modules["torch"].is_grad_enabled()
+            if finder.idle and (before := finder.begin(in_backward=False, trains=trains)):
+                try:
+                    return call(module, *args, **options)
+                finally:
+                    finder.end(before)
             with finder.forward():
                 return call(module, *args, **options)
 
@@ -212,6 +230,11 @@ class _Watching:
     def fastdp(self, module: ModuleType) -> None:
         """Book-keeping, which clips within backward."""
         self.replace(module, "_per_block_clip_grad", self.phase("clip"))
+
+    def fastdp_engine(self, module: ModuleType) -> None:
+        """Its noise, which a method puts on the optimizer adds before the optimizer's own step."""
+        engine = module.PrivacyEngine
+        self.replace(engine, "_create_noisy_clipped_gradient", self.phase("noise"))
 
 
 def _derived(cls: type[Any]) -> Iterator[type[Any]]:

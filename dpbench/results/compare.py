@@ -1,20 +1,23 @@
-"""The numbers of two runs side by side. `dpbench.results.gate` judges them."""
+"""The numbers of two runs side by side, and how much one may change.
+
+`dpbench.results.gate` judges them.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, Case
-from dpbench.errors import ConfigurationError
-from dpbench.metrics import RATIO
+from dpbench.case import ALL_PHASES, AXES, Case
+from dpbench.errors import ConfigurationError, unknown
+from dpbench.metrics import METRICS, RATIO, ratio_name
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
@@ -32,70 +35,33 @@ _MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
 """Metrics that operators and kernels add up to."""
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The numbers of two runs, and those that stand side by side.
+def pairs(before: Run, after: Run, *, across: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The numbers of two runs, side by side where case, instrument and device agree.
 
-    Args:
-        old: of the one, as `numbers` gives them.
-        new: of the other.
-        changes: the columns `CHANGES`; ``old`` and ``new`` are the places of a pair's two numbers
-            in these tables, ``new`` NaN where the number is not there any more.
+    ``across`` puts beside each other also what different devices measured; the column ``device``
+    then says ``X -> Y``.
+
+    Returns:
+        Every number of the first run, with the columns `CHANGES` (``after`` is NaN where the other
+        has no such number), and ``shared``: whether the other has the case by that instrument. And
+        the numbers that only the other has.
     """
-
-    old: pd.DataFrame
-    new: pd.DataFrame
-    changes: pd.DataFrame
-
-
-def pairs(before: Run, after: Run, *, across: bool = False) -> Pairs:
-    """The numbers of two runs, side by side where case and instrument agree.
-
-    ``across`` puts beside each other also what different devices or instruments measured. The
-    columns ``device`` and ``instrument`` then say ``X -> Y``, and logical bytes stand beside DRAM
-    bytes.
-    """
+    measured = [*AXES, "instrument", *([] if across else ["device"])]
+    keys = [*measured, "metric", "phase"]
     old, new = before.numbers, after.numbers
-    shared = set(old.instrument) & set(new.instrument) if across else None
-    left = _side(old.rename_axis("old"), shared)
-    right = _side(new.rename_axis("new"), shared)
-    measured = [*AXES, "source"]
-    keys = [*measured, "phase", "quantity"]
-    for side in (left, right):
-        if side[side.source != ""].duplicated(keys).any():
-            raise ConfigurationError("a run has one case on several devices: no one value of it")
-    left = left.merge(right[measured].drop_duplicates(), on=measured)
-    right = right[[*keys, "instrument", "device", "value", "new"]]
-    joined = left.merge(right, on=keys, how="left", suffixes=("", "_new"))
-    joined = joined[(joined.source != "") | joined.new.notna()]
-    for column in ("instrument", "device"):
-        there, here = joined[column], joined[f"{column}_new"]
-        joined[column] = there.where((there == here) | here.isna(), there + " -> " + here)
-    joined = joined.rename(columns={"value": "before", "value_new": "after"})
-    joined["change"] = joined.after - joined.before
-    joined["relative"] = joined.change / joined.before.abs().where(joined.before != 0)
-    joined.loc[(joined.before == 0) & (joined.change == 0), "relative"] = 0.0
-    return Pairs(old, new, joined[[*CHANGES, "old", "new"]].reset_index(drop=True))
-
-
-def _side(numbers: pd.DataFrame, shared: Collection[str] | None) -> pd.DataFrame:
-    """Numbers with what two must have in common to be a pair, besides case and phase.
-
-    ``shared`` are the instruments that both runs have, if others may be compared, too.
-    """
-    side = numbers.reset_index()
-    if shared is None:
-        return side.assign(source=side.instrument + " on " + side.device, quantity=side.metric)
-    apart = ~side.instrument.isin(shared)
-    as_dram = side.metric.str.replace("^logical_", "dram_", regex=True)
-    return side.assign(
-        source=side.instrument.mask(apart, ""), quantity=side.metric.mask(apart, as_dram)
-    )
-
-
-def without_baseline(changes: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are ratios that are not there any more: their baseline, or the number, is gone."""
-    return changes.metric.str.endswith(RATIO) & changes.after.isna()
+    if old.duplicated(keys).any() or new.duplicated(keys).any():
+        raise ConfigurationError("a run has one case on several devices: no one value of it")
+    there = new[[*keys, "value"]].rename(columns={"value": "after"})
+    there = there.assign(place=new.index, device_new=new.device)
+    both = old.rename(columns={"value": "before"}).merge(there, on=keys, how="left")
+    cases = pd.MultiIndex.from_frame(new[measured])
+    both["shared"] = pd.MultiIndex.from_frame(both[measured]).isin(cases)
+    was, now = both.device, both.device_new
+    both["device"] = was.where((was == now) | now.isna(), was + " -> " + now)
+    both["change"] = both.after - both.before
+    both["relative"] = both.change / both.before.abs().where(both.before != 0)
+    both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
+    return both[[*CHANGES, "shared"]], new[~new.index.isin(both.place)]
 
 
 def check_comparable(before: Run, after: Run) -> None:
@@ -103,8 +69,9 @@ def check_comparable(before: Run, after: Run) -> None:
     if not (before.sources and after.sources):
         raise ConfigurationError("a run without a single row has nothing to compare")
     instruments = [{name for _, name in run.sources} for run in (before, after)]
+    shared = instruments[0] & instruments[1]
     agreed = {name for _, name in set(before.sources) & set(after.sources)}
-    if not agreed or instruments[0] & instruments[1] != agreed:
+    if not agreed or shared != agreed:
         old, new = (
             "; ".join(
                 f"{', '.join(name for _, name in pairs)} on {device}"
@@ -112,10 +79,8 @@ def check_comparable(before: Run, after: Run) -> None:
             )
             for run in (before, after)
         )
-        raise ConfigurationError(
-            f"{old} and {new} are different premises; to compare across them all the same, "
-            f"ask for it (--across, --dpbench-compare-across)"
-        )
+        remedy = "; --across compares devices all the same" if shared else ""
+        raise ConfigurationError(f"{old} and {new} are different premises{remedy}")
 
 
 def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:
@@ -132,11 +97,7 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
             break
     else:
         return []
-    change = {
-        key: new.get(key, 0.0) - old.get(key, 0.0)
-        for key in {**old, **new}
-        if phase in (key[0], STEP)
-    }
+    change = {key: new[key] - old[key] for key in {**old, **new} if phase in (key[0], STEP)}
     largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
     return [
         {"trainer": case.trainer, "phase": key[0], "name": key[1], "bytes": change[key]}
@@ -145,18 +106,133 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
     ]
 
 
-def _moved(run: Run, case: Case, metric: str, parts: str) -> dict[tuple[str, str], float]:
+def _moved(run: Run, case: Case, metric: str, parts: str) -> Counter[tuple[str, str]]:
     """Bytes of a step by phase and name of a kernel or operator."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    for outcome in run.outcomes:
-        if outcome.case != case:
-            continue
+    moved: Counter[tuple[str, str]] = Counter()
+    for outcome in (o for o in run.outcomes if o.case == case):
         if parts == "operators":
             for operator in outcome.operators:
-                found[operator.phase, operator.operator] += operator.total_bytes
+                moved[operator.phase, operator.operator] += operator.total_bytes
             continue
         steps = len({kernel.repeat for kernel in outcome.kernels})
         for kernel in outcome.kernels:
-            moved = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
-            found[kernel.phase, kernel.kernel] += moved / steps
-    return found
+            size = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
+            moved[kernel.phase, kernel.kernel] += size / steps  # type: ignore[assignment]
+    return moved
+
+
+# --- how much a number may change -----------------------------------------------------------
+#
+# METRIC[@PHASE]:[±]LIMIT. A limit is a share (5%), an amount in SI units (0.5GB, 2ms, a plain
+# number in the metric's own unit), or both (5%+0.1GB): then only a change beyond both counts.
+# Without ± (or +-) only a change for the worse counts.
+
+_PHASES = (STEP, *ALL_PHASES)
+_SCALES = {
+    "B": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+}
+_UNITS = {unit: base for base, scales in _SCALES.items() for unit in scales}
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
+
+SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC:±5% (either way)"
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The change of one metric that is still no regression.
+
+    Args:
+        metric: the metric, e.g. ``dram_bytes``, whose value or ratio is meant.
+        ratio: whether it is the metric's ratio to standard.
+        phase: a phase, or ``"step"``.
+        percent: of the value before, or None.
+        amount: in the metric's unit, or None.
+        two_sided: whether a change for the better counts too.
+        written: how the user put it.
+    """
+
+    metric: str
+    ratio: bool = False
+    phase: str = STEP
+    percent: float | None = None
+    amount: float | None = None
+    two_sided: bool = False
+    written: str = field(default="", compare=False)
+
+    @classmethod
+    def parse(cls, text: str) -> Threshold:
+        """Read what a user wrote, such as ``dram_bytes@clip:5%+0.1GB``."""
+        text = re.sub(r"\s*([:@])\s*", r"\1", text.strip())
+        match = _SPEC.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(f"threshold {text!r}: write {SYNTAX}")
+        name, phase, sign, *parts = match.groups()
+        metric, ratio = _resolve(name)
+        if phase is not None and phase not in _PHASES:
+            raise unknown("phase", phase, _PHASES)
+        limits: dict[str, float] = {}
+        for part in filter(None, parts):
+            kind, value = _limit(part, metric, ratio, text)
+            if kind in limits:
+                raise ConfigurationError(f"threshold {text!r} has two limits of one kind; {SYNTAX}")
+            limits[kind] = value
+        return cls(metric, ratio, phase or STEP, two_sided=bool(sign), written=text, **limits)
+
+    @property
+    def name(self) -> str:
+        """The metric as a user names it, e.g. ``dram_ratio``."""
+        return ratio_name(self.metric) if self.ratio else self.metric
+
+    @property
+    def limit(self) -> str:
+        """The limit as it was written, e.g. ``±5%``."""
+        return self.written.rpartition(":")[2]
+
+    def __str__(self) -> str:
+        return self.written
+
+    def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
+        """For each pair of numbers the change that is allowed, and whether it is exceeded."""
+        allowed = (before.abs() * (self.percent or 0) / 100).clip(lower=self.amount or 0)
+        change = after - before
+        if self.two_sided:
+            change = change.abs()
+        elif self.metric in METRICS and METRICS[self.metric].higher_is_better:
+            change = -change
+        return allowed.to_frame("limit").assign(regressed=change > allowed)
+
+
+def _resolve(name: str) -> tuple[str, bool]:
+    """The metric that a name means, and whether its ratio is meant."""
+    if name in METRICS or ("__" in name and not name.endswith(RATIO)):
+        return name, False
+    if name.endswith(RATIO):
+        own = name.removesuffix(RATIO)
+        if metric := METRICS.of_ratio(name) or (own if own in METRICS or "__" in own else None):
+            return metric, True
+    if (total := re.sub("_bytes$", "_total_bytes", name)) in METRICS:  # of l2_bytes
+        return total, False
+    hint = "or the ratio of one, such as dram_ratio; throughputs and spreads have no limit"
+    raise unknown("metric", name, METRICS, hint)
+
+
+def _limit(text: str, metric: str, ratio: bool, whole: str) -> tuple[str, float]:
+    """One part of a limit as the name of its field and its value."""
+    [(written, unit)] = re.findall(rf"({_NUMBER})\s*(.*)", text.strip())
+    number = float(written)
+    if not math.isfinite(number * max(_SCALES["B"].values())):
+        raise ConfigurationError(f"threshold {whole!r}: no number is as large as {written}")
+    if unit == "%":
+        return "percent", number
+    base = "B" if metric.endswith("_bytes") else "s" if metric.endswith("_seconds") else None
+    if not unit:
+        return "amount", number
+    if ratio or base is None or _UNITS.get(unit) != base:
+        allowed = ["%", *(_SCALES[base] if base and not ratio else ())]
+        raise ConfigurationError(
+            f"threshold {whole!r}: {unit!r} is no unit of this metric; "
+            f"use {', '.join(allowed)}, or a plain number"
+        )
+    return "amount", number * _SCALES[base][unit]

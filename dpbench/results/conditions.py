@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -60,6 +61,14 @@ class Conditions:
         environment, axes, settings = json.loads(json.dumps(said, default=str))
         return cls(environment, started, axes, settings, workers)
 
+    @property
+    def name(self) -> str:
+        """A name for a run that got none: commit, whether it was changed, and the time in UTC."""
+        time = f"{datetime.fromisoformat(self.started).astimezone(UTC):%Y%m%dT%H%M%SZ}"
+        if (code := self.environment.get("code")) is None:
+            return time
+        return f"{code['commit'][:7]}{'-dirty' if code['dirty'] else ''}_{time}"
+
     def session(
         self,
         status: str,
@@ -68,46 +77,40 @@ class Conditions:
     ) -> dict[str, Any]:
         """The ``session`` part of a document that is written now."""
         seconds = max(0.0, time.monotonic() - self.began) + self.earlier_seconds
+        said = ("started", "workers", "cases_asked", "not_measured", "grid", "settings")
         return {
-            "started": self.started,
+            **{name: copy(getattr(self, name)) for name in said},  # a hook may change them
             "seconds": round(seconds, 1),
             "status": status,
             "regressed": bool(regressions or unjudged),
             "regressions": list(regressions),
             "unjudged": list(unjudged),
-            "workers": self.workers,
-            "cases_asked": self.cases_asked,
-            "not_measured": dict(self.not_measured),
-            "grid": dict(self.grid),
-            "settings": dict(self.settings),
         }
 
     def differences(self, run: Run) -> list[str]:
         """What is not as it was in a run, one phrase each: versions, GPU, code, grid."""
         old = _named(run.environment, run.session)
         new = _named(self.environment, {"grid": self.grid, "settings": self.settings})
-        every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
-        return [f"{name} {was} -> {now}" for name, (was, now) in every.items() if was != now]
+        return _differences(old, new)
 
 
 def premise_differences(before: Run, after: Run) -> list[str]:
     """What is not the same for two runs, one phrase each: versions, GPU, code, settings.
 
-    What one of the two does not say is no difference, nor is an instrument that one lacks.
+    What one of the two does not say is no difference, nor is an instrument that one lacks; the
+    cases of a grid are named anyway.
     """
-    old, new = (_named(run.environment, run.session) for run in (before, after))
-    found = [
-        f"{name} {was} -> {new[name]}"
-        for name, was in old.items()
-        if None not in (was, new.get(name))
-        and was != new[name]
-        and not name.startswith("grid's ")  # its cases are named anyway
-    ]
-    if written := {case for entry in before.updates for case in entry["cases"]}:
-        found.append(
-            f"of {before.name}, {len(written)} cases were written later, under other conditions"
-        )
-    return found
+    old, new = (
+        {k: v for k, v in _named(run.environment, run.session).items() if v is not None}
+        for run in (before, after)
+    )
+    shared = [name for name in old if name in new and not name.startswith("grid's ")]
+    return _differences({name: old[name] for name in shared}, {name: new[name] for name in shared})
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
+    return [f"{name} {was} -> {now}" for name, (was, now) in every.items() if was != now]
 
 
 def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:

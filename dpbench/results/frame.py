@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
 from dpbench.metrics import METRICS, ratio_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
@@ -20,11 +20,6 @@ PREFERRED = ("ncu", "timing", "cupti")
 IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
 ratios of DRAM bytes say nothing."""
-
-BUSY = "gpu_busy_share"
-
-RATES = "{} bytes / {} seconds"
-"""The instrument of a throughput, from those of its factors."""
 
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
@@ -66,7 +61,7 @@ def _shares(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
         both = part.merge(whole, on=[*keys, "again"], suffixes=("", "_of_whole"))
         both = both[both.value_of_whole > 0]
         both = both.assign(metric=metric.name, value=both.value / both.value_of_whole)
-        if metric.name == BUSY:
+        if metric.name == "gpu_busy_share":
             both["value"] = _of_timed_steps(frame, both)
         yield both[frame.columns]
 
@@ -80,11 +75,12 @@ def _of_timed_steps(frame: pd.DataFrame, busy: pd.DataFrame) -> pd.Series[float]
     """
     case = [*AXES, "instrument", "device"]
     timed = frame[(frame.metric == "step_time_seconds") & (frame.phase == STEP)]
-    times = timed.groupby(case).value.median().rename("timed")
+    times = timed.groupby(case).value.median()
     spans = frame[frame.metric == "range_time_seconds"]
     keys = [*case, "phase", "repeat", "again"]
-    spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys).value
-    ranges = busy[keys].join(spans.rename("span"), on=keys).join(times, on=case)
+    spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys)
+    ranges = busy[keys].join(spans.value.rename("span"), on=keys)
+    ranges = ranges.join(times.rename("timed"), on=case)
     # Two different steps: what is all busy may come out as a little more.
     of_timed = (busy.value * ranges.span / ranges.timed).clip(upper=1.0)
     return of_timed.where((busy.phase == STEP) & of_timed.notna(), busy.value)
@@ -195,27 +191,94 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     By ncu the two factors come from two processes, one profiled and one not, which may be CUPTI's;
     the instrument column says so.
     """
-    step = summary[summary.phase == STEP]
-    cases = step.set_index([*AXES, "device"]).index
-    untimed = ~cases.isin(cases[step.instrument == "timing"])
-    parts = [
-        _throughputs(step, "ncu", "timing"),
-        _throughputs(step[untimed], "ncu", "cupti"),
-        _throughputs(step, "cupti", "cupti"),
-    ]
-    return pd.concat([part for part in parts if not part.empty] or parts[:1], ignore_index=True)
-
-
-def _throughputs(step: pd.DataFrame, counted_by: str, timed_by: str) -> pd.DataFrame:
-    times = step[(step.metric == "step_time_seconds") & (step.instrument == timed_by)]
-    times = times[[*AXES, "device", "value"]].rename(columns={"value": "seconds"})
-    of_traffic = (step.unit == "B") & (step.metric != "peak_memory_bytes")
-    counted = step[of_traffic & (step.instrument == counted_by)]
-    merged = counted.merge(times, on=[*AXES, "device"], validate="m:1")
-    return merged.assign(
-        value=merged.value / merged.seconds,
-        metric=merged.metric.str.replace("_bytes", "_throughput"),
+    of_case, step = [*AXES, "device"], summary[summary.phase == STEP]
+    times = step[(step.metric == "step_time_seconds") & step.instrument.isin(["timing", "cupti"])]
+    times = times.sort_values("instrument", ascending=False, kind="stable")  # timing's first
+    times = times.set_index(of_case)[["value", "instrument"]].add_prefix("time_")
+    counted = step[(step.unit == "B") & (step.metric != "peak_memory_bytes")]
+    counted = counted[counted.instrument.isin(["ncu", "cupti"])]
+    by = [counted[counted.instrument == name].join(times, on=of_case) for name in ("ncu", "cupti")]
+    by[1] = by[1][by[1].time_instrument == "cupti"]
+    rates = pd.concat([each.dropna(subset="time_value") for each in by], ignore_index=True)
+    rates = rates.drop_duplicates([*of_case, "instrument", "metric"])
+    return rates.assign(
+        value=rates.value / rates.time_value,
+        metric=rates.metric.str.replace("_bytes", "_throughput"),
         unit="B/s",
-        instrument=RATES.format(counted_by, timed_by),
+        instrument=rates.instrument + " bytes / " + rates.time_instrument + " seconds",
         spread=float("nan"),
-    ).drop(columns="seconds")
+    ).drop(columns=["time_value", "time_instrument"])
+
+
+# --- the account of a step ----------------------------------------------------------------------
+#
+# Kernel replay counts the bytes of each kernel and misses copies and memsets; the PyTorch profiler
+# knows how many bytes those moved; range counters see everything. If the first two add up to the
+# third, nothing is missing from a table of kernels and copies.
+
+TOLERANCE = 0.01
+"""The share of the step's bytes up to which the remainder of an account is in order."""
+
+OTHER_COPIES = "memcpy_other_bytes"
+"""Copies of which a trace says no direction that it knows; there are rows only if there are any."""
+
+BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
+"""Copies that read and write device memory; one to the host reads, one from it writes."""
+
+ACCOUNT_COLUMNS = {
+    "kernels_read": ("ncu_kernels", ("kernel_dram_read_bytes",)),
+    "kernels_written": ("ncu_kernels", ("kernel_dram_write_bytes",)),
+    "copies_read": ("torch_profiler", (*BOTH_WAYS, "memcpy_device_to_host_bytes")),
+    "copies_written": (
+        "torch_profiler",
+        (*BOTH_WAYS, "memcpy_host_to_device_bytes", "memset_bytes"),
+    ),
+    "range_read": ("ncu", ("dram_read_bytes",)),
+    "range_written": ("ncu", ("dram_write_bytes",)),
+}
+"""The columns of an account: the instrument and the metrics whose sum each is."""
+
+
+def account(frame: pd.DataFrame) -> pd.DataFrame | None:
+    """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
+
+    Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
+    ``share`` (the remainder over the step's range). None if one of the numbers is not there.
+    """
+    instruments = {instrument for instrument, _ in ACCOUNT_COLUMNS.values()}
+    summary = summarise(frame[frame.instrument.isin(instruments)])
+    parts = {name: _by_phase(summary, *source) for name, source in ACCOUNT_COLUMNS.items()}
+    if summary.device.nunique() != 1 or any(part is None for part in parts.values()):
+        return None
+    # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
+    # clipping has copies and no kernel. That the instrument saw the step is checked.
+    table = pd.DataFrame(parts).fillna(0.0)
+    table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
+    ranges = table.range_read + table.range_written
+    counted = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
+    return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])
+
+
+def _by_phase(
+    summary: pd.DataFrame, instrument: str, metrics: tuple[str, ...]
+) -> pd.Series[float] | None:
+    """The sum of an instrument's metrics by phase; None if one of its phases lacks one."""
+    known = {
+        metric for by, names in ACCOUNT_COLUMNS.values() if by == instrument for metric in names
+    }
+    rows = summary[(summary.instrument == instrument) & summary.metric.isin(known)]
+    wide = rows.pivot(index="phase", columns="metric", values="value").reindex(columns=[*metrics])
+    needed = wide.drop(columns=OTHER_COPIES, errors="ignore")
+    if STEP not in wide.index or needed.isna().any(axis=None):
+        return None
+    return wide.sum(axis="columns")
+
+
+def in_cache(account: pd.DataFrame) -> bool:
+    """Whether the step is so small that copies stay in the L2 cache, and nothing adds up."""
+    return bool(account.range_read[STEP] + account.range_written[STEP] < IN_CACHE_BYTES)
+
+
+def unaccounted(account: pd.DataFrame) -> bool:
+    """Whether more of the step is left over than `TOLERANCE`, of steps that reach DRAM."""
+    return not in_cache(account) and bool(abs(account.share[STEP]) > TOLERANCE)

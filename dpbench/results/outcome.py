@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
 from dpbench.registry import TRAINERS
-from dpbench.results.kernels import KernelCount
-from dpbench.results.operators import OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement, as_rows
+from dpbench.results.kernels import KernelCount, OperatorCount
+from dpbench.results.rows import SCHEMA, Measurement, as_rows, case_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,7 +48,7 @@ class Outcome:
 
     case: Case
     rows: tuple[Measurement, ...] = field(repr=False)
-    seconds: float
+    seconds: float = 0.0
     error: str | None = None
     message: str = ""
     log: str | None = None
@@ -74,11 +73,14 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """The outcome that `as_json` described."""
+        """The outcome that `as_json` described, or a document of an older version."""
         made = {**PARTS, "rows": Measurement}
-        tuples = {name: tuple(map(kind.from_row, data[name])) for name, kind in made.items()}
-        tuples |= {name: tuple(data[name]) for name in ("instruments", "notes", "tests")}
-        return cls(**{**data, **tuples, "case": Case.from_row(data["case"])})
+        known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+        known |= {
+            name: tuple(map(kind.from_row, data.get(name, ()))) for name, kind in made.items()
+        }
+        known |= {name: tuple(data.get(name, ())) for name in ("instruments", "notes", "tests")}
+        return cls(**known | {"case": case_of(data["case"])})
 
 
 def document(

@@ -12,8 +12,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import PREFERRED, of_one_instrument, summarise, to_frame
-from dpbench.results.kernels import KernelCount, kernel_frame, kernel_table
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import KernelCount, OperatorCount, kernel_frame, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 
@@ -63,27 +62,27 @@ class CaseReport:
         Peak memory of a case that was both measured and counted is the measured one; of what ncu
         and CUPTI both counted, it is ncu's.
         """
-        return self._value(metric, phase)[0]
+        return float(self._row(metric, phase).value)
 
-    def _value(self, metric: str, phase: str) -> tuple[float, str]:
-        """The same, and the device that it was measured on."""
-        rows = self.summary[self.summary.phase == phase]
-        found = rows[rows.metric == metric]
-        if found.empty:
-            known = ", ".join(sorted(set(rows.metric))) or f"nothing in phase {phase!r}"
+    def _row(self, metric: str, phase: str) -> pd.Series[Any]:
+        """The row of the summary that has it."""
+        of_phase = self.summary[self.summary.phase == phase]
+        rows = of_phase[of_phase.metric == metric]
+        if rows.empty:
+            known = ", ".join(sorted(set(of_phase.metric))) or f"nothing in phase {phase!r}"
             raise ConfigurationError(
                 f"{self.case.id}: {metric!r} was not measured for {phase!r}; there is {known}"
             )
-        if len(found) > 1:
-            found = found[found.instrument != "logical"]
-        if {*found.instrument} <= {*PREFERRED}:
-            found = of_one_instrument(found)
-        if len(found) > 1:
-            by = " and ".join(found.instrument + " on " + found.device)
+        if len(rows) > 1:
+            rows = rows[rows.instrument != "logical"]
+        if {*rows.instrument} <= {*PREFERRED}:
+            rows = of_one_instrument(rows)
+        if len(rows) > 1:
+            by = " and ".join(rows.instrument + " on " + rows.device)
             raise ConfigurationError(
                 f"{self.case.id}: {metric!r} was measured by {by}; make a report of one of them"
             )
-        return float(found.value.iloc[0]), str(found.device.iloc[0])
+        return rows.iloc[0]
 
     @property
     def dram_bytes(self) -> float:
@@ -117,10 +116,9 @@ class CaseReport:
             raise ConfigurationError(
                 f"{self.case.id}: operators were not counted; logical counting sees them"
             )
-        table = pd.DataFrame([asdict(count) for count in self.operator_counts])
-        names = {name: f"logical_{name}" for name in ("read_bytes", "write_bytes")}
-        table = table.drop(columns="general_rule").rename(columns=names)
-        table = table.set_index(["phase", "operator"])
+        names = {"read_bytes": "logical_read_bytes", "write_bytes": "logical_write_bytes"}
+        table = pd.DataFrame(map(asdict, self.operator_counts)).rename(columns=names)
+        table = table.drop(columns="general_rule").set_index(["phase", "operator"])
         table["logical_bytes"] = table.logical_read_bytes + table.logical_write_bytes
         return table.sort_values("logical_bytes", ascending=False, kind="stable")
 
@@ -154,22 +152,20 @@ class CaseReport:
                 f"{self.case.id} and {baseline.case.id} differ in more than the trainer; "
                 f"a ratio between them would compare different work"
             )
-        mine, theirs = set(self.frame.device), set(baseline.frame.device)
-        if mine & theirs:
-            (value, device), (reference, other) = (
-                report._value(metric, phase) for report in (self, baseline)
-            )
-            mine, theirs = {device}, {other}
-        if mine != theirs:
+        places = [{*self.frame.device}, {*baseline.frame.device}]
+        if places[0] & places[1]:
+            row, other = self._row(metric, phase), baseline._row(metric, phase)
+            places = [{row.device}, {other.device}]
+        if places[0] != places[1]:
             raise ConfigurationError(
                 f"{self.case.id} and {baseline.case.id} were measured on different devices, "
-                f"{' and '.join(sorted(mine | theirs))}"
+                f"{' and '.join(sorted(set.union(*places)))}"
             )
-        if reference == 0:
+        if other.value == 0:
             raise ConfigurationError(
                 f"{baseline.case.id}: {metric!r} is 0 for {phase!r}, so nothing is a ratio to it"
             )
-        return value / reference
+        return float(row.value / other.value)
 
     def __str__(self) -> str:
         columns = ["instrument", "device", "metric", "unit"]

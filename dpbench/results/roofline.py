@@ -7,26 +7,113 @@ Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009)
 Operations are counted, not measured: those of matrix products and attention, by PyTorch's own
 counter. Bytes are DRAM bytes where they were measured, logical bytes elsewhere; the two never
 share a table.
+
+The roofs of a card come from NVIDIA's documents (``cards.toml``), or were measured.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import pandas as pd
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dpbench.case import AXES, Case
-from dpbench.errors import ConfigurationError
-from dpbench.results.cards import Roofs
-from dpbench.results.frame import BUSY, of_one_instrument, summarise
+from dpbench.case import AXES, PRECISIONS, Case
+from dpbench.errors import ConfigurationError, unknown
 from dpbench.results.rows import STEP
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What bounds a card from above."""
+
+    name: str  # for people
+    devices: tuple[str, ...]  # its names in measured rows, as NVML and CUDA give them
+    bandwidth: float  # of its memory, read and written together, B/s
+    flops: Mapping[str, float]  # dense FLOP/s by precision; a multiply-add counts as two
+    premise: str  # what the figures are, e.g. NVIDIA H200 Tensor Core GPU data sheet
+
+    def ridge(self, precision: str) -> float:
+        """FLOP per byte above which arithmetic, not bandwidth, bounds the card."""
+        return self.flops[precision] / self.bandwidth
+
+    def require(self, devices: Iterable[str]) -> None:
+        """Refuse rows that were measured on another card."""
+        if others := sorted(set(devices) - set(self.devices)):
+            raise ConfigurationError(
+                f"these rows were measured on {', '.join(others)}, not on {self.name}: bytes and "
+                f"times of one card say nothing under the roofs of another"
+            )
+
+
+def _read_cards() -> dict[str, Roofs]:
+    text = (resources.files("dpbench.results") / "cards.toml").read_text(encoding="utf-8")
+    document = tomllib.loads(text)
+    cards = {}
+    for key, sheet in document["cards"].items():
+        sparse = {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
+        tflops = {**sheet["tflops"], **sparse}
+        cards[key] = Roofs(
+            name=sheet["devices"][0],
+            devices=tuple(sheet["devices"]),
+            bandwidth=sheet["bandwidth"] * 1e9,
+            flops={precision: tflops[precision] * 1e12 for precision in PRECISIONS},
+            premise=document["sources"][sheet["source"]]["title"],
+        )
+    return cards
+
+
+CARDS = _read_cards()
+"""By short name, a card's peaks, which no program exceeds and few reach."""
+
+
+def known_roofs(name: str) -> Roofs | None:
+    """The card with a short name (``h200``) or one of the driver's (``NVIDIA H200``), if known."""
+    named = (c for key, c in CARDS.items() if _plain(name) in map(_plain, (key, *c.devices)))
+    return next(named, None)
+
+
+def find_card(name: str) -> Roofs:
+    """The card with such a name; an error if dpbench has no data sheet of it."""
+    if card := known_roofs(name):
+        return card
+    raise unknown("card", name, CARDS, "or measure this one's roofs: bench/ceilings.py")
+
+
+def _plain(name: str) -> str:
+    """Letters and digits in lower case, without the maker's name."""
+    return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+
+
+def read_ceilings(path: Path) -> Roofs:
+    """The roofs that ``bench/ceilings.py`` measured on one device."""
+    try:
+        found = json.loads(path.read_bytes())["ceilings"]
+        device, bandwidth, flops = (found[key] for key in ("device", "bandwidth", "flops"))
+        if not all(figure > 0 for figure in (bandwidth, *map(flops.__getitem__, PRECISIONS))):
+            raise ValueError("a ceiling is not positive")
+        return Roofs(device, (device,), bandwidth, flops, f"measured, torch {found['torch']}")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"not what bench/ceilings.py prints ({error})"
+        raise ConfigurationError(f"{path}: {what}") from error
+
+
+# --- phases under the roofs ------------------------------------------------------------------
 
 MEASURED_BYTES = "measured DRAM bytes"
 COUNTED_BYTES = "logical bytes"
 """Where the bytes of a row come from: the column ``bytes_are``."""
 
-BANDWIDTH = "bandwidth"
-ARITHMETIC = "arithmetic"
-"""What can bound a phase: the column ``bound_by``."""
+BUSY = "gpu_busy_share"
 
 LAUNCH_BOUND = 0.7
 """A phase whose GPU is busy for less than this part of its time waits for its launches."""
@@ -43,38 +130,45 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
         ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` and ``busy``, the
         part of them in which the GPU did anything (NaN where they were not measured).
     """
-    place = [*AXES, "device", "phase"]
-    summary = of_one_instrument(summarise(frame))
+    import pandas as pd
+
+    from dpbench.results.frame import of_one_instrument, summarise
+
+    case, place = list(AXES), [*AXES, "device", "phase"]
+    known = frame[frame.precision != ""]
+    if known.empty and not frame.empty:
+        raise ConfigurationError("nobody says at which precision a script computes: no roofline")
+    summary = of_one_instrument(summarise(known))
 
     def of(metric: str, column: str) -> pd.DataFrame:
-        found = summary.loc[summary.metric == metric, [*place, "value"]]
-        return found.rename(columns={"value": column})
+        rows = summary.loc[summary.metric == metric, [*place, "value"]]
+        return rows.rename(columns={"value": column})
 
     flops = of("flops", "flops").drop(columns="device")
     logical = of("logical_bytes", "bytes").assign(bytes_are=COUNTED_BYTES)
     dram = of("dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
     seconds = of("step_time_seconds", "seconds")
-    on_hardware = pd.concat([dram, seconds])[[*AXES, "device"]].drop_duplicates()
+    on_hardware = pd.concat([dram, seconds])[[*case, "device"]].drop_duplicates()
     # Timed, but not under the profiler: the logical bytes of the case, on its device.
-    timed = _without(on_hardware, dram, [*AXES, "device"])
-    timed = timed.merge(logical.drop(columns="device"), on=list(AXES))
-    parts = [dram, timed, _without(logical, on_hardware, list(AXES))]
+    timed = _without(on_hardware, dram, [*case, "device"])
+    timed = timed.merge(logical.drop(columns="device"), on=case)
+    parts = [dram, timed, _without(logical, on_hardware, case)]
     table = pd.concat([part for part in parts if not part.empty] or parts, ignore_index=True)
-    table = table.merge(flops, on=[*AXES, "phase"], how="left")
-    table = table.merge(seconds, on=place, how="left")
-    table = table.merge(of(BUSY, "busy"), on=place, how="left")
-    missing = _without(on_hardware, flops, list(AXES)).assign(phase=STEP)
-    for case in pd.concat([missing, table[table.flops.isna()]]).head(1).to_dict("records"):
+    table = table.merge(flops, on=[*case, "phase"], how="left")
+    for more in (seconds, of(BUSY, "busy")):
+        table = table.merge(more, on=place, how="left")
+    missing = _without(on_hardware, flops, case).assign(phase=STEP)
+    for row in pd.concat([missing, table[table.flops.isna()]]).head(1).to_dict("records"):
         raise ConfigurationError(  # never zero
-            f"no operations were counted for {Case.from_row(case).id}, phase {case['phase']}: "
+            f"no operations were counted for {Case.from_row(row).id}, phase {row['phase']}: "
             f"count the same case with the logical instrument"
         )
     return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
 
 
 def _without(table: pd.DataFrame, other: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    rows, others = (pd.MultiIndex.from_frame(frame[keys]) for frame in (table, other))
-    return table[~rows.isin(others)]
+    there = other[keys].drop_duplicates().assign(there=True)
+    return table[table[keys].merge(there, how="left").there.isna().to_numpy()]
 
 
 def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
@@ -90,12 +184,11 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     roofs.require(measured.device)
     arithmetic = table.flops / table.precision.map(roofs.flops)
     bandwidth = table.bytes / roofs.bandwidth
-    roof = pd.Series(np.where(arithmetic > bandwidth, ARITHMETIC, BANDWIDTH), index=table.index)
+    roof = (arithmetic > bandwidth).map({True: "arithmetic", False: "bandwidth"})
+    waits = table.busy.map("launches, busy {:.0%}".format)
     table = table.assign(
-        bound_by=roof.mask(
-            table.busy < LAUNCH_BOUND, table.busy.map("launches, busy {:.0%}".format)
-        ),
-        least_seconds=np.maximum(arithmetic, bandwidth),
+        bound_by=roof.mask(table.busy < LAUNCH_BOUND, waits),
+        least_seconds=arithmetic.mask(arithmetic < bandwidth, bandwidth),
     )
     phases = table.least_seconds.where(table.phase != STEP)
     of_phases = phases.groupby([table[k] for k in (*AXES, "device", "bytes_are")])

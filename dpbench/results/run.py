@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
@@ -17,7 +17,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome
-from dpbench.results.rows import COLUMNS, OWN_COLUMNS, SCHEMA, STEP, Measurement, as_rows
+from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows, case_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,17 +37,18 @@ class Run:
     Args:
         path: the file.
         document: what `dpbench.results.outcome.document` made.
+        label: what it is called, instead of its file.
     """
 
     path: Path
     document: Mapping[str, Any] = field(repr=False)
+    label: str = ""
 
     @classmethod
     def load(cls, path: Path) -> Run:
         """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
-        run = cls(path, _parsed(path, _read(path)))
-        with _naming_damage(path):
-            _check_head(run.document)
+        with _naming(path):
+            run = cls(path, _parsed(path.read_bytes()))
             for case in run.document.get("cases", ()):
                 Case.from_row(case)
             for part, kind in PARTS.items():
@@ -62,16 +63,16 @@ class Run:
 
         A document names its devices before its rows; of an older one the rows are searched.
         """
-        data = _read(path)
-        head, found, _ = data.partition(ROWS)
-        if not found or not data.rstrip().endswith(b"}"):  # another's, or cut off
+        with _naming(path):
+            data = path.read_bytes()
+        head, is_ours, _ = data.partition(ROWS)
+        if not is_ours or not data.rstrip().endswith(b"}"):  # another's, or cut off
             return cls.load(path)
-        document = _parsed(path, head.rstrip().rstrip(b",") + b"}")
-        devices = document.get("devices")
-        if devices is None:
-            devices = [json.loads(text) for text in set(_DEVICE.findall(data))]
-        with _naming_damage(path):
-            _check_head(document | {"rows": []})
+        with _naming(path):
+            document = _parsed(head.rstrip().rstrip(b",") + b', "rows": []}')
+            devices = document.get("devices")
+            if devices is None:
+                devices = [json.loads(text) for text in set(_DEVICE.findall(data))]
             run = cls(path, document)
             vars(run)["devices"] = tuple(sorted(map(printable, devices)))
         return run
@@ -95,7 +96,7 @@ class Run:
     @property
     def name(self) -> str:
         """The file's name without its ending, e.g. ``0001_before``."""
-        return self.path.stem
+        return self.label or self.path.stem
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -106,15 +107,6 @@ class Run:
     def session(self) -> dict[str, Any]:
         """Grid, settings, workers, when and how long; empty in documents of older versions."""
         return dict(self.document.get("session", {}))
-
-    @property
-    def updates(self) -> list[dict[str, Any]]:
-        """What an older version wrote into it after its session, under other conditions.
-
-        Each has its own ``environment``; ``cases`` are ids with the instruments whose rows it
-        wrote.
-        """
-        return list(self.document.get("updates", ()))
 
     @property
     def status(self) -> str:
@@ -166,117 +158,85 @@ class Run:
         return numbers(self.frame)
 
     @cached_property
+    def places(self) -> dict[Case, dict[str, list[str]]]:
+        """By case and instrument, the devices on which it was measured."""
+        places: dict[Case, dict[str, list[str]]] = {}
+        measured = self.frame[[*AXES, "instrument", "device"]].drop_duplicates()
+        for *axes, instrument, device in measured.itertuples(index=False, name=None):
+            places.setdefault(Case(*axes), {}).setdefault(instrument, []).append(device)
+        return places
+
+    @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What became of each case, in the order of the document."""
-        rows: dict[tuple[Case, str], list[Measurement]] = {}
-        cases: dict[tuple[Any, ...], Case] = {}  # each is made once, however many rows it has
+        rows: dict[Case, dict[str, list[Any]]] = defaultdict(dict)
         for row in self.document["rows"]:
-            axes = tuple(row[axis] for axis in AXES)
-            if axes not in cases:
-                cases[axes] = Case(*axes)
-            measurement = Measurement(cases[axes], **{name: row[name] for name in OWN_COLUMNS})
-            rows.setdefault((measurement.case, measurement.instrument), []).append(measurement)
-        found = []
+            rows[case_of(row)].setdefault(row["instrument"], []).append(row)
+        parts: dict[tuple[str, Case], list[Any]] = defaultdict(list)
+        for part in PARTS:
+            for entry in self.document.get(part, ()):
+                parts[part, case_of(entry)].append(entry)
+        outcomes = []
         for data in self.document.get("cases", ()):
-            case = Case.from_row(data)
+            case = case_of(data)
             # Documents of older versions do not say by which instruments: then by all.
-            names = data.get("instruments") or [name for of, name in rows if of == case]
-            mine = [row for name in names for row in rows.pop((case, name), ())]
-            known: dict[str, Any] = {
-                f.name: tuple(value) if isinstance(value := data[f.name], list) else value
-                for f in fields(Outcome)
-                if f.name in data
-            }
-            known |= self._parts_of(case, names) | {"instruments": tuple(names)}
-            found.append(Outcome(case, tuple(mine), known.pop("seconds", 0.0), **known))
-        return (*found, *(Outcome(of, tuple(left), 0.0) for (of, _), left in rows.items()))
-
-    def _parts_of(self, case: Case, instruments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-        """Its operators and kernels: each in one outcome alone, or it would be saved twice."""
-        by_ncu = any(name.startswith("ncu") for name in instruments)
-        axes = asdict(case).items()
-        return {
-            part: tuple(kind.from_row(r) for r in self.document.get(part, ()) if axes <= r.items())
-            for part, kind in PARTS.items()
-            if ("logical" in instruments if part == "operators" else by_ncu)
-        }
+            names = data.get("instruments") or [*rows[case]]
+            lists = {"rows": [row for name in names for row in rows[case].pop(name, ())]}
+            for part in PARTS:  # each in one outcome alone, or it would be saved twice
+                by = "logical" if part == "operators" else "ncu"
+                if any(name.startswith(by) for name in names):
+                    lists[part] = parts.pop((part, case), [])
+            outcome = {**data, **lists, "case": data, "instruments": names}
+            outcomes.append(Outcome.from_json(outcome))
+        left = [{"case": own[0], "rows": own} for by in rows.values() for own in by.values()]
+        return (*outcomes, *map(Outcome.from_json, left))
 
 
 # --- reading a file --------------------------------------------------------------------------
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"run file {path}: {error.strerror}") from error
+_WRONG = (ArithmeticError, AttributeError, TypeError, ValueError)
+"""What a value of the wrong kind leads to."""
 
 
-def _parsed(path: Path, data: bytes) -> dict[str, Any]:
-    """The document in a file, if its schema is one that this version knows."""
-    try:
-        text = _CONTROL.sub(lambda found: found[1] or "\N{REPLACEMENT CHARACTER}", data.decode())
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"run file {path} is damaged: {error}") from error
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if type(schema) is not int or schema < 1:
-        raise ConfigurationError(f"run file {path} is damaged: no document of dpbench")
-    if schema > SCHEMA:
-        raise ConfigurationError(
-            f"run file {path} has schema {schema}, and this dpbench reads up to {SCHEMA}; "
-            f"upgrade dpbench"
-        )
-    for part in ("rows", "cases", *PARTS):
-        entries = document.get(part)
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict):
-                entry.update(ADDED | entry)
-    return dict(document)
+class _Newer(Exception):
+    """The document is of a later version."""
 
 
 @contextmanager
-def _naming_damage(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Turn what goes wrong with a document into one line that names its file."""
     try:
         yield
+    except OSError as error:
+        raise ConfigurationError(f"run file {path}: {error.strerror}") from error
+    except _Newer as error:
+        raise ConfigurationError(f"run file {path} has {error}; upgrade dpbench") from error
     except KeyError as error:
         raise ConfigurationError(f"run file {path} is damaged: lacks {error}") from error
-    except (ConfigurationError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (ConfigurationError, RuntimeError, *_WRONG) as error:
         raise ConfigurationError(f"run file {path} is damaged: {error}") from error
 
 
-_KINDS: dict[str, type | UnionType] = {
-    "environment": dict,
-    "environment.versions": dict,
-    "environment.gpu": dict | None,
-    "environment.code": dict | None,
-    "session": dict,
-    "session.grid": dict,
-    "session.settings": dict,
-    "session.started": str,
-    "session.seconds": int | float | None,
-    "session.regressed": bool,
-    "session.cases_asked": int,
-    "cases": list,
-    "updates": list,
-}
-"""What a document's parts must be, if they are there."""
-
-
-def _check_head(document: Mapping[str, Any]) -> None:
-    for place, kind in _KINDS.items():
-        *parents, name = place.split(".")
-        holder = document
-        for parent in parents:
-            holder = holder.get(parent, {})
-        if name in holder and not isinstance(holder[name], kind):
-            raise TypeError(f"{place} cannot be {holder[name]!r:.40}")
-    if not isinstance(document["rows"], list):
-        raise TypeError("rows is no list")
-    status = document.get("session", {}).get("status", COMPLETE)
-    if status not in STATUSES:
-        raise ValueError(f"session.status cannot be {status!r}")
+def _parsed(data: bytes) -> dict[str, Any]:
+    """The document in a file, if its schema is one that this version knows."""
+    text = _CONTROL.sub(lambda found: found[1] or "\N{REPLACEMENT CHARACTER}", data.decode())
+    document = json.loads(text)
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if type(schema) is not int or schema < 1:
+        raise ValueError("no document of dpbench")
+    if schema > SCHEMA:
+        raise _Newer(f"schema {schema}, and this dpbench reads up to {SCHEMA}")
+    session = document.get("session", {})
+    for part, kind in (("environment", dict), ("session", dict), ("rows", list), ("cases", list)):
+        if not isinstance(document.get(part, kind()), kind):
+            raise TypeError(f"{part} cannot be {document[part]!r:.40}")
+    if session.get("status", COMPLETE) not in STATUSES:
+        raise ValueError(f"session.status cannot be {session['status']!r}")
+    for part in ("rows", "cases", *PARTS):
+        for entry in document.get(part, ()):
+            entry.update(ADDED | entry)
+    return dict(document)
 
 
 def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,6 @@ def folder_name(device: str | None) -> str:
     return name[:LONGEST].rstrip("-.") or "gpu"
 
 
-def automatic_name(code: Mapping[str, Any] | None, now: datetime) -> str:
-    """A name for a run that got none: commit, whether it was changed, and the time in UTC."""
-    time = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}"
-    if code is None:
-        return time
-    return f"{code['commit'][:7]}{'-dirty' if code['dirty'] else ''}_{time}"
-
-
 class Storage:
     """A directory with one folder a device and one numbered file a run, ``0001_NAME.json``.
 
@@ -61,18 +52,20 @@ class Storage:
 
         What is no directory, or cannot be read, is refused: nobody knows whether it has runs.
         """
-        found = []
+        paths: list[Path] = []
         try:
-            for folder in _entries(self.directory):
-                with suppress(NotADirectoryError):
-                    found += [path for path in _entries(folder) if _FILE.fullmatch(path.name)]
+            for folder in self.directory.iterdir():
+                if folder.is_dir():
+                    paths += (path for path in folder.iterdir() if _FILE.fullmatch(path.name))
+        except FileNotFoundError:
+            pass  # nothing was saved yet
         except NotADirectoryError as error:
             raise ConfigurationError(f"storage {self.directory} is no directory") from error
         except OSError as error:
             raise ConfigurationError(
                 f"storage {error.filename} cannot be read: {error.strerror}"
             ) from error
-        return sorted(found, key=lambda path: (_number(path), path.name))
+        return sorted(paths, key=lambda path: (_number(path), path.name))
 
     def listing(self) -> tuple[list[Run], list[str]]:
         """The head of every run that can be read, by number; why others were skipped."""
@@ -167,14 +160,6 @@ def _lock(path: Path) -> Path:
     return path.with_name(f".{path.stem}.lock")
 
 
-def _entries(directory: Path) -> list[Path]:
-    """What is in a directory, whose name an `OSError` says; nothing if there is none."""
-    try:
-        return list(directory.iterdir())
-    except FileNotFoundError:
-        return []
-
-
 def _number(path: Path) -> int:
     return int(path.name.partition("_")[0])
 
@@ -249,9 +234,7 @@ class RunFile:
         cls, storage: Storage, name: str | None, device: str | None, conditions: Conditions
     ) -> RunFile:
         """A new file in a storage; without a name, commit and time are its name."""
-        if name is None:
-            started = datetime.fromisoformat(conditions.started)
-            name = automatic_name(conditions.environment.get("code"), started)
+        name = name or conditions.name
         text = json.dumps(document([], conditions.environment, conditions.session(INTERRUPTED)))
         try:
             path = storage.allocate(name, device, text)
@@ -275,10 +258,7 @@ class RunFile:
             run = Run.load(path)
             if run.status != INTERRUPTED:
                 raise ConfigurationError(f"{path} has been completed by another session")
-            differences = conditions.differences(run)
-            if run.updates:
-                differences.append("cases were written into it later")
-            if differences:
+            if differences := conditions.differences(run):
                 raise ConfigurationError(
                     f"{path} cannot be resumed, for this session differs: {'; '.join(differences)}"
                 )
@@ -300,17 +280,17 @@ class RunFile:
 
         One in which no case stands is removed.
         """
-        what = in_words(error)
+        what, held = in_words(error), 0
         try:
             held = len(Run.load(self.path).outcomes)
+            if not held:
+                self.path.unlink()
         except ConfigurationError:  # gone, or out of reach
-            self.close()
             return what
-        if held:
+        finally:
             self.close()
-            return f"{what}; the file holds {held} case{'s' if held > 1 else ''}"
-        self.discard()
-        return f"{what}; nothing is saved"
+        cases = f"the file holds {held} case{'s' if held > 1 else ''}"
+        return f"{what}; {cases if held else 'nothing is saved'}"
 
     def discard(self) -> None:
         """Remove the file, and let go of it."""

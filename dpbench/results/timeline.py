@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,13 +70,8 @@ class Usage:
 class Gap:
     """When nothing ran on the GPU in a whole step.
 
-    Args:
-        step: which.
-        start: when the GPU had nothing to do any more.
-        end: when it went on.
-        phase: in which the CPU asked for what ended it.
-        waited_for: the name of that, or `THE_END`.
-        calls: nanoseconds that the CPU spent in calls of CUDA meanwhile, by name.
+    ``waited_for`` is what ended it, or `THE_END`, ``phase`` that in which the CPU asked for it;
+    ``calls`` are nanoseconds that the CPU spent in calls of CUDA meanwhile, by name.
     """
 
     step: int
@@ -135,10 +130,9 @@ class Timeline:
         sums: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
         for each in (*(r for r in self.ranges if r.step not in marked), *whole):
             busy = sum(end - start for start, end in self._busy_in(each))
-            parts = each.end - each.start, busy, self._launches_in(each)
-            sums[each.step, each.phase] = [
-                *map(sum, zip(sums[each.step, each.phase], parts, strict=True))
-            ]
+            parts = (each.end - each.start, busy, self._launches_in(each))
+            for place, part in enumerate(parts):
+                sums[each.step, each.phase][place] += part
         return [
             Usage(*key, time / 1e9, busy / 1e9, launches)
             for key, (time, busy, launches) in sums.items()
@@ -146,8 +140,26 @@ class Timeline:
 
     def gaps(self) -> list[Gap]:
         """Of the whole steps, in order."""
-        found = [gap for step in self.whole_steps for gap in self._gaps_in(step)]
-        return list(self._with_calls(found))
+        gaps: list[Gap] = []
+        ended_by = {activity.start: activity for activity in reversed(self.activities)}
+        going: list[Call] = []
+        coming = deque(self.calls)  # in order, as gaps are, so one pass does
+        for step in self.whole_steps:
+            working = [(step.start, step.start), *self._busy_in(step), (step.end, step.end)]
+            for (_, start), (end, _) in pairwise(working):
+                if end <= start:
+                    continue
+                while coming and coming[0].start < end:
+                    going.append(coming.popleft())
+                going = [call for call in going if call.end > start]
+                calls: Counter[str] = Counter()
+                for call in going:
+                    calls[call.name] += min(call.end, end) - max(call.start, start)
+                phase, waited_for = OUTSIDE, THE_END
+                if activity := ended_by.get(end):
+                    phase, waited_for = self.phase_at(_launched(activity)), activity.name
+                gaps.append(Gap(step.step, start, end, phase, waited_for, calls))
+        return gaps
 
     def during(self, ranges: Iterable[Range]) -> list[Activity]:
         """What was launched in some ranges."""
@@ -186,31 +198,6 @@ class Timeline:
             if start >= where.end:
                 return
             yield max(start, where.start), min(end, where.end)
-
-    def _gaps_in(self, step: Range) -> Iterator[Gap]:
-        starting = {activity.start: activity for activity in reversed(self.activities)}
-        working = [(step.start, step.start), *self._busy_in(step), (step.end, step.end)]
-        for (_, start), (end, _) in pairwise(working):
-            if end > start:
-                next_one = starting.get(end)
-                phase = self.phase_at(_launched(next_one)) if next_one else OUTSIDE
-                name = next_one.name if next_one else THE_END
-                yield Gap(step.step, start, end, phase, name, {})
-
-    def _with_calls(self, gaps: Sequence[Gap]) -> Iterator[Gap]:
-        """The gaps with what the CPU called meanwhile; both are in order, so one pass does."""
-        going: list[Call] = []
-        coming = iter([*self.calls, None])
-        call = next(coming)
-        for gap in gaps:
-            while call and call.start < gap.end:
-                going.append(call)
-                call = next(coming)
-            going = [each for each in going if each.end > gap.start]
-            spent: Counter[str] = Counter()
-            for each in going:
-                spent[each.name] += min(each.end, gap.end) - max(each.start, gap.start)
-            yield Gap(gap.step, gap.start, gap.end, gap.phase, gap.waited_for, spent)
 
 
 def _launched(activity: Activity) -> int:

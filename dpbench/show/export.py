@@ -1,7 +1,4 @@
-"""A whole run: every table of it, and forms for other programs.
-
-These are CSV and GitHub's step summary.
-"""
+"""A whole run: every table of it, as CSV, and in GitHub's step summary."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ import pandas as pd
 
 from dpbench.files import write_text
 from dpbench.results.frame import to_frame
-from dpbench.results.operators import guesses
+from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import COLUMNS, as_rows
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
-from dpbench.show.profile import profile_tables
+from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import tables
-from dpbench.show.timeline import timeline_tables
 from dpbench.show.view import View
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -50,8 +46,7 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
     assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
     return [
         *found,
-        *profile_tables(frame),
-        *timeline_tables(frame),
+        *recorded_tables(frame),
         *(table for outcome in outcomes for table in case_kernel_tables(outcome, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]

@@ -10,9 +10,14 @@ from dataclasses import replace
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, account, in_cache, unaccounted
-from dpbench.results.cards import Roofs, known_roofs
-from dpbench.results.frame import to_frame
+from dpbench.results.frame import (
+    ACCOUNT_COLUMNS,
+    TOLERANCE,
+    account,
+    in_cache,
+    to_frame,
+    unaccounted,
+)
 from dpbench.results.kernels import (
     KernelCount,
     category,
@@ -22,6 +27,7 @@ from dpbench.results.kernels import (
     short_name,
 )
 from dpbench.results.outcome import Outcome
+from dpbench.results.roofline import Roofs, known_roofs
 from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
 from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order

@@ -1,4 +1,4 @@
-"""What the PyTorch profiler recorded of a case, as tables and as one text."""
+"""What the PyTorch profiler and Nsight Systems recorded of a case, as tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.timeline import Timeline
+from dpbench.show.kernels import wrapped
 from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
 from dpbench.show.tables import title_of
 
@@ -23,30 +25,41 @@ REPORT_WIDTH = 120
 """A report is a file, not a terminal."""
 
 
-def profile_tables(frame: pd.DataFrame) -> list[Table]:
-    """For each profiled case of a long table: time, memory and copies, one line a phase."""
-    profiled = frame[frame.instrument == "torch_profiler"]
-    if profiled.empty:
-        return []
+def recorded_tables(frame: pd.DataFrame) -> list[Table]:
+    """For each case of a long table that a profiler recorded, what its phases took."""
     tables, keys = [], [*AXES, "device"]
-    for case, rows in summarise(profiled).groupby(keys, sort=False):
-        wide = rows.pivot(index="phase", columns="metric", values="value")
-        wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
-        columns: dict[str, Shown] = {"phase": ("phase", str)}
-        for metric in METRICS.had_by("torch_profiler"):
-            if metric.name in wide and wide[metric.name].any():
-                in_bytes = metric.unit == "B"
-                header = f"{metric.header} GB" if in_bytes else metric.header
-                columns[header] = (metric.name, gigabytes if in_bytes else milliseconds)
-        notes = []
-        if "device_time_seconds" in wide:
-            ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
-            notes = [
-                f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."
-            ]
-        title = f"{title_of(dict(zip(keys, case, strict=True)))}: PyTorch profiler, per step"
-        tables.append(Table.of(title, wide.reset_index(), columns, notes))
+    recorders = (("torch_profiler", "PyTorch profiler", _profile_table),)
+    for instrument, name, table in (*recorders, ("nsys", "Nsight Systems", _usage_table)):
+        rows = summarise(frame[frame.instrument == instrument])
+        for values, of_case in rows.groupby(keys, sort=False):
+            wide = of_case.pivot(index="phase", columns="metric", values="value")
+            title = title_of(dict(zip(keys, values, strict=True)))
+            tables.append(table(f"{title}: {name}, per step", wide))
     return tables
+
+
+def _by_phase(
+    title: str, wide: pd.DataFrame, columns: Mapping[str, Shown], notes: Sequence[str]
+) -> Table:
+    """A line for each phase; the columns are metrics."""
+    wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
+    lines = wide.rename_axis("phase").reset_index()
+    return Table.of(title, lines, {"phase": ("phase", str), **columns}, notes)
+
+
+def _profile_table(title: str, wide: pd.DataFrame) -> Table:
+    """Time, memory and copies."""
+    columns: dict[str, Shown] = {}
+    for metric in METRICS.had_by("torch_profiler"):
+        if metric.name in wide and wide[metric.name].any():
+            in_bytes = metric.unit == "B"
+            header = f"{metric.header} GB" if in_bytes else metric.header
+            columns[header] = (metric.name, gigabytes if in_bytes else milliseconds)
+    notes = []
+    if "device_time_seconds" in wide:
+        ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
+        notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."]
+    return _by_phase(title, wide, columns, notes)
 
 
 def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Table]:
@@ -94,7 +107,7 @@ def profile_report(
     calls = per_step[shapeless & per_step.kind.isin(["operator", "call"])]
     device, column = ("GPU", "device") if record["device"] != "cpu" else ("CPU", "cpu")
     found = [
-        *profile_tables(frame),
+        *recorded_tables(frame),
         *copies_table(launches, steps),
         _bottlenecks(by_name, device, f"self_{column}_seconds", threshold),
         _by(by_name, "self_device_seconds", "Operators by GPU time"),
@@ -142,3 +155,121 @@ def _bottlenecks(operators: pd.DataFrame, device: str, column: str, threshold: f
     }
     title = f"Bottlenecks: operators with {threshold:g} ms of a step or more on the {device}"
     return Table.of(title, chosen, columns)
+
+
+# --- Nsight Systems --------------------------------------------------------------------------
+
+LINES = 10
+"""Lines of a table of gaps or kernels."""
+
+SYNCHRONIZED = (
+    "Of a step whose phases wait for each other; the whole step's numbers are of others, in "
+    "which the CPU runs ahead as it usually does."
+)
+
+
+def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
+    """Every table of one timeline."""
+    head = f"{title}, {timeline.device}, {timeline.tool}"
+    steps = max(len(timeline.whole_steps), 1)
+    gaps = pd.DataFrame(
+        [
+            {**vars(gap), "seconds": gap.seconds, "called": gap.call_seconds}
+            for gap in timeline.gaps()
+        ],
+        columns=["step", "start", "end", "phase", "waited_for", "calls", "seconds", "called"],
+    )
+    usages = pd.DataFrame(map(vars, timeline.usages()))
+    usages = usages.groupby(["step", "phase"]).sum().groupby("phase").median()
+    usages = usages.add_prefix("timeline_")
+    usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds
+    found = [
+        _usage_table(f"{head}: per step", usages),
+        _waits(gaps, "phase", f"{head}: waits by phase, per step", steps),
+        _waits(gaps, "waited_for", f"{head}: what the GPU waited for, per step", steps),
+        _longest(timeline, gaps, f"{head}: the longest gaps"),
+        _activities(timeline, f"{head}: kernels and copies, per step", steps),
+    ]
+    return [table for table in found if table.cells]
+
+
+def _usage_table(title: str, wide: pd.DataFrame) -> Table:
+    """How phases used the GPU."""
+    columns: dict[str, Shown] = {
+        "ms": ("timeline_seconds", milliseconds),
+        "GPU busy\nms": ("timeline_busy_seconds", milliseconds),
+        "busy": ("timeline_busy_share", "{:.0%}".format),
+        "launches": ("timeline_launches", "{:.0f}".format),
+    }
+    return _by_phase(title, wide, columns, [SYNCHRONIZED] if len(wide) > 1 else [])
+
+
+def _waits(gaps: pd.DataFrame, by: str, title: str, steps: int) -> Table:
+    """Gaps by what ended them, the longest sums first."""
+    sums = gaps.groupby(by, sort=False).agg(
+        count=("seconds", "size"), seconds=("seconds", "sum"), called=("called", "sum")
+    )
+    sums = sums.sort_values("seconds", ascending=False, kind="stable").head(LINES).reset_index()
+    sums["each"] = sums.seconds / sums["count"]
+    sums["share"] = sums.called / sums.seconds
+    sums[["seconds", "count"]] /= steps
+    columns: dict[str, Shown] = {
+        by.replace("_", " "): (by, wrapped),
+        "gaps": ("count", "{:.0f}".format),
+        "ms": ("seconds", milliseconds),
+        "µs each": ("each", lambda seconds: f"{seconds * 1e6:.1f}"),
+        "in CUDA\ncalls": ("share", "{:.0%}".format),
+    }
+    notes = ["What the CPU did not spend in calls of CUDA it spent in Python and PyTorch."]
+    return Table.of(title, sums, columns, notes if by == "phase" else ())
+
+
+def _longest(timeline: Timeline, gaps: pd.DataFrame, title: str) -> Table:
+    longest = gaps.nlargest(LINES, "seconds")
+    started = {step.step: step.start for step in timeline.whole_steps}
+    longest["at"] = (longest.start - longest.step.map(started)) / 1e9
+    columns: dict[str, Shown] = {
+        "at ms": ("at", milliseconds),
+        "gap ms": ("seconds", milliseconds),
+        "phase": ("phase", str),
+        "waited for": ("waited_for", wrapped),
+        "the CPU meanwhile": ("meanwhile", str),
+    }
+    longest["meanwhile"] = [
+        _meanwhile(*values) for values in zip(longest.seconds, longest.calls, strict=True)
+    ]
+    return Table.of(title, longest, columns, ["at: after the start of its step."])
+
+
+def _meanwhile(seconds: float, calls: dict[str, int]) -> str:
+    """What the CPU did in a gap: the calls that took most of it."""
+    parts = sorted(calls.items(), key=lambda call: -call[1])[:2]
+    said = [f"{name} {spent / seconds / 1e7:.0f}%" for name, spent in parts]
+    return ",\n".join(said) or "no call of CUDA"
+
+
+def _activities(timeline: Timeline, title: str, steps: int) -> Table:
+    """What ran in whole steps, by name."""
+    rows = pd.DataFrame(
+        [
+            (each.name, each.kind, each.end - each.start, each.bytes)
+            for each in timeline.during(timeline.whole_steps)
+        ],
+        columns=["name", "kind", "time", "bytes"],
+    )
+    sums = rows.groupby(["name", "kind"], sort=False).agg(
+        count=("time", "size"), time=("time", "sum"), bytes=("bytes", "sum")
+    )
+    sums = sums.sort_values("time", ascending=False, kind="stable").reset_index()
+    shown = sums[(sums.index < LINES) | (sums.kind != "kernel")].copy()
+    shown["share"] = shown.time / sums.time.sum()
+    shown["time"] /= 1e9 * steps
+    shown[["count", "bytes"]] /= steps
+    columns: dict[str, Shown] = {
+        "kernel or copy": ("name", wrapped),
+        "launches": ("count", "{:.0f}".format),
+        "ms": ("time", milliseconds),
+        "share": ("share", "{:.1%}".format),
+        "GB": ("bytes", lambda moved: gigabytes(moved) if moved else ABSENT),
+    }
+    return Table.of(title, shown, columns)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import pandas as pd
@@ -14,7 +16,6 @@ from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, train
 from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import (
-    BUSY,
     CONFIGURATION,
     IN_CACHE_BYTES,
     of_one_instrument,
@@ -23,7 +24,7 @@ from dpbench.results.frame import (
     with_logical,
     with_ratios,
 )
-from dpbench.results.roofline import LAUNCH_BOUND
+from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import NAME, OF_TESTS, PARAM, Column, View, column, rates, shown_by_default
@@ -73,7 +74,7 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
 
     A view with columns gets one table a group, of these columns and nothing else.
     """
-    # Tables of these: `show.profile`, `show.timeline`.
+    # Tables of these: `show.profile`.
     frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []
@@ -85,17 +86,16 @@ def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
         in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
         listed += group.table(
             "GB per step" if in_bytes else "per step",
-            [(shown.header, shown, group.phase) for shown in columns],
-            group.shown.label.unique(),
+            {shown.header: group.texts(shown) for shown in columns},
             _notes(group, columns, view),
+            group.shown.label.unique(),
         )
         if not (view.columns or "phase" in view.group_by):
             listed += _phase_table(group, "dram_bytes", "DRAM GB")
             listed += _phase_table(group, "logical_bytes", "logical GB")
             if (group.frame.workload == SCRIPT).any():
                 listed += _phase_table(group, "step_time_seconds", "ms")
-            listed += _busy_table(group)
-            listed += [*against_logical(group), *_throughput_table(group)]
+            listed += [*_busy_table(group), *against_logical(group), *_throughput_table(group)]
     return listed if view.columns else [*listed, *_other_metrics(in_order(summary))]
 
 
@@ -116,63 +116,63 @@ class Group:
     first_header: str
 
     @cached_property
-    def rows(self) -> dict[tuple[str, str, str], dict[Any, Any]]:
-        """The rows by label, phase and metric."""
-        return {(r["label"], r["phase"], r["metric"]): r for r in self.frame.to_dict("records")}
-
-    @cached_property
     def shown(self) -> pd.DataFrame:
         """The rows of the group's phase."""
         return self.frame[self.frame.phase == self.phase]
 
-    def find(self, label: str, shown: Column, phase: str | None = None) -> list[dict[Any, Any]]:
-        """The rows of a case that have a number for a column."""
-        rows = (self.rows.get((label, phase or self.phase, name)) for name in shown.metrics)
-        return [row for row in rows if row and not math.isnan(row[shown.kind])]
+    @cached_property
+    def rows(self) -> dict[tuple[str, str], list[dict[Any, Any]]]:
+        """The rows by phase and metric."""
+        rows: dict[tuple[str, str], list[dict[Any, Any]]] = defaultdict(list)
+        for row in self.frame.to_dict("records"):
+            rows[row["phase"], row["metric"]].append(row)
+        return rows
 
-    def having(self, *columns: Column, phases: Iterable[str] = (*ALL_PHASES, STEP)) -> list[str]:
-        """The cases with a number of any of these columns in any of these phases."""
-        wanted = [(c, phase) for c in columns for phase in phases]
-        return [x for x in self.frame.label.unique() if any(self.find(x, *w) for w in wanted)]
-
-    def cell(self, label: str, shown: Column, phase: str | None = None) -> str:
-        """A case's number in a column, for people; `ABSENT` where there is none."""
-        rows = self.find(label, shown, phase)
-        if not rows:
-            return ABSENT
-        value, unit = rows[0][shown.kind], rows[0]["unit"]
-        if shown.kind == "spread":
-            return f"{max(row['spread'] for row in rows):.2%}"
-        if shown.kind in ("ratio", "over_logical"):
-            return f"{value:.2f}"
-        if "__" in shown.name:  # as the tool gives it
-            return f"{value:.6g} {unit}"
-        if shown.name.endswith("_share"):
-            return f"{value:.0%}"
-        if shown.name == "samples_per_second":
-            return three_digits(value)
-        return f"{value * 1e3:.1f}" if unit == "s" else gigabytes(value)
+    def texts(self, shown: Column, phase: str | None = None) -> dict[str, str]:
+        """What a column says of each case that has a number for it, by label."""
+        rows = [row for name in shown.metrics for row in self.rows[phase or self.phase, name]]
+        known = [row for row in rows if not math.isnan(row[shown.kind])]
+        known.sort(key=itemgetter(shown.kind))  # the largest of a case counts
+        return {row["label"]: _written(shown, row[shown.kind], row["unit"]) for row in known}
 
     def table(
         self,
         title: str,
-        columns: list[tuple[str, Column, str]],
-        labels: Iterable[str],
+        columns: Mapping[str, Mapping[str, str]],
         notes: Iterable[str] = (),
+        labels: Iterable[str] | None = None,
     ) -> list[Table]:
-        """A table with a line for each case; a column is its header, what it shows, the phase."""
-        cells = [[label, *(self.cell(label, *c[1:]) for c in columns)] for label in labels]
-        headers = [self.first_header, *(header for header, *_ in columns)]
+        """A table of columns by header; a line for each case, by default that one is about."""
+        cases = self.frame.label.unique()
+        if labels is None:
+            labels = [case for case in cases if any(case in texts for texts in columns.values())]
+        cells = [[x, *(texts.get(x, ABSENT) for texts in columns.values())] for x in labels]
+        headers = [self.first_header, *columns]
         table = Table(f"{self.title}: {title}", headers, cells, tuple(notes))
         return [table] if columns and cells else []
 
 
+def _written(shown: Column, value: float, unit: str) -> str:
+    """A number of a column, for people."""
+    if shown.kind == "spread":
+        return f"{value:.2%}"
+    if shown.kind in ("ratio", "over_logical"):
+        return f"{value:.2f}"
+    if "__" in shown.name:  # as the tool gives it
+        return f"{value:.6g} {unit}"
+    if shown.name.endswith("_share"):
+        return f"{value:.0%}"
+    if shown.name == "samples_per_second":
+        return three_digits(value)
+    return f"{value * 1e3:.1f}" if unit == "s" else gigabytes(value)
+
+
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
     """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
-    return _sorted(summary, [*configuration, "device", "trainer"])
+    return ordered(summary, [*configuration, "device", "trainer"])
 
 
-def _sorted(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Rows by these columns: trainers as registered, phases as they come in a step."""
     phases = [*ALL_PHASES, STEP]
 
@@ -201,7 +201,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
         for axis in AXES
         if axis not in keys and (axis in always or summary[axis].nunique() > 1)
     ] or ["trainer"]
-    rows = _sorted(in_order(summary), keys)
+    rows = ordered(in_order(summary), keys)
     prefixes = {"batch_size": "bs", "seq_len": "seq"}  # as in `Case.id`
     parts = [
         (prefixes.get(axis, "") + rows[axis].astype(str)).where(rows[axis].astype(bool), "")
@@ -215,7 +215,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
         group = group.drop_duplicates(["label", "phase", "metric"])
         phase = str(shared.get("phase", STEP))
         if view.sort in AXES:
-            group = _sorted(group, [view.sort])
+            group = ordered(group, [view.sort])
         elif view.sort == NAME:
             group = group.sort_values("label", kind="stable")
         elif view.sort is not None:  # what has no number goes last
@@ -227,9 +227,16 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
 
 
 def title_of(shared: Mapping[str, Any]) -> str:
-    """What some rows share, in words; the usual attention and model go without saying."""
+    """What rows share, in words: some of the axes, tests and phase, and the device."""
+    parts = title_parts(shared)
+    return ", ".join([*parts, shared["device"] or "unknown device"])
+
+
+def title_parts(shared: Mapping[Any, Any]) -> list[str]:
+    """The same, one by one and without the device."""
     if shared.get("workload") == SCRIPT:
-        return str(shared["device"])
+        batch = f"batch {shared['batch_size']}" if shared.get("batch_size") else ""
+        return [*filter(None, (shared.get("trainer"), batch))]
     size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
     of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
     parts = [*of_test, shared.get("trainer", ""), size]
@@ -238,7 +245,7 @@ def title_of(shared: Mapping[str, Any]) -> str:
     parts += [f"{axis.replace('_', ' ')} {value}" for axis, value in unusual(shared).items()]
     words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
     parts += [f"{word} {shared[axis]}" for axis, word in words.items() if shared.get(axis)]
-    return ", ".join([*filter(None, parts), shared["device"] or "unknown device"])
+    return [*filter(None, parts)]
 
 
 # --- the step --------------------------------------------------------------------------------
@@ -252,7 +259,7 @@ def _columns(group: Group, view: View) -> list[Column]:
     """
     logical = "logical_bytes" in set(group.shown.metric)
     chosen = view.columns or shown_by_default(logical=logical)
-    filled = [shown for shown in chosen if group.having(shown, phases=[group.phase])]
+    filled = [shown for shown in chosen if group.texts(shown)]
     if view.columns:
         return list(chosen) if filled else []
     # Not every chip and instrument says how busy the GPU was.
@@ -264,7 +271,9 @@ def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
     ratios = {c.metrics[0] for c in columns if c.kind == "ratio"}
     known = rows.groupby("label", sort=False).has_baseline.any()
     said = f"the {BASELINE_TRAINER!r} trainer was not measured for"
-    if ratios and not known.any():
+    if ratios and not known.any() and (rows.workload == SCRIPT).all():
+        yield "No ratio: dpbench exec --baseline NUM divides by the saved run of another script."
+    elif ratios and not known.any():
         one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
         yield f"No ratio: {said} {'this cell' if one_cell else 'these cells'}."
     elif ratios and not known.all():
@@ -311,20 +320,19 @@ def _phases_shown(group: Group, metric: str) -> list[str]:
 
 def _phase_table(group: Group, metric: str, name: str) -> list[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
-    value, ratio, phases = column(metric), column(ratio_name(metric)), _phases_shown(group, metric)
-    cells = []
-    for label in group.having(value) if phases else ():
-        numbers = [(group.cell(label, value, p), group.cell(label, ratio, p)) for p in phases]
-        cells.append([label, *(n if r == ABSENT else f"{n} ({r})" for n, r in numbers)])
-    title = f"{group.title}: {name} by phase (÷ standard)"
-    return [Table(title, [group.first_header, *phases], cells)] if cells else []
+    columns = {}
+    for phase in _phases_shown(group, metric):
+        ratios = group.texts(column(ratio_name(metric)), phase)
+        values = group.texts(column(metric), phase)
+        columns[phase] = {x: f"{v} ({ratios[x]})" if x in ratios else v for x, v in values.items()}
+    return group.table(f"{name} by phase (÷ standard)", columns)
 
 
 def _busy_table(group: Group) -> list[Table]:
     """For which part of each phase's time the GPU did anything, by case."""
-    phases, busy = _phases_shown(group, "gpu_elapsed_cycles"), column(BUSY)
-    columns = [(phase, busy, phase) for phase in (*phases, STEP)] if phases else []
-    return group.table("busy by phase", columns, group.having(busy), [BUSY_OF])
+    phases = _phases_shown(group, "gpu_elapsed_cycles")
+    columns = {phase: group.texts(column(BUSY), phase) for phase in (*phases, STEP) if phases}
+    return group.table("busy by phase", columns, [BUSY_OF])
 
 
 def against_logical(group: Group) -> list[Table]:
@@ -332,28 +340,24 @@ def against_logical(group: Group) -> list[Table]:
 
     By case: DRAM and logical bytes of the step, and their quotient by phase and for the step.
     """
-    times, phases = column("dram_over_logical"), _phases_shown(group, "dram_bytes")
-    dram = column("dram_bytes")
-    columns = [
-        ("DRAM\nGB", dram, STEP),
-        ("logical\nGB", replace(dram, kind="logical"), STEP),
-        *((phase, times, phase) for phase in (*phases, STEP)),
-    ]
-    return group.table("DRAM measured ÷ logical", columns, group.having(times), AGAINST_LOGICAL)
+    dram, over = column("dram_bytes"), column("dram_over_logical")
+    phases = (*_phases_shown(group, "dram_bytes"), STEP)
+    quotients = {phase: group.texts(over, phase) for phase in phases}
+    logical = group.texts(replace(dram, kind="logical"), STEP)
+    columns = {"DRAM\nGB": group.texts(dram, STEP), "logical\nGB": logical, **quotients}
+    known = set().union(*quotients.values())
+    labels = [label for label in group.frame.label.unique() if label in known]
+    return group.table("DRAM measured ÷ logical", columns, AGAINST_LOGICAL, labels)
 
 
 # --- throughput and other counters -----------------------------------------------------------
 
 
 def _throughput_table(group: Group) -> list[Table]:
-    columns = [
-        (metric.header, rate, STEP)
-        for metric, rate in rates()
-        if metric.throughput and group.having(rate, phases=[STEP])
-    ]
-    labels = group.having(*(rate for _, rate, _ in columns), phases=[STEP])
+    shown = {m.header: group.texts(rate, STEP) for m, rate in rates() if m.throughput}
+    columns = {header: texts for header, texts in shown.items() if texts}
     note = "Counted bytes ÷ step time of the unprofiled process."
-    return group.table("GB/s", columns, labels, [note])
+    return group.table("GB/s", columns, [note])
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:

@@ -10,7 +10,7 @@ import torch
 
 from bench.ceilings import measure_ceilings
 from dpbench import ConfigurationError
-from dpbench.results.cards import read_ceilings
+from dpbench.results.roofline import read_ceilings
 
 FLOPS = {"fp32": 5e13, "tf32": 4e14, "bf16": 7e14}
 H200 = {"device": "NVIDIA H200", "bandwidth": 4.2e12, "flops": FLOPS, "torch": "2"}

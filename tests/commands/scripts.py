@@ -26,6 +26,16 @@ for step in range(8):
         raise ValueError("the data is gone")
     if "--exits" in sys.argv and step == 4:
         sys.exit(3)
+    if "--exits-at-once" in sys.argv and step == 4:
+        import os
+        if os.fork() == 0:
+            sys.exit(7)  # the fork's own end
+        os.wait()
+        os._exit(3)
+    if "--interrupted" in sys.argv and step == 4:
+        import os, signal
+        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 print(f"loss {loss:.6f} {sys.argv[1:]} {__name__}")
 """
 
@@ -51,6 +61,13 @@ if __name__ == "__main__":
     rank = multiprocessing.get_context("fork").Process(target=print, args=("a rank",))
     rank.start()
     rank.join()
+"""
+
+FORK = """
+import os
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
 """
 
 NEEDS_ARGUMENTS = """

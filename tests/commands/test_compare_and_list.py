@@ -39,7 +39,6 @@ def save(
     **session: Any,
 ) -> None:
     data = json.loads(GRID1.read_text())
-    data["updates"] = session.pop("updates", [])
     data["session"] = session
     for row in data["rows"]:
         change(row)
@@ -177,7 +176,6 @@ def test_list_shows_runs_and_names_what_it_skips(
 ) -> None:
     save(storage, "going", status="interrupted", cases_asked=20)
     save(storage, "stopped", status="interrupted", cases_asked=20)
-    save(storage, "updated", updates=[{"cases": {}, "environment": {}}])
     damaged = storage.allocate("damaged", None, "{")
     with storage.writing(storage.find("3")):
         assert main(["list"]) == 0
@@ -187,7 +185,6 @@ def test_list_shows_runs_and_names_what_it_skips(
         "0002 after NVIDIA H200 2026-01-02 03:04 16/16 regressed",
         "0003 going NVIDIA H200 - 16/20 running",
         "0004 stopped NVIDIA H200 - 16/20 interrupted",
-        "0005 updated NVIDIA H200 - 16/16 complete, updated",
     ]
     assert f"skipped: run file {damaged.relative_to(Path.cwd())} is damaged" in captured.err
     assert main(["list", "--storage", "absent"]) == 0

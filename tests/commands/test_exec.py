@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import script_case
+from dpbench.case import ALL_PHASES, Case, script_case
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.instruments.script import ScriptRun, run
+from dpbench.instruments.timing import timing_rows
 from dpbench.results.storage import Storage
 from tests.commands import scripts
 from tests.programs import program
@@ -47,6 +48,10 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     assert main(plain) == 0
     told = ["--name=private", "--baseline=1", "--json=private.json", "--skip=1", "--steps=2"]
     private = ["exec", *told, "--save=private", "-m", "training", "--private", "--batch_size=8"]
+    assert "No ratio: dpbench exec --baseline NUM divides" in capfd.readouterr().out
+    assert main([*private[:2], "--batch-size=8", *private[2:]]) == 2
+    refused = "the batch size of training was said to be none, here --batch-size 8"
+    assert refused in capfd.readouterr().err
     assert main(private) == 0
     shown = capfd.readouterr()
     assert "logical (no hardware): logical GB by phase (÷ standard)" in shown.out
@@ -96,7 +101,10 @@ def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[
     def run_here(*program: str, **how: Any) -> dict[str, Any]:
         script = asdict(ScriptRun("timing", program, **how))
         del script["program"]
-        run(script | {"case": asdict(script_case("mine")), "record": "record.json"}, program)
+        run(
+            script | {"case": asdict(script_case("mine")), "record": "record.json", "folder": ""},
+            program,
+        )
         found: dict[str, Any] = json.loads(Path("record.json").read_text())
         return found
 
@@ -129,6 +137,7 @@ def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
         (["no_step.py"], "took no step that can be found: no torch.optim optimizer stepped", 0),
         (["thread.py"], "the script trains in a thread: 4 steps of an optimizer", 0),
         (["ranks.py"], "took no step in its own process, but started others", 0),
+        (["fork.py"], "took no step in its own process, but started others", 0),
         (["needs_arguments.py"], "ended by itself with exit status 2, before a step counted", 0),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -152,19 +161,33 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     assert "process/script.py" not in error
 
 
-@pytest.mark.parametrize(
-    ("ends", "words"),
-    [("kill(os.getpid(), 9)", "was killed by SIGKILL"), ("_exit(0)", "ended by os._exit(0)")],
-    ids=["killed", "exits at once"],
-)
 def test_script_that_leaves_no_record_is_an_error_of_its_own(
-    capfd: pytest.CaptureFixture[str], ends: str, words: str
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    Path("dies.py").write_text(f"import os; os.{ends}", encoding="utf-8")
+    Path("dies.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
     assert main(["exec", "--save=dies", "dies.py"]) == 1
-    assert f"dies: the script {words}, and nothing was counted\n" in capfd.readouterr().err
+    said = "dies: the script was killed by SIGKILL, and nothing was counted\n"
+    assert said in capfd.readouterr().err
     [saved], _ = Storage(Path(".dpbench")).listing()
     assert saved.status == "interrupted"  # and no reference for others
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "words"),
+    [
+        ("--exits-at-once", 1, "ended by itself with exit status 3; 2 steps were counted until"),
+        ("--interrupted", 130, "training: interrupted; what was counted until then is kept\n"),
+    ],
+)
+def test_what_was_counted_until_the_end_is_kept_however_it_comes(
+    capfd: pytest.CaptureFixture[str], ends: str, status: int, words: str
+) -> None:
+    how = ["--instrument=timing", "--instrument=logical", "--steps=20", "--json=run.json"]
+    if status == 1:
+        how.remove("--instrument=logical")  # an interrupted script is not run once more
+    assert main(["exec", *how, "training.py", ends]) == status
+    assert words in capfd.readouterr().err
+    assert len(rows("run.json", "step_time_seconds")["training", "step"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -215,7 +238,7 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
     assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in capsys.readouterr().out
     arguments, options = json.loads(Path("arguments.json").read_text())
-    report = "ncu_reports/script-fp32/report_training_bs1"
+    report = "ncu_reports/script/report_training"
     under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
     assert {*under, f"{report}.ncu-rep", f"{report}.log"} <= {*arguments}
     assert arguments[-2:] == ["training.py", "--private"]
@@ -225,6 +248,44 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     assert len(moved["training", "step"]) >= 1
 
 
-def test_case_of_a_script_is_called_what_the_script_is() -> None:
-    assert script_case("private").id == "private"
-    assert script_case("private").baseline.id == "standard"
+def test_script_under_the_profiler_has_a_trace_of_each_step_and_a_report(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    how = ["--instrument=torch_profiler", "--steps=20", "--profile-dir=profiles"]
+    assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
+    shown = capfd.readouterr()
+    assert "training, cpu: PyTorch profiler, per step" in shown.out
+    assert "steps that count: 5, where 20 were asked for" in shown.out
+    folder = Path("profiles/training")
+    assert f"operators by time and memory: {folder.absolute()}/report.txt" in shown.err
+    assert "Operators and CUDA calls by CPU time" in (folder / "report.txt").read_text()
+    assert len([*folder.glob("trace_*.json.gz")]) == 5  # without what follows the last step
+    phases = rows("run.json", "cpu_time_seconds")
+    assert {(name, len(values)) for (_, name), values in phases.items()} == {
+        (name, 5) for name in (*ALL_PHASES, "step")
+    }
+    whole = sum(sum(values) for (_, name), values in phases.items() if name != "step")
+    assert whole == pytest.approx(sum(phases["training", "step"]))
+
+
+def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:
+    case = script_case("private 100%")
+    assert (case.id, case.baseline.id) == ("private 100%", "standard")
+    known = {axis: value for axis, value in asdict(case).items() if value}
+    assert known == {"trainer": "private 100%", "workload": "script"}
+    assert Case.from_row({**asdict(case), "precision": "fp32", "optimizer": "sgd"}) == case
+    assert Case.from_report_path(case.report_path) == case
+
+
+def test_batch_size_that_is_said_makes_samples_per_second_of_times() -> None:
+    record = {
+        "phase_seconds": [{"forward": 0.2}],
+        "peak_memory_bytes": None,
+        "device": "cpu",
+        "torch": "2",
+    }
+    found = [timing_rows(script_case("mine", size), record) for size in (0, 8)]
+    assert [{r.metric: r.value for r in rows}.get("samples_per_second") for rows in found] == [
+        None,
+        pytest.approx(40),
+    ]

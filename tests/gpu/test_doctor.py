@@ -11,7 +11,7 @@ from dpbench.doctor import counters
 from dpbench.doctor.findings import OK, Setup
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
-from dpbench.results.cards import Roofs, find_card
+from dpbench.results.roofline import Roofs, find_card
 
 pytestmark = pytest.mark.gpu
 

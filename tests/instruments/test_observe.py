@@ -13,6 +13,7 @@ from torch import nn
 
 from dpbench import observe
 from dpbench.errors import ConfigurationError
+from dpbench.instruments.recorders import LogicalRecorder
 
 
 def step_of(*, private: bool) -> Callable[[], None]:
@@ -110,3 +111,16 @@ def test_report_without_a_step_says_what_is_missing() -> None:
 def test_what_cannot_be_observed_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words), observe(**options):
         pass
+
+
+def test_logical_counting_says_that_nothing_compiled_was_used() -> None:
+    model = torch.compile(nn.Linear(32, 64), backend="eager")
+    counted = LogicalRecorder()
+    for _ in range(2):
+        model(torch.randn(4, 32)).sum().backward()
+        counted.start_step()
+        model(torch.randn(4, 32)).sum().backward()
+        counted.end_step()
+    counted.close()
+    assert "PyTorch did not use what torch.compile had made" in counted.notes[-1]
+    assert "aten.addmm" in {operator.operator for operator in counted.operators}

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from dpbench.case import Case
 from dpbench.instruments.logical.instrument import Logical
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import OperatorCount
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import STEP, Measurement
 

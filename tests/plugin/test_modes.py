@@ -56,8 +56,8 @@ SHOWN = [
     "--dpbench-expect=none",
     *("--dpbench-group-by=phase", "--dpbench-csv=out/run.csv", "--dpbench-json=out/run.json"),
     *("--dpbench-markdown=out/run.md", "--dpbench-html=out/run.html"),
-    "--dpbench-compare=1",
-    *("--dpbench-compare-across", "--dpbench-compare-fail=l2_total_bytes:5%"),
+    *("--dpbench-compare=1", "--dpbench-compare-across"),
+    "--dpbench-compare-fail=l2_total_bytes:5%",
     *("--dpbench-compare-fail=l2_ratio@backward:3%", "--dpbench-compare-fail=l2_read_bytes:20%"),
     "--dpbench-compare-fail=step_time_seconds:5%",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +52,8 @@ class Trace:
 
     def close(self) -> None:
         pass
+
+    forked = close
 
     def end_step(self) -> None:
         self.steps.append(self.heard.replace(".", ""))
@@ -214,7 +218,7 @@ def penalising_gradients() -> None:
         optimizer.step()
 
 
-def private(**how: Any) -> Callable[[], None]:
+def private(max_grad_norm: Any = 1.0, **how: Any) -> Callable[[], None]:
     def loop() -> None:
         model = network()
         criterion: Any = nn.CrossEntropyLoss()
@@ -224,7 +228,7 @@ def private(**how: Any) -> Callable[[], None]:
             data_loader=batches(),
             criterion=criterion,
             noise_multiplier=1.0,
-            max_grad_norm=how.pop("max_grad_norm", 1.0),
+            max_grad_norm=max_grad_norm,
             poisson_sampling=False,
             **how,
         )
@@ -293,6 +297,38 @@ def test_steps_and_phases_are_those_of_the_loop(
     trace, finder = traced(loop)
     assert trace.steps == steps
     assert (finder.failure, finder.notes, finder.steps) == (None, [], len(steps))
+    after_two, finder = traced(loop, skip=2)  # which are found without their phases
+    assert (after_two.steps, finder.steps) == (steps[2:], len(steps))
+
+
+def test_book_keeping_clips_within_backward_and_adds_noise_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fastDP is in no package index, so its two functions are put in place of it."""
+    (tmp_path / "fastDP").mkdir()
+    for name, text in (
+        ("__init__", ""),
+        ("autograd_grad_sample", "def _per_block_clip_grad(*_): pass\n"),
+        ("privacy_engine", "class PrivacyEngine:\n def _create_noisy_clipped_gradient(self): pass"),
+    ):
+        (tmp_path / "fastDP" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def loop() -> None:
+        hooks = importlib.import_module("fastDP.autograd_grad_sample")
+        engine = importlib.import_module("fastDP.privacy_engine").PrivacyEngine()
+        model = network()
+        optimizer = sgd(model)
+        next(model.parameters()).register_hook(lambda _: hooks._per_block_clip_grad())
+        for (batch,) in batches():
+            loss_of(model, batch).backward()
+            engine._create_noisy_clipped_gradient()
+            optimizer.step()
+
+    found, finder = traced(loop)
+    assert (found.steps, finder.notes) == (["FBCBNO"] * 3, [])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fastDP"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_loop_is_ended_where_the_step_after_those_that_count_would_begin() -> None:

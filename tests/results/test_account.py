@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case
-from dpbench.results.account import ACCOUNT_COLUMNS, account, unaccounted
-from dpbench.results.frame import to_frame
+from dpbench.results.frame import ACCOUNT_COLUMNS, account, to_frame, unaccounted
 from dpbench.results.kernels import KernelCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement

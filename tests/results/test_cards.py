@@ -9,7 +9,7 @@ import pytest
 
 from dpbench import ConfigurationError
 from dpbench.case import PRECISIONS
-from dpbench.results.cards import CARDS, Roofs, find_card
+from dpbench.results.roofline import CARDS, Roofs, find_card
 
 every_card = pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
 

@@ -74,7 +74,7 @@ def test_only_cases_that_both_measured_are_compared() -> None:
 def test_nothing_is_compared_with_nothing(across: bool) -> None:
     nothing, something = run(to_frame([])), run(measured(BEFORE))
     for pair in ((nothing, something), (something, nothing)):
-        assert pairs(*pair, across=across).changes.empty
+        assert not pairs(*pair, across=across)[0].shared.any()
 
 
 def test_ratio_without_its_baseline_is_not_shown_as_if_it_were_gone() -> None:
@@ -97,26 +97,13 @@ def test_different_devices_and_instruments_are_refused() -> None:
         assert f"ncu on {H200} and {other.instrument[0]} on {other.device[0]} are" in str(
             caught.value
         )
-        assert "--across" in str(caught.value)
+        assert ("--across" in str(caught.value)) is (other.instrument[0] == "ncu")
 
 
 def test_devices_are_compared_on_request_and_labelled() -> None:
     found = compare(measured(BEFORE), measured(BEFORE, device="NVIDIA A100"), across=True)
     assert set(found.device) == {"NVIDIA H200 -> NVIDIA A100"}
     assert (found.change == 0).all()
-
-
-def test_logical_bytes_are_compared_with_measured_ones_on_request_and_labelled() -> None:
-    logical = {
-        (trainer, metric.replace("dram", "logical"), phase): value * 0.9
-        for (trainer, metric, phase), value in BEFORE.items()
-    }
-    found = compare(measured(BEFORE), measured(logical, "logical", "none"), across=True)
-    assert set(found.instrument) == {"ncu -> logical"}
-    assert set(found.device) == {"NVIDIA H200 -> none"}
-    step = found[(found.metric == "dram_bytes") & (found.phase == STEP)]
-    assert dict(zip(step.trainer, step.after, strict=True)) == {"standard": 90, "dpsgd": 360}
-    assert found[found.metric == "dram_ratio"].relative.abs().max() < 1e-12
 
 
 def test_shared_instrument_is_compared_with_itself() -> None:

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import AXES, PHASES, Case, script_case
+from dpbench.results.compare import Threshold
 from dpbench.results.gate import Verdict, judge
-from dpbench.results.kernels import KernelCount
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.results.threshold import Threshold
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 GRID1 = Run.load(RESULTS / "h200-grid1.json")
@@ -248,7 +247,7 @@ def test_first_run_passes_only_if_the_user_says_so() -> None:
 def test_number_that_only_the_new_run_has_is_not_judged() -> None:
     before = changed(lambda f: (f.phase != "clip") | (f.trainer != DP), name="before")
     [missing] = verdict(GRID1, LIMITS["phase"], before=before).unjudged
-    assert missing.why == "before has no such number of it"
+    assert missing.why == "no dram_bytes by ncu in phase clip in before"
     assert len(missing.cases) == 4
     before = LOSSES["the baseline in one cell"][0]
     found = verdict(GRID1, LIMITS["ratio"], before=before)
@@ -391,16 +390,30 @@ def test_nothing_and_no_number(before: float, after: float, passed: bool) -> Non
     assert verdict(other, "logical_read_bytes:5%", before=one).passed is passed
 
 
-def test_other_instruments_are_judged_across_and_nothing_is_lost_there() -> None:
+def test_other_devices_are_judged_across_and_nothing_is_lost_there() -> None:
     values = {(trainer, phase): 100.0 for trainer in ("standard", DP) for phase in (STEP, "clip")}
-    before = run("measured", values, "dram_read_bytes")
+    before = run("there", values, "dram_read_bytes")
     limited = ("dram_read_bytes:5%", "dram_read_ratio:5%", "dram_read_bytes@clip:5%")
-    counted = run("counted", values)
-    assert verdict(counted, *limited, before=before, across=True).passed
+
+    def elsewhere(kept: dict[tuple[str, str], float]) -> Run:
+        here = run("elsewhere", kept, "dram_read_bytes")
+        return run_of(here, here.frame.assign(device="elsewhere"))
+
+    whole = elsewhere(values)
+    assert verdict(whole, *limited, before=before, across=True).passed
+    assert not verdict(whole, *limited, before=before).passed
     for lost in ((DP, STEP), (DP, "clip"), ("standard", STEP)):
-        partly = run("counted", {key: value for key, value in values.items() if key != lost})
+        partly = elsewhere({key: value for key, value in values.items() if key != lost})
         assert not verdict(partly, *limited, before=before, across=True).passed
+        assert not verdict(before, *limited, before=partly, across=True).passed
+    counted = run("counted", values)
+    assert not verdict(counted, *limited, before=before, across=True).passed
     assert not verdict(counted, "logical_read_bytes:5%", before=before, across=True).passed
+
+
+def run_of(like: Run, frame: pd.DataFrame) -> Run:
+    """A run with other rows."""
+    return replace(like, document={**like.document, "rows": frame.to_dict("records")})
 
 
 some_numbers = st.fixed_dictionaries(

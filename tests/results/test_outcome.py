@@ -15,7 +15,7 @@ from dpbench.case import AXES, Case
 from dpbench.files import write_text
 from dpbench.gpu import Gpu
 from dpbench.results.conditions import environment
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
     document,

@@ -10,7 +10,7 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.operators import OperatorCount
+from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import STEP, Measurement

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.results.cards import Roofs, find_card
+from dpbench.case import script_case
 from dpbench.results.frame import to_frame
 from dpbench.results.roofline import (
-    ARITHMETIC,
-    BANDWIDTH,
     COUNTED_BYTES,
     MEASURED_BYTES,
+    Roofs,
+    find_card,
     intensities,
     under,
 )
@@ -72,9 +72,9 @@ def test_the_ridge_divides_what_arithmetic_bounds_from_what_bandwidth_does() -> 
     """The roofs of the test meet at 10 FLOP/B at fp32."""
     found = of(logical(forward=(11e12, 1e12), clip=(9e12, 1e12), noise=(0.0, 1e12)))
     assert dict(found.bound_by.drop(STEP)) == {
-        "forward": ARITHMETIC,
-        "clip": BANDWIDTH,
-        "noise": BANDWIDTH,
+        "forward": "arithmetic",
+        "clip": "bandwidth",
+        "noise": "bandwidth",
     }
     assert dict(found.intensity.drop(STEP)) == {"forward": 11.0, "clip": 9.0, "noise": 0.0}
     assert dict(found.least_seconds.drop(STEP)) == {"forward": 1.1, "clip": 1.0, "noise": 1.0}
@@ -83,7 +83,7 @@ def test_the_ridge_divides_what_arithmetic_bounds_from_what_bandwidth_does() -> 
 def test_the_phases_run_one_after_the_other() -> None:
     """Together the step would be under the ridge, and its least time that of its bytes alone."""
     step = of(logical(forward=(20e12, 1e12), noise=(0.0, 2e12))).loc[STEP]
-    assert step.bound_by == BANDWIDTH
+    assert step.bound_by == "bandwidth"
     assert step.least_seconds == 2.0 + 2.0
 
 
@@ -91,6 +91,13 @@ def test_the_phases_run_one_after_the_other() -> None:
 def test_the_precision_chooses_the_arithmetic_roof(precision: str, seconds: float) -> None:
     case = Case("dpsgd", 8, 256, precision=precision)
     assert of(logical(case, forward=(40e12, 1e12))).least_seconds["forward"] == seconds
+
+
+def test_a_script_of_unknown_precision_has_no_roofline() -> None:
+    script = logical(script_case("train"), forward=(1e12, 1e12))
+    assert {*of(script, logical(forward=(1e12, 1e12))).trainer} == {"dpsgd"}
+    with pytest.raises(ConfigurationError, match="at which precision a script computes"):
+        of(script)
 
 
 def test_measured_bytes_count_where_there_are_any() -> None:
@@ -115,8 +122,8 @@ def test_a_phase_that_waits_for_its_launches_is_bound_by_no_roof() -> None:
     found = of(logical(forward=(1e12, 1e12), noise=(0.0, 1e12)), rows("cupti", HERE, counted))
     assert dict(found.bound_by) == {
         "forward": "launches, busy 69%",
-        "noise": BANDWIDTH,
-        STEP: BANDWIDTH,
+        "noise": "bandwidth",
+        STEP: "bandwidth",
     }
 
 
@@ -165,7 +172,7 @@ def test_the_least_time_is_that_of_the_slower_roof(flops: float, moved: float) -
     found = of(logical(forward=(flops, moved))).loc["forward"]
     assert found.least_seconds >= flops / ROOFS.flops["fp32"]
     assert found.least_seconds >= moved / ROOFS.bandwidth * (1 - 1e-12)
-    assert (found.bound_by == ARITHMETIC) == (flops / 1e13 > moved / 1e12)
+    assert (found.bound_by == "arithmetic") == (flops / 1e13 > moved / 1e12)
 
 
 def printed(*parts: list[Measurement], roofs: Roofs = ROOFS) -> list[str]:

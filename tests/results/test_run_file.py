@@ -158,33 +158,6 @@ def test_changes_to_committed_code_are_a_difference(storage: Storage) -> None:
     assert found == ["uncommitted changes none -> ab"]
 
 
-def test_cases_that_were_written_into_a_run_later_are_told_of(tmp_path: Path) -> None:
-    cases = [Case(trainer, 8, 256) for trainer in ("standard", "dpsgd", "dpsgd_fgc")]
-    outcomes = [
-        replace(DONE, case=case, rows=tuple(replace(row, case=case) for row in DONE.rows))
-        for case in cases
-    ]
-    newer = {**ENVIRONMENT, "versions": {"torch": "2.12.0", "ncu": "2025.3.1"}}
-    updates = [
-        {"cases": {cases[0].id: ["timing"], cases[1].id: ["ncu"]}, "environment": newer},
-        {"cases": {cases[0].id: ["ncu"]}, "environment": {**ENVIRONMENT, "python": "3.13.0"}},
-    ]
-    session = under().session("complete")
-    for name, found in (("plain", ()), ("updated", updates)):
-        made = document(outcomes, ENVIRONMENT, session)
-        write_document(tmp_path / f"{name}.json", {**made, "updates": found})
-    plain, updated = (Run.load(tmp_path / f"{name}.json") for name in ("plain", "updated"))
-    assert updated.environment == ENVIRONMENT
-    interrupted = under().session(INTERRUPTED)
-    made = document(outcomes, ENVIRONMENT, interrupted)
-    write_document(tmp_path / "interrupted.json", {**made, "updates": updates})
-    with pytest.raises(ConfigurationError, match="cases were written into it later"):
-        RunFile.resume(Storage(tmp_path), tmp_path / "interrupted.json", under())
-    assert premise_differences(updated, plain) == [
-        "of updated, 2 cases were written later, under other conditions"
-    ]
-
-
 def test_full_disk_leaves_what_the_file_held(storage: Storage) -> None:
     file = RunFile.create(storage, "first", "NVIDIA H200", under())
     file.write(written([DONE]))

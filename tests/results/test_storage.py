@@ -7,7 +7,6 @@ import os
 import resource
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import pytest
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import write_text
+from dpbench.results.conditions import Conditions
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.storage import Storage, automatic_name, folder_name
+from dpbench.results.storage import Storage, folder_name
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
 H200 = "NVIDIA H200"
@@ -60,12 +60,16 @@ def test_name_that_cannot_be_a_file_name_is_refused(storage: Storage, name: str)
         storage.allocate(name, H200, text())
 
 
-def test_automatic_name_says_commit_and_time() -> None:
-    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    code = {"commit": "4663987abc", "dirty": False}
-    assert automatic_name(code, now) == "4663987_20260102T030405Z"
-    assert automatic_name({**code, "dirty": True}, now) == "4663987-dirty_20260102T030405Z"
-    assert automatic_name(None, now) == "20260102T030405Z"
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ({"commit": "4663987abc", "dirty": False}, "4663987_20260102T030405Z"),
+        ({"commit": "4663987abc", "dirty": True}, "4663987-dirty_20260102T030405Z"),
+        (None, "20260102T030405Z"),
+    ],
+)
+def test_automatic_name_says_commit_and_time(code: dict[str, Any] | None, name: str) -> None:
+    assert Conditions({"code": code}, "2026-01-02T03:04:05+00:00", {}, {}).name == name
 
 
 def test_folder_is_named_after_the_device() -> None:

@@ -84,6 +84,14 @@ def test_csv_quotes_what_would_break_a_line(tmp_path: Path) -> None:
         assert [line["tool"] for line in csv.DictReader(stream)] == ['a,"b"\nc']
 
 
+def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
+    write_renderings(outcomes(MEASURED), View.of("dram_ratio"), markdown=tmp_path / "run.md")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.md"]
+    text = (tmp_path / "run.md").read_text(encoding="utf-8")
+    assert "DRAM ÷ std" in text
+    assert "DRAM read" not in text
+
+
 # --- GitHub's step summary -------------------------------------------------------------------
 
 TABLE = Table("Title", ["trainer", "GB"], [["dpsgd", "1.0"]])

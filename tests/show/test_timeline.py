@@ -16,7 +16,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.timeline import Timeline
 from dpbench.show.export import summary_tables
 from dpbench.show.layout import Table
-from dpbench.show.timeline import timeline_tables, whole_timeline
+from dpbench.show.profile import recorded_tables, whole_timeline
 from tests.instruments.nsys.recording import Recording, case_recording
 
 CASE = Case("dpsgd", 2, 16, "tiny")
@@ -49,7 +49,7 @@ def test_a_run_shows_how_busy_the_gpu_was_in_each_phase(timeline: Timeline) -> N
     )
     assert table.headers == ["phase", "ms", "GPU busy\nms", "busy", "launches"]
     assert table.cells == BY_PHASE
-    assert timeline_tables(to_frame([])) == []
+    assert recorded_tables(to_frame([])) == []
 
 
 def test_a_timeline_shows_the_same_as_the_run(timeline: Timeline) -> None:

@@ -31,7 +31,7 @@ from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.stand_ins import users_line
 from dpbench.process.build import build
 from dpbench.registry import is_builtin
-from dpbench.results.operators import OperatorCount, guesses
+from dpbench.results.kernels import OperatorCount, guesses
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.settings import Settings
 from dpbench.training.phases import observed_step

@@ -1,22 +1,52 @@
-"""The charts of bytes, ratios, peak memory, and of measured beside counted bytes."""
+"""The charts of the page, from its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, PHASES
+from dpbench.errors import ConfigurationError
 from dpbench.metrics import EXPECTED_BY
-from dpbench.results.frame import BUSY, with_logical
-from dpbench.results.roofline import LAUNCH_BOUND
+from dpbench.results.frame import CONFIGURATION, with_logical
+from dpbench.results.roofline import (
+    BUSY,
+    LAUNCH_BOUND,
+    MEASURED_BYTES,
+    Roofs,
+    find_card,
+    intensities,
+    under,
+)
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
-from dpbench.show.html.data import CASE, CELL, DRAM, KEYS, LOGICAL, NEEDS_LOGICAL, Material, pivot
-from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, Json, Key, Style, times
+from dpbench.show.html.data import (
+    CASE,
+    CELL,
+    DRAM,
+    KEYS,
+    LOGICAL,
+    NEEDS_LOGICAL,
+    UNMEASURED,
+    Material,
+    has_case_of,
+    pivot,
+)
+from dpbench.show.html.figures import (
+    NEUTRAL,
+    PHASE_STYLES,
+    Chart,
+    Json,
+    Key,
+    Style,
+    milliseconds,
+    times,
+)
 from dpbench.show.layout import Shown, Table, gigabytes
-from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, in_order
+from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, in_order, ordered
 
 COLOUR, COLOUR_OF_STEP = PHASE_STYLES["backward"].colour, "#7F8790"
 """Of bars that are about no phase and no trainer, and of the whole step's beside its phases."""
@@ -88,11 +118,7 @@ def ratios(material: Material) -> Chart:
         return Chart("ratios", title, missing=why)
     keys = [*material.keys(drawn.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
     across: Json = {"xref": "paper", "x0": 0, "x1": 1}
-    dashed = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
-    notes, shapes = (
-        [*material.cautions],
-        [{"type": "line", **across, "y0": 1, "y1": 1, "line": dashed}],
-    )
+    notes, shapes = [*material.cautions], [figures.dashed(**across, y0=1, y1=1)]
     top = max(float(drawn.ratio.max()) * 1.1, 1.5)
     if limits := material.expected.get(basis.metric):
         place = {**across, "y0": limits[0], "y1": min(limits[1], top)}
@@ -132,9 +158,7 @@ def _no_ratio(material: Material) -> str:
         return "No bytes were measured or counted."
     if BASELINE_TRAINER not in trainers:
         return f"No ratio: the {BASELINE_TRAINER!r} trainer was not measured in these runs."
-    if trainers == {BASELINE_TRAINER}:
-        return f"No ratio: only the {BASELINE_TRAINER!r} trainer was measured."
-    return f"No ratio: no run has a trainer and {BASELINE_TRAINER!r} in the same cell."
+    return f"No ratio: no run has another trainer and {BASELINE_TRAINER!r} in the same cell."
 
 
 def memory(material: Material) -> Chart:
@@ -238,3 +262,135 @@ def against_logical(material: Material) -> Chart:
             "nothing stays in a cache between two of them."
         ],
     )
+
+
+# --- the roofline ----------------------------------------------------------------------------
+
+TERA = 1e12
+
+
+def roofline(material: Material) -> Chart:
+    """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
+    title = "Roofline by phase"
+    drawn: list[pd.DataFrame] = []
+    refusals: list[str] = []
+    cards: dict[str, Roofs] = {}
+    for run, device, frame in _with_operations(material):
+        try:
+            card = cards[device] = find_card(device)
+            rows = under(intensities(frame), card).assign(run=run)
+            ridges = [card.ridge(precision) for precision in rows.precision]
+            drawn.append(rows.assign(peak=rows.precision.map(card.flops), ridge=ridges))
+        except ConfigurationError as error:
+            refusals.append(f"{device}: {error}.")
+    if not drawn:
+        why = " ".join(dict.fromkeys(refusals)) or NEEDS_LOGICAL
+        if not refusals and material.step_bytes(DRAM).empty:
+            why = "No DRAM bytes were measured in these runs, so no phase has a place under a roof."
+        return Chart("roofline", title, missing=why)
+    table = _phases_to_show(pd.concat(drawn, ignore_index=True), material.summary)
+    placed = table[table.flops > 0]
+    speeds = [*placed.flops_per_second / TERA, *placed.peak / TERA]
+    layout = {
+        "xaxis": figures.log_axis(
+            "FLOP (counted) per DRAM byte (measured)", [*placed.intensity, *placed.ridge]
+        ),
+        "yaxis": figures.log_axis("TFLOP/s", speeds),
+    }
+    panels = [
+        figures.panel(what, [*_marks_under(rows, material.look)], 340, **layout)
+        for what, rows in figures.cells(placed)
+    ]
+    keys = [Key("■", key.text, key.colour) for key in material.keys(table.trainer)]
+    keys += [Key(s.glyph, name) for name, s in PHASE_STYLES.items() if name in set(placed.phase)]
+    used = []
+    for device, card in cards.items():
+        precisions = sorted(set(table.precision[table.device == device]))
+        peaks = [f"{gigabytes(card.flops[name] / 1e3)} TFLOP/s at {name}" for name in precisions]
+        roof = ", ".join([f"{gigabytes(card.bandwidth)} GB/s", *peaks])
+        used += [f"Roofs of {card.name}: {roof} ({card.premise})."] if peaks else []
+    columns: dict[str, Shown] = {
+        "phase": ("phase", str),
+        "TFLOP (counted)": ("flops", lambda flops: gigabytes(flops / 1e3)),
+        "DRAM GB (measured)": ("bytes", gigabytes),
+        "FLOP/B": ("intensity", "{:.1f}".format),
+        "ms (measured)": ("seconds", milliseconds),
+        "least ms": ("least_seconds", milliseconds),
+        "bound by": ("bound_by", str),
+        "% of roof": ("percent", "{:.0f}".format),
+    }
+    as_text = Table.of(
+        "Phases under the roofs: operations counted, bytes and time measured",
+        table.assign(percent=table.share * 100),
+        {**CASE, **columns},
+    )
+    premise = (
+        "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
+        "operations counted without hardware"
+    )
+    how_to_read = (
+        "A mark is a phase of a trainer; rings about one centre are trainers at the same place. "
+        "Operations are those of matrix products and attention. Phases without any have no place "
+        "here; how much of its roof every phase reaches is in the table."
+    )
+    notes = [*refusals, *used, how_to_read]
+    return Chart("roofline", title, premise, panels, keys, as_text, notes)
+
+
+def _with_operations(material: Material) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """By run and device, the measured rows of cases whose operations some run has counted."""
+    everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
+    counted = everything[everything.instrument == UNMEASURED]
+    counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
+    for run in material.runs:
+        measured = run.frame[run.frame.instrument != UNMEASURED]
+        for device, rows in measured.groupby("device", sort=False):
+            complete = has_case_of(rows, counted)
+            for metric in ("dram_read_bytes", "step_time_seconds"):
+                complete &= has_case_of(rows, rows[rows.metric == metric])
+            if complete.any():
+                theirs = counted[has_case_of(counted, rows[complete])]
+                both = pd.concat([rows[complete], theirs], ignore_index=True)
+                yield run.name, str(device), both
+
+
+def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
+    """Every phase of measured steps, and what lies outside if that takes enough to matter."""
+    case = ["run", *AXES, "device"]  # two runs may have measured the same
+    titles = summary[summary.measured].drop_duplicates(case).set_index(case).title
+    steps = table[table.phase == STEP].set_index(case).seconds
+    table = table.join(titles, on=case).join(steps.rename("whole"), on=case)
+    matters = table.phase.isin(PHASES) | (table.seconds / table.whole > SHOWN_SHARE)
+    table = table[(table.bytes_are == MEASURED_BYTES) & matters & (table.phase != STEP)]
+    return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
+
+
+def _marks_under(placed: pd.DataFrame, look: Mapping[str, Style]) -> Iterator[Json]:
+    """The roof, and a ring a phase, the first trainer's the largest, so that none hides another."""
+    ridge, peak = placed.ridge.iloc[0], placed.peak.iloc[0] / TERA
+    x, y = np.array([1e-6, 1, 1e6]) * ridge, np.array([1e-6, 1, 1]) * peak
+    line = {"color": NEUTRAL, "width": 2.5}
+    roof = {"type": "scatter", "mode": "lines", "x": x.tolist(), "y": y.tolist(), "line": line}
+    yield {**roof, "hoverinfo": "skip"}
+    said = {
+        phase: figures.lines(phase, *map(_under, group.to_dict("records")))
+        for phase, group in placed.groupby("phase")
+    }  # a line a trainer: they may lie upon each other
+    present = [name for name in look if name in set(placed.trainer)]
+    for name, size in zip(present, np.linspace(15, 4.5, len(present)), strict=True):
+        group = placed[placed.trainer == name]
+        marker = {
+            "symbol": [f"{PHASE_STYLES[phase].symbol}-open" for phase in group.phase],
+            "size": float(size),
+            "color": look[name].colour,
+            "line": {"width": 1.5},
+        }
+        speeds = (group.flops_per_second / TERA).tolist()
+        yield figures.marks(
+            group.intensity.tolist(), speeds, marker, [said[p] for p in group.phase]
+        )
+
+
+def _under(row: Mapping[Any, Any]) -> str:
+    speed = f"{row['intensity']:.1f} FLOP/B, {row['flops_per_second'] / TERA:.1f} TFLOP/s"
+    return f"{row['trainer']}: {speed}, {row['share']:.0%} of the roof"

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpbench.case import ADDED, AXES, BASELINE_TRAINER, PHASES, trained_in, unusual
+from dpbench.case import AXES, BASELINE_TRAINER, PHASES
 from dpbench.metrics import METRICS
 from dpbench.results.frame import (
     CONFIGURATION,
@@ -19,11 +20,11 @@ from dpbench.results.frame import (
     summarise,
     with_ratios,
 )
-from dpbench.results.outcome import NOT_TRIED
-from dpbench.results.rows import COLUMNS, STEP
+from dpbench.results.rows import STEP
+from dpbench.results.run import Run
 from dpbench.show.html.figures import Key, Style, styles
 from dpbench.show.layout import Shown
-from dpbench.show.tables import in_order
+from dpbench.show.tables import in_order, title_parts
 
 UNMEASURED = "logical"
 """The instrument whose rows were counted without hardware; those of all others are measured."""
@@ -53,50 +54,15 @@ IN_CACHE = (
 )
 
 
-@dataclass(frozen=True)
-class Source:
-    """One run of the page, under a label.
-
-    ``environment`` is software and hardware, and what else the document says of the run;
-    ``cases`` are the fields of each, with ``error`` (None if it succeeded) and ``message``;
-    ``frame`` is the long table.
-    """
-
-    label: str
-    environment: Mapping[str, Any]
-    cases: Sequence[Mapping[str, Any]]
-    frame: pd.DataFrame
-
-    @classmethod
-    def of(cls, label: str, document: Mapping[str, Any]) -> Source:
-        """The run of a document that was just made, or that `Run.load` has checked."""
-        rows = [ADDED | row for row in document["rows"]]
-        frame = pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
-        cases = [ADDED | case for case in document.get("cases", ())] or [
-            {**case, "error": None, "message": ""}
-            for case in frame[list(AXES)].drop_duplicates().to_dict("records")
-        ]
-        about = {**document.get("environment", {}), **document.get("session", {})}
-        for number, update in enumerate(document.get("updates", ()), 1):
-            of = {"started": update.get("started"), "cases": list(update["cases"])}
-            about[f"update {number}"] = {**of, **update["environment"]}
-        return cls(label, about, cases, frame)
-
-    @property
-    def failures(self) -> list[Mapping[str, Any]]:
-        """The cases that failed or were skipped, with their errors."""
-        return [case for case in self.cases if case.get("error")]
-
-
-def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Source]:
-    """Documents under the names they came with; a name that comes again is numbered."""
-    sources: list[Source] = []
+def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
+    """Documents as runs with the names they came with; a name that comes again is numbered."""
+    runs: list[Run] = []
     seen: Counter[str] = Counter()
     for name, document in documents:
         seen[name] += 1
         label = name if seen[name] == 1 else f"{name} ({seen[name]})"
-        sources.append(Source.of(label, document))
-    return sources
+        runs.append(Run(Path(label), document, label))
+    return runs
 
 
 def has_case_of(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series[bool]:
@@ -105,8 +71,7 @@ def has_case_of(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series[bool]:
     return pd.Series(cases.isin(known), index=rows.index)
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(NamedTuple):
     """Which bytes a chart is about; measured and counted ones never share one.
 
     ``short`` is the name for an axis, ``premise`` where such a number comes from, in a word
@@ -116,23 +81,15 @@ class Basis:
     metric: str
     name: str
     short: str
-    premise: str
     verb: str
+    premise: str
 
 
-DRAM = Basis(
-    "dram_bytes",
-    "DRAM bytes",
-    "DRAM GB per step (measured)",
-    "measured by hardware counters",
-    "measured",
-)
+_BY_COUNTERS = "measured by hardware counters"
+_BY_OPERATOR = "counted operator by operator without hardware, not measured"
+DRAM = Basis("dram_bytes", "DRAM bytes", "DRAM GB per step (measured)", "measured", _BY_COUNTERS)
 LOGICAL = Basis(
-    "logical_bytes",
-    "Logical bytes",
-    "logical GB per step (counted)",
-    "counted operator by operator without hardware, not measured",
-    "counted",
+    "logical_bytes", "Logical bytes", "logical GB per step (counted)", "counted", _BY_OPERATOR
 )
 
 
@@ -143,21 +100,21 @@ class Material:
     ``expected`` says by metric between which ratios to standard the reader expects it.
     """
 
-    sources: Sequence[Source]
+    runs: Sequence[Run]
     expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
 
     @cached_property
     def summary(self) -> pd.DataFrame:
         """One row per run, case, instrument, phase and metric, in the order of reading.
 
-        The columns are those of `with_ratios`, then ``run``, the source's label; ``measured``,
+        The columns are those of `with_ratios`, then ``run``, its name; ``measured``,
         False where the number was counted without hardware; and ``title``, which configuration it
         is. A ratio compares with the standard trainer of the same run.
         """
-        sources = [s for s in self.sources if not s.frame.empty] or self.sources[:1]
+        runs = [run for run in self.runs if not run.frame.empty] or self.runs[:1]
         parts = [
-            with_ratios(of_one_instrument(summarise(source.frame))).assign(run=source.label)
-            for source in sources
+            with_ratios(of_one_instrument(summarise(run.frame))).assign(run=run.name)
+            for run in runs
         ]
         summary = pd.concat(map(in_order, parts), ignore_index=True)
         summary["measured"] = summary.instrument != UNMEASURED
@@ -171,12 +128,17 @@ class Material:
         the others of the run were measured; ``title`` as in the summary.
         """
         failed = pd.DataFrame(
-            [{"run": source.label, **case} for source in self.sources for case in source.failures],
-            columns=["run", *AXES, "error", "message"],
+            [
+                {"run": run.name, **vars(outcome.case), **vars(outcome)}
+                | {"fate": "skipped" if outcome.skipped else "failed"}
+                for run in self.runs
+                for outcome in run.outcomes
+                if outcome.error
+            ],
+            columns=["run", *AXES, "error", "message", "fate"],
         )
         devices = _subject(self.summary).drop_duplicates("run").set_index("run").device
         failed["device"] = [devices.get(run, "") for run in failed.run]
-        failed["fate"] = ["skipped" if e == NOT_TRIED else "failed" for e in failed.error]
         return failed.assign(title=_titles(failed, self.summary))
 
     @cached_property
@@ -234,15 +196,9 @@ def _subject(summary: pd.DataFrame) -> pd.DataFrame:
 
 def _titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     """What tells a row's configuration from the others on the page, without batch and sequence."""
-    trained = [trained_in(row) for row in rows[list(AXES)].to_dict("records")]
-    title = pd.Series(trained, index=rows.index, dtype=object) + " " + rows.precision.astype(str)
-    for name, default in (("attention", "sdpa"), ("model", "simple")):
-        title = title.where(rows[name].isin([default, ""]), title + ", " + rows[name].astype(str))
-    rest = [
-        "".join(f", {a.replace('_', ' ')} {v}" for a, v in unusual(row).items())
-        for row in rows[list(AXES)].to_dict("records")
-    ]
-    title = title + pd.Series(rest, index=rows.index, dtype=object)
+    axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
+    parts = [", ".join(title_parts(row)) for row in rows[axes].to_dict("records")]
+    title = pd.Series(parts, index=rows.index, dtype=object)
     subject = _subject(summary)
     devices = set(subject.device)
     if len(devices) > 1:

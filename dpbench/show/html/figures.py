@@ -9,6 +9,7 @@ symbol and a dash of their own as well.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -126,10 +127,6 @@ def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
     return Panel(title, {"data": traces, "layout": {**settings, **layout}})
 
 
-def _gigabytes(value: float) -> str:
-    return f"{gigabytes(value)} GB"
-
-
 def bar_panels(
     drawn: pd.DataFrame,
     colours: Mapping[str, str],
@@ -137,7 +134,7 @@ def bar_panels(
     *,
     stacked: bool = False,
     scale: float = GIGA,
-    write: Callable[[float], str] = _gigabytes,
+    write: Callable[[float], str] = lambda value: f"{gigabytes(value)} GB",
     line: float | None = None,
 ) -> list[Panel]:
     """A drawing for each cell of the grid, with bars for each trainer; all have one scale.
@@ -233,6 +230,12 @@ def dashed(**place: Any) -> Json:
 def axis(title: str, **settings: Any) -> Json:
     """An axis with its unit in the title."""
     return {"title": {"text": title, "standoff": 8}, "automargin": True, **settings}
+
+
+def log_axis(title: str, seen: list[float]) -> Json:
+    """An axis that is logarithmic, of what is seen; one scale for all panels."""
+    ends = [math.log10(min(seen) / 1.6), math.log10(max(seen) * 1.6)] if seen else [0, 1]
+    return axis(title, type="log", range=ends, dtick=1)
 
 
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

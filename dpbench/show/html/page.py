@@ -19,10 +19,10 @@ from dpbench.files import write_text
 from dpbench.metrics import unit
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS, STEP
-from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios
-from dpbench.show.html.data import CASE, KEYS, UNMEASURED, Material, Source
+from dpbench.results.run import Run
+from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios, roofline
+from dpbench.show.html.data import CASE, KEYS, UNMEASURED, Material
 from dpbench.show.html.figures import Chart, milliseconds, times
-from dpbench.show.html.roofline import roofline
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
 from dpbench.show.tables import in_order
 from dpbench.show.view import column, usual_columns
@@ -31,18 +31,18 @@ Limits = Mapping[str, tuple[float, float]]
 """By metric, between which ratios to standard it is expected."""
 
 
-def write_html(path: Path, sources: Sequence[Source], expected: Limits | None = None) -> None:
+def write_html(path: Path, runs: Sequence[Run], expected: Limits | None = None) -> None:
     """Write the page of some runs."""
-    write_text(path, render(sources, expected))
+    write_text(path, render(runs, expected))
 
 
-def render(sources: Sequence[Source], expected: Limits | None = None) -> str:
+def render(runs: Sequence[Run], expected: Limits | None = None) -> str:
     """The page of some runs.
 
     Everything from outside is escaped, and the page's own policy lets a browser run no script
     but the two that dpbench puts there, and fetch nothing.
     """
-    material = Material(sources) if expected is None else Material(sources, expected)
+    material = Material(runs) if expected is None else Material(runs, expected)
     environment = Environment(
         loader=PackageLoader("dpbench.show.html"),
         autoescape=True,
@@ -56,14 +56,14 @@ def render(sources: Sequence[Source], expected: Limits | None = None) -> str:
     # As a browser reads a script, and its hash: with plain line ends.
     scripts = [s.replace("\r\n", "\n").replace("\r", "\n") for s in (get_plotlyjs(), script)]
     return environment.get_template("report.html.j2").render(
-        title=", ".join(source.label for source in sources),
+        title=", ".join(run.name for run in runs),
         headline=headline(material),
         trainers=trainers(material),
         failures=failures(material),
         charts=draw(material),
         cases=cases(material),
-        rows=every_row(sources),
-        environments=environments(sources),
+        rows=every_row(runs),
+        environments=environments(runs),
         style=Markup((templates / "report.css").read_text(encoding="utf-8")),
         scripts=[*map(Markup, scripts)],
         hashes=[base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts],
@@ -92,7 +92,9 @@ def headline(material: Material) -> list[str]:
 def trainers(material: Material) -> Table:
     """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
     listed = [
-        {**case, "failed": bool(case.get("error"))} for s in material.sources for case in s.cases
+        {**vars(outcome.case), "failed": bool(outcome.error)}
+        for run in material.runs
+        for outcome in run.outcomes
     ]
     each = pd.DataFrame(listed, columns=[*AXES, "failed"])
     each = each.groupby(list(AXES), sort=False).failed.any().reset_index()
@@ -149,9 +151,9 @@ def cases(material: Material) -> Table:
     )
 
 
-def every_row(sources: Sequence[Source]) -> Table:
+def every_row(runs: Sequence[Run]) -> Table:
     """The long table of all runs, exact; what is the same in all rows is in the caption."""
-    frame = pd.concat([s.frame.assign(run=s.label) for s in sources], ignore_index=True)
+    frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
     names = ["run", *COLUMNS]
     same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]
     caption = "Every row of the runs, exact"
@@ -167,21 +169,22 @@ def exact(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 2**53 else repr(value)
 
 
-def environments(sources: Sequence[Source]) -> Table:
+def environments(runs: Sequence[Run]) -> Table:
     """What each run was measured on and with, one column per run."""
-    about = {str(place): dict(_about(source)) for place, source in enumerate(sources)}
+    about = {str(place): dict(_about(run)) for place, run in enumerate(runs)}
     columns: dict[str, Shown] = {"": ("name", str)}
-    columns |= {source.label: (place, str) for place, source in zip(about, sources, strict=True)}
+    columns |= {run.name: (place, str) for place, run in zip(about, runs, strict=True)}
     table = pd.DataFrame(about, dtype=object).rename_axis("name").reset_index()
     return Table.of("What it was measured on", table, columns)
 
 
-def _about(source: Source) -> Iterator[tuple[str, str]]:
-    for (instrument, device), rows in source.frame.groupby(["instrument", "device"], sort=True):
+def _about(run: Run) -> Iterator[tuple[str, str]]:
+    for (instrument, device), rows in run.frame.groupby(["instrument", "device"], sort=True):
         how = "counted without hardware" if instrument == UNMEASURED else f"measured on {device}"
         yield f"rows of {instrument}", f"{len(rows)}, {how}: {'; '.join(sorted(set(rows.tool)))}"
-    yield "cases", f"{len(source.cases)}, {len(source.failures)} without a result"
-    flat = pd.json_normalize(dict(source.environment), sep=" ")
+    failures = [outcome for outcome in run.outcomes if outcome.error]
+    yield "cases", f"{len(run.outcomes)}, {len(failures)} without a result"
+    flat = pd.json_normalize({**run.environment, **run.session}, sep=" ")
     for name, value in flat.to_dict("records")[0].items() if len(flat.columns) else ():
         said = str(name).replace("_", " ")
         if isinstance(value, list):

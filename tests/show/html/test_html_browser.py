@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.case import AXES
+from dpbench.results.run import Run
 from dpbench.show.html.data import labelled
 from dpbench.show.html.page import write_html
 
@@ -100,7 +101,7 @@ needs_browser = pytest.mark.skipif(
 
 @needs_browser
 def test_page_is_drawn_and_right_in_a_browser(browser: Chrome, tmp_path: Path) -> None:
-    grid1, counted = (json.loads(path.read_text()) for path in (GRID1, COUNTED))
+    grid1, counted = (Run.load(path).document for path in (GRID1, COUNTED))
     page = tmp_path / "report.html"
     show(browser, page, ("grid1", grid1), ("counted", counted))
     every_mark_is_there(browser)
@@ -280,7 +281,7 @@ def nothing_was_said_or_fetched(browser: Chrome, page: Path) -> None:
 @needs_browser
 def test_long_labels_stay_on_a_phone(browser: Chrome, tmp_path: Path) -> None:
     """A bar of five digits, with a ratio of five, and a case that failed."""
-    grid1 = json.loads(GRID1.read_text())
+    grid1: Any = Run.load(GRID1).document
     rows = [
         {**row, "value": row["value"] * (30 if row["trainer"] == "dpsgd_fgc" else 1)}
         for row in grid1["rows"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import pytest
 from dpbench.case import Case
 from dpbench.results.frame import with_logical
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.run import Run
 from dpbench.show.html import charts, data, page
 from dpbench.show.html.data import Material, labelled
 from dpbench.show.layout import Table
 
 ROOT = Path(__file__).parents[3]
-GRID1 = json.loads((ROOT / "docs/results/h200-grid1.json").read_text())
-COUNTED = json.loads((ROOT / "tests/data/logical-1b-bs8-seq256.json").read_text())
+GRID1: Any = Run.load(ROOT / "docs/results/h200-grid1.json").document
+COUNTED: Any = Run.load(ROOT / "tests/data/logical-1b-bs8-seq256.json").document
 
 
 NOWHERE = "logical (no hardware)"
@@ -155,7 +155,7 @@ def test_case_in_two_runs_is_told_apart_by_the_run() -> None:
 
 def test_same_label_twice_is_numbered() -> None:
     found = labelled([("run", GRID1), ("run", GRID1)])
-    assert [source.label for source in found] == ["run", "run (2)"]
+    assert [run.name for run in found] == ["run", "run (2)"]
 
 
 def test_failed_case_is_counted_and_named_with_its_error() -> None:
@@ -209,21 +209,3 @@ def test_no_rows_at_all_make_empty_tables() -> None:
     empty = material(a=[])
     assert page.cases(empty).cells == page.trainers(empty).cells == []
     assert all(chart.missing for chart in page.draw(empty))
-
-
-def test_what_was_written_into_a_run_later_stands_beside_its_own_environment() -> None:
-    update = {
-        "started": "2026-02-03",
-        "cases": {"dpsgd-bs8": ["ncu"]},
-        "environment": {"gpu": None},
-    }
-    document = {
-        "rows": dram("dpsgd", 1.0),
-        "environment": {"python": "3.12.3"},
-        "updates": [{**update, "environment": {"python": "3.13.0"}}],
-    }
-    lines = page.environments(labelled([("reference", document)])).cells
-    said = {line[0]: line[1] for line in lines}
-    assert said["python"] == "3.12.3"
-    assert said["update 1 cases"] == "dpsgd-bs8"
-    assert said["update 1 python"] == "3.13.0"

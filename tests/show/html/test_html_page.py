@@ -15,14 +15,15 @@ import plotly.graph_objects as go
 import pytest
 
 from dpbench.errors import ConfigurationError
+from dpbench.results.run import Run
 from dpbench.show.html import check_libraries
 from dpbench.show.html.data import IN_CACHE, Material, labelled
 from dpbench.show.html.figures import OURS, PHASE_STYLES, Chart, plain, styles
 from dpbench.show.html.page import draw, exact, render
 
 ROOT = Path(__file__).parents[3]
-GRID1 = json.loads((ROOT / "docs/results/h200-grid1.json").read_text())
-COUNTED = json.loads((ROOT / "tests/data/logical-1b-bs8-seq256.json").read_text())
+GRID1: Any = Run.load(ROOT / "docs/results/h200-grid1.json").document
+COUNTED: Any = Run.load(ROOT / "tests/data/logical-1b-bs8-seq256.json").document
 
 HOSTILE = "</script><script>alert(1)</script><!--"
 

@@ -4,5 +4,6 @@ import torch
 
 from . import datasets as datasets
 from . import transforms as transforms
+from . import utils as utils
 
 torch.manual_seed(0)
