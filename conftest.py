@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -53,11 +54,14 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Compute with one thread, here and in child processes: the models of the tests are tiny.
 
-    More threads spend ten times as long waiting for each other. Left alone with ``--ncu`` and
-    ``--cupti``, where a measured process shall be as its user would start it.
+    More threads spend ten times as long waiting for each other. And look for garbage less often:
+    each time Python looks at all objects of torch and pandas, a tenth of the suite's time. Left
+    alone with ``--ncu`` and ``--cupti``, where a measured process shall be as its user would
+    start it.
     """
     if not (config.option.ncu or config.option.cupti):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
+        gc.set_threshold(100_000, 20, 50)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

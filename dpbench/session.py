@@ -280,8 +280,7 @@ class Session:
             with self.reporting_problems():
                 asked = 0 if complete else self.conditions.cases_asked
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                view = self.view.of_tests(outcomes)
-                write_renderings(outcomes, view, **files, missing=missing)
+                write_renderings(outcomes, self.view, **files, missing=missing)
 
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
@@ -369,7 +368,7 @@ class Session:
         from dpbench.show.export import summary_tables
 
         outcomes = self.outcomes()
-        return [*summary_tables(outcomes, self.view.of_tests(outcomes)), *self.comparison.tables]
+        return [*summary_tables(outcomes, self.view), *self.comparison.tables]
 
     @property
     def failed(self) -> bool:

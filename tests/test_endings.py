@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.results.run import Run
+from tests.plugin.conftest import WITHOUT
 
 NCU = """#!/bin/sh
 [ "$1" = --version ] && exit
@@ -35,7 +36,7 @@ COMMAND = [
     *("--model-size=tiny", "--batch-size=4", "--seq-len=64"),
 ]
 PYTEST = [
-    *(sys.executable, "-m", "pytest", "-n1", "-p", "no:cacheprovider", "-p", "no:randomly"),
+    *(sys.executable, "-m", "pytest", "-n1", *WITHOUT),
     *("--ncu", "--ncu-path=./ncu", "--dpbench-no-timing", "--dpbench-try-anyway"),
 ]
 SUITE = """

@@ -24,6 +24,7 @@ from dpbench.results.frame import (
     with_logical,
     with_ratios,
 )
+from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
@@ -79,17 +80,20 @@ def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, by: Iterable[str]) -> pd
     return holds.groupby([rows[name] for name in (*by, "device")]).transform("any")
 
 
-def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
+def tables(
+    frame: pd.DataFrame, view: View | None = None, outcomes: Iterable[Outcome] = ()
+) -> list[Table]:
     """Every table of a run: by cell, the step and its phases; then throughput, and the rest.
 
-    A view with columns gets one table a group, of these columns and nothing else.
+    A view with columns gets one table a group, of these columns and nothing else; ``outcomes`` say
+    which tests asked for what, if it groups by them.
     """
     # Tables of these: `show.profile`.
     frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []
     view = view or View()
-    summary = view.under_tests(complete(frame, view.baseline))
+    summary = view.under_tests(complete(frame, view.baseline), outcomes)
     listed: list[Table] = []
     for group in groups(summary, view):
         columns = _columns(group, view)

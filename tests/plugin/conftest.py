@@ -61,9 +61,9 @@ class Imports:
         self.modules: dict[str, ModuleType] = {}
 
     def pytest_unconfigure(self, config: pytest.Config) -> None:
+        own = f"{config.rootpath}{os.sep}"  # a project's own modules are other ones in the next
         for name, module in sys.modules.items():
-            file = getattr(module, "__file__", None)
-            if not (file and Path(file).is_relative_to(config.rootpath)):  # not the project's own
+            if not str(getattr(module, "__file__", None)).startswith(own):
                 self.modules[name] = module
 
     def restore(self) -> None:
@@ -118,7 +118,7 @@ def project(
         # Predicting a case's memory loads torch and counts; one test is about that.
         unchecked = [] if fits else ["--dpbench-try-anyway"]
         everything = [*WITHOUT, *grid, *measured, *unchecked, *arguments]
-        if alone or any(a.startswith("-n") and a != "-n0" for a in arguments):
+        if alone:
             return pytester.runpytest_subprocess(*everything)
         return in_this_process(pytester, everything, imports)
 

@@ -67,11 +67,11 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
 SUITE = """
 import pytest
 from dpbench import Case
-case = Case("dpsgd", batch_size=2, seq_len=8, model_size="tiny")
+case = Case("dpsgd", batch_size=2, seq_len=8, model_size="99x16x1x2")
 
 @pytest.fixture
 def larger():
-    return Case("dpsgd", batch_size=4, seq_len=8, model_size="tiny")
+    return Case("dpsgd", batch_size=4, seq_len=8, model_size="99x16x1x2")
 
 def test_general(logical_io):
     logical_io(case)

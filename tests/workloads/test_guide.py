@@ -46,6 +46,7 @@ def test_it_trains_as_the_guide_says(mine: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("[TEST OK]") == 4
 
 
+@pytest.mark.usefixtures("counted_here")
 def test_its_test_passes(mine: Path, logical_io: Callable[..., object]) -> None:
     names: dict[str, Callable[..., object]] = {}
     exec(TEST, names)
