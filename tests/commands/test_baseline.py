@@ -55,7 +55,7 @@ def test_ratios_are_to_the_baseline_that_was_named(dpbench: Asked, tmp_path: Pat
     assert ratios["standard"] < ratios["dpsgd_ghost"] < 1
     assert Run.load(tmp_path / "mine.json").baseline == "OwnTrainer"
     assert "logical GB by phase (÷ OwnTrainer)" in dpbench("show mine.json")[1]
-    assert dpbench("report mine.json -o page.html")[0] == 0
+    assert dpbench("show mine.json --html page.html")[0] == 0
     page = Path("page.html").read_text(encoding="utf-8")
     assert "as a multiple of OwnTrainer training" in page
     assert "÷ standard" not in page
