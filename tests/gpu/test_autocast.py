@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dpbench import Case
+from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.instruments.logical.instrument import Logical
-from dpbench.instruments.logical.running import RunningCounter
 from dpbench.process.build import build
 from dpbench.training.phases import observed_step
 
