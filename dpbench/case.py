@@ -14,9 +14,19 @@ from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError, unknown
 
-PRECISIONS = ("fp32", "tf32", "bf16")
+PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
 products. ``bf16``: parameters, activations and gradients are bfloat16."""
+
+MIXED = ("bf16-amp", "fp16-amp")
+"""Parameters are float32, ``torch.autocast`` chooses by operator; fp16 with a ``GradScaler``."""
+
+PRECISIONS = (*PRODUCTS, *MIXED)
+
+_PRECISION = "|".join(sorted(PRECISIONS, key=len, reverse=True))
+
+CHECKPOINTING = ("off", "on")
+"""Whether the activations inside a block are kept for backward, or computed again there."""
 
 ATTENTIONS = ("sdpa", "dp_mha")
 """``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
@@ -166,6 +176,7 @@ class Case:
         optimizer: a short name, as for the trainer.
         micro_batches: parts of equal size in which a batch is trained, one after the other.
         trainable: ``all``, a pattern of parameters' names such as ``*.bias``, or ``lora:RANK``.
+        activation_checkpointing: one of `CHECKPOINTING`.
     """
 
     trainer: str
@@ -180,6 +191,7 @@ class Case:
     optimizer: str = "sgd"
     micro_batches: int = 1
     trainable: str = "all"
+    activation_checkpointing: str = "off"
 
     def __post_init__(self) -> None:
         if self.workload == SCRIPT:
@@ -196,6 +208,9 @@ class Case:
         lora_rank(self.trainable)  # refuses what is no rank
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
+        if self.activation_checkpointing not in CHECKPOINTING:
+            what = "activation checkpointing"
+            raise unknown(what, self.activation_checkpointing, CHECKPOINTING)
         if self.workload != TRANSFORMER:
             self._leave_out_the_transformers()
             return
@@ -238,7 +253,7 @@ class Case:
         if path.parent.name == SCRIPT and path.stem.startswith("report_"):
             return script_case(_from_path(path.stem.removeprefix("report_")))
         name = re.fullmatch(r"report_(\w+)_bs(\d+)(?:_seq(\d+))?", path.stem)
-        folder = re.fullmatch(rf"(.+?)-({'|'.join(PRECISIONS)})((?:-.+)?)", path.parent.name)
+        folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
         if name is None or folder is None:
             raise ConfigurationError("expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
         axes: dict[str, Any] = {"trainer": name[1], "batch_size": int(name[2])}
@@ -311,7 +326,7 @@ def trained_in(axes: Mapping[Any, Any]) -> str:
 
 AXES = tuple(f.name for f in fields(Case))
 
-LATER = ("optimizer", "micro_batches", "trainable")
+LATER = ("optimizer", "micro_batches", "trainable", "activation_checkpointing")
 """Axes that only what is unusual about them names."""
 
 
@@ -324,7 +339,7 @@ def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
 def _for_path(text: str) -> str:
     """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
     text = quote(text, safe="=,+").replace("%", "@")
-    return re.sub(rf"-(?={'|'.join(PRECISIONS)})", "@2D", text)
+    return re.sub(rf"-(?={_PRECISION})", "@2D", text)
 
 
 def _from_path(text: str) -> str:

@@ -9,13 +9,25 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import AXES, COUNTS, OF_TRANSFORMER, TRANSFORMER, Case, Parameter, parameter_grid
+from dpbench.case import (
+    AXES,
+    BASELINE_TRAINER,
+    COUNTS,
+    OF_TRANSFORMER,
+    TRANSFORMER,
+    Case,
+    Parameter,
+    parameter_grid,
+)
 from dpbench.errors import ConfigurationError, unknown
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination of the values along each field of a `Case`."""
+    """Every combination of the values along each field of a `Case`.
+
+    ``baseline`` is the trainer whose numbers ratios divide by.
+    """
 
     name: str
     trainer: tuple[str, ...]
@@ -30,6 +42,8 @@ class Grid:
     optimizer: tuple[str, ...] = ("sgd",)
     micro_batches: tuple[int, ...] = (1,)
     trainable: tuple[str, ...] = ("all",)
+    activation_checkpointing: tuple[str, ...] = ("off",)
+    baseline: str = BASELINE_TRAINER
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -66,7 +80,7 @@ class Grid:
 
     @classmethod
     def from_file(cls, path: Path) -> Grid:
-        """Read a grid from TOML: one key per `Case` field, a value or a list of values."""
+        """Read a grid from TOML: one key per `Case` field, a value or a list, and ``baseline``."""
         try:
             return cls(path.stem, **_axes(tomllib.loads(path.read_text(encoding="utf-8"))))
         except OSError as error:
@@ -79,8 +93,13 @@ def _axes(table: Mapping[str, Any]) -> dict[str, Any]:
     """The axes of a grid file's table."""
     axes: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in AXES:
-            raise unknown("key", key, AXES)
+        if key not in (*AXES, "baseline"):
+            raise unknown("key", key, (*AXES, "baseline"))
+        if key == "baseline":
+            if not isinstance(value, str):
+                raise ConfigurationError(f"baseline must be the name of a trainer, not {value!r}")
+            axes[key] = value
+            continue
         if key == "set":
             axes[key] = _parameters(value)
             continue

@@ -6,7 +6,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import ATTENTIONS, MODEL_SIZES, PRECISIONS
+from dpbench.case import ATTENTIONS, CHECKPOINTING, MODEL_SIZES, PRECISIONS
 from dpbench.registry import MODELS, OPTIMIZERS, TRAINERS, WORKLOADS
 
 LIMIT_HELP = (
@@ -49,6 +49,7 @@ AXIS_HELP = {
     "optimizer": f"{', '.join(OPTIMIZERS)}, or package.module:Class",
     "micro_batches": "equal parts in which a batch is trained, gradients accumulating",
     "trainable": "all, a pattern of parameters' names such as '*.bias', or lora:RANK",
+    "activation_checkpointing": f"{', '.join(CHECKPOINTING)}: whether blocks run again in backward",
     "set": "a parameter of another workload, NAME=VALUE",
 }
 

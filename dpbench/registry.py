@@ -190,7 +190,7 @@ TRAINERS = Registry(
         "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
     },
 )
-"""Trainers by short name; the first is the baseline of every ratio."""
+"""Trainers by short name; the first is the usual baseline of ratios."""
 
 MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
@@ -277,7 +277,7 @@ def check_parameters(case: Case) -> None:
         raise unknown(f"parameter of workload {case.workload}", wrong[0], known or ("none",))
 
 
-def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
+def chosen_grid(name_or_file: str, baseline: object = None, **axes: Iterable[Any] | None) -> Grid:
     """A grid, with the values along the named axes replaced, each once and by its short name."""
     grid = Grid.named(name_or_file)
     try:
@@ -290,6 +290,8 @@ def chosen_grid(name_or_file: str, **axes: Iterable[Any] | None) -> Grid:
         axes["workload"] = [WORKLOADS.canonical(name) for name in axes["workload"] or ()]
     chosen = tuple(axes.get("workload") or grid.workload)
     check_belongs([axis for axis, values in axes.items() if values is not None], chosen)
+    if baseline is not None:
+        grid = replace(grid, baseline=TRAINERS.canonical(baseline))
     return _resolved(grid.narrow(**axes))
 
 
@@ -297,7 +299,8 @@ def _resolved(grid: Grid) -> Grid:
     axes = {axis: getattr(grid, axis) for axis in AXES}
     for axis, registry in registries().items():
         axes[axis] = map(registry.canonical, axes[axis])
-    return grid.narrow(**{axis: dict.fromkeys(values) for axis, values in axes.items()})
+    grid = grid.narrow(**{axis: dict.fromkeys(values) for axis, values in axes.items()})
+    return replace(grid, baseline=TRAINERS.canonical(grid.baseline))
 
 
 def locate(cases: Iterable[Case]) -> None:

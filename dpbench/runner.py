@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.errors import DpbenchError
+from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import Locked, locked
 from dpbench.gpu import Gpu
-from dpbench.instruments.base import Instrument, InstrumentError, Running
+from dpbench.instruments.base import CaseRefused, Instrument, InstrumentError, Running
 from dpbench.instruments.child import log_tail
 from dpbench.instruments.terminal import tell
 from dpbench.registry import resolve
@@ -43,6 +43,10 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
     counting = Logical(timeout=60).start(case)  # a 1b case takes up to 7 s
     try:
         rows = counting.rows()
+    except CaseRefused:  # as it would be on the GPU
+        raise
+    except ConfigurationError as error:
+        raise CaseRefused(f"{case.id}: {error}") from error
     except DpbenchError:
         return
     finally:

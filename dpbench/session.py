@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import SCRIPT
+from dpbench.case import BASELINE_TRAINER, SCRIPT
 from dpbench.comparison import Comparison
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from dpbench.show.view import View
 
 
-def view_of(settings: Settings) -> View:
+def view_of(settings: Settings, baseline: str = BASELINE_TRAINER) -> View:
     """What the tables show."""
     from dpbench.show.view import View
 
     return View.of(
-        settings.columns, settings.sort, settings.group_by, settings.top, settings.expect
+        settings.columns, settings.sort, settings.group_by, settings.top, settings.expect, baseline
     )
 
 
@@ -99,7 +99,7 @@ class Session:
     def begin(self) -> None:
         """Check the instruments, choose references, take a number in the storage."""
         settings = self.settings
-        self.view = view_of(settings)
+        self.view = view_of(settings, self.grid.baseline)
         if settings.html:
             from dpbench.show.html import check_libraries
 
@@ -173,7 +173,7 @@ class Session:
 
     def join(self, shared: Mapping[str, Any]) -> None:
         """Take part in a session that another process has begun."""
-        self.view = view_of(self.settings)
+        self.view = view_of(self.settings, self.grid.baseline)
         self.directory = Path(shared["directory"])
         if shared["conditions"] is not None:
             from dpbench.results.conditions import Conditions
@@ -280,8 +280,7 @@ class Session:
             with self.reporting_problems():
                 asked = 0 if complete else self.conditions.cases_asked
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                view = self.view.of_tests(outcomes)
-                write_renderings(outcomes, view, **files, missing=missing)
+                write_renderings(outcomes, self.view, **files, missing=missing)
 
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
@@ -369,7 +368,7 @@ class Session:
         from dpbench.show.export import summary_tables
 
         outcomes = self.outcomes()
-        return [*summary_tables(outcomes, self.view.of_tests(outcomes)), *self.comparison.tables]
+        return [*summary_tables(outcomes, self.view), *self.comparison.tables]
 
     @property
     def failed(self) -> bool:

@@ -61,6 +61,12 @@ class Settings:
     optimizer: list[str] | None = options.axis("optimizer")
     micro_batches: list[int] | None = options.axis("micro_batches", int)
     trainable: list[str] | None = options.axis("trainable")
+    activation_checkpointing: list[str] | None = options.axis("activation_checkpointing")
+    baseline: str | None = options.option(
+        "the trainer whose numbers ratios divide by, measured along the same axes: a name or "
+        "package.module:Class (default standard)",
+        metavar="TRAINER",
+    )
 
     # how it is measured
     instrument: list[str] | None = options.option(
@@ -237,7 +243,7 @@ class Settings:
                     value = directory / value
                 found[name] = tuple(value or ()) if declared.default == () else value
         if found.get("disable"):
-            kept = ("only", "skip", "disable", "grid", *AXES, "compare_fail")
+            kept = ("only", "skip", "disable", "grid", *AXES, "baseline", "compare_fail")
             found = {name: found[name] for name in kept}
         if (prefix := found.get("histogram")) is not None:
             if found["html"]:
@@ -254,7 +260,8 @@ class Settings:
 
     def chosen_grid(self) -> Grid:
         """The grid with the axes that replace its own."""
-        return chosen_grid(self.grid, **{axis: getattr(self, axis) for axis in AXES})
+        axes = {axis: getattr(self, axis) for axis in AXES}
+        return chosen_grid(self.grid, self.baseline, **axes)
 
     @property
     def files(self) -> dict[str, Path]:

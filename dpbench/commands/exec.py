@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -117,12 +118,13 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(device="cuda" if gpu else "cpu", **declared)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if gpu else "logical")
-    baseline = _baseline(options, case, [script.name for script in scripts])
+    baseline = _baseline(options, case, Session(settings, scripts, gpu).sources)
     if baseline:  # a ratio to another script's is another ratio
         scripts = [replace(script, baseline=baseline[0][1].case.trainer) for script in scripts]
         baseline = [(run, _as_standard(outcome)) for run, outcome in baseline]
     session = Session(settings, scripts, gpu)
-    session.grid = Grid(case.trainer, **{axis: (getattr(case, axis),) for axis in AXES})
+    axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
+    session.grid = Grid(case.trainer, **axes)
     cases = [case, *(outcome.case for _, outcome in baseline)]
     with closing(session):
         session.comparison.asked = [(c, script.name) for c in cases for script in scripts]
@@ -187,9 +189,9 @@ def _chosen(
 
 
 def _baseline(
-    options: argparse.Namespace, case: Case, instruments: list[str]
+    options: argparse.Namespace, case: Case, sources: Sequence[tuple[str, str]]
 ) -> list[tuple[Run, Outcome]]:
-    """What a saved run has of its script by these instruments."""
+    """What a saved run has of its script on these devices by these instruments."""
     if options.baseline is None:
         return []
     from dpbench.commands.options import saved_run
@@ -203,13 +205,14 @@ def _baseline(
     found = [
         replace(outcome, rows=tuple(rows))
         for outcome in scripts
-        if (rows := [row for row in outcome.rows if row.instrument in instruments])
+        if (rows := [r for r in outcome.rows if (r.device, r.instrument) in sources])
     ]
     if len({outcome.case.trainer for outcome in scripts}) != 1 or not found:
         had = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
+        needed = " or ".join(f"{device} by {name}" for device, name in sources)
         raise ConfigurationError(
-            f"--baseline {options.baseline}: {run.path} has no script's steps by "
-            f"{' or '.join(instruments)}; it has {had}"
+            f"--baseline {options.baseline}: {run.path} has no script's steps on {needed}; it has "
+            f"{had}"
         )
     if wrong := {outcome.case.batch_size for outcome in found} - {case.batch_size}:
         there, here = (

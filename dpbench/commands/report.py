@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dpbench.case import BASELINE_TRAINER
 from dpbench.commands.options import count_cases, saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable_file
@@ -55,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
 
     expected = expectations(options.expect)
     runs = [saved_run(name, options.storage) for name in options.runs]
+    if any(run.baseline != BASELINE_TRAINER for run in runs):  # the usual ones are to that
+        expected = expectations([*options.expect, "none"])
     for run in runs:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_cases(parser)
+    declare(parser.add_argument, "baseline")
     how = parser.add_argument_group("measuring")
     declare(how.add_argument, *MEASURING)
     shown = parser.add_argument_group("tables", "what is shown, here and in Markdown")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.show.tables import tables
     from dpbench.show.view import View
 
-    view = View.of(options.columns, options.sort, options.group_by, expect=options.expect)
+    viewed = partial(View.of, options.columns, options.sort, options.group_by)
+    view = viewed(expect=options.expect)
     runs = [name for name in options.files if Path(name).suffix not in (".ncu-rep", *TIMELINES)]
     timelines = [Path(name) for name in options.files if Path(name).suffix in TIMELINES]
     if (runs or timelines) and len(options.files) > 1:
@@ -63,8 +65,9 @@ def run(options: argparse.Namespace) -> int:
     if timelines:
         shown = _of_timeline(timelines[0])
     elif runs:
-        outcomes = saved_run(runs[0], options.storage).outcomes
-        shown = summary_tables(outcomes, view.of_tests(outcomes))
+        run = saved_run(runs[0], options.storage)
+        view = viewed(expect=options.expect, baseline=run.baseline)
+        shown = summary_tables(run.outcomes, view)
     else:
         shown = tables(to_frame(_rows(map(Path, options.files))), view)
     if not shown:

@@ -125,3 +125,7 @@ class GpuBusy(InstrumentError):
 
 class CaseFailed(InstrumentError):
     """The measured process failed by itself; its log says why."""
+
+
+class CaseRefused(InstrumentError):
+    """What the case asks for does not exist or fit together, on whatever machine."""

@@ -26,7 +26,7 @@ from dpbench.instruments.base import (
 from dpbench.instruments.errors import KINDS
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
-from dpbench.process.messages import MARK, MEASURING, WAITING, last_record
+from dpbench.process.messages import MARK, MEASURING, WAITING, is_record, last_record
 from dpbench.process.schedule import Steps
 from dpbench.registry import arguments, child_python_path, import_paths
 from dpbench.results.rows import Measurement
@@ -212,4 +212,5 @@ def log_tail(error: InstrumentError, lines: int = 20) -> str:
     """The end of a failed case's log, or nothing if it has none."""
     if error.log is None or not error.log.exists():
         return ""
-    return "\n".join(log_lines(error.log)[-lines:])
+    said = [line for line in log_lines(error.log) if not is_record(line)]
+    return "\n".join(said[-lines:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpbench.instruments.base import CaseOutOfMemory, InstrumentError
+from dpbench.instruments.base import CaseOutOfMemory, CaseRefused, InstrumentError
 
 
 class CountersForbidden(InstrumentError):
@@ -92,6 +92,7 @@ class StepsDiffer(InstrumentError):
 
 KINDS: dict[str, type[InstrumentError]] = {
     "OutOfMemory": CaseOutOfMemory,
+    "ConfigurationError": CaseRefused,
     **{
         kind.__name__: kind
         for kind in InstrumentError.__subclasses__()

@@ -6,6 +6,7 @@ The program has the terminal, so what is found goes to a file.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -202,8 +203,13 @@ class RunningScript(Running):
 # --- in the process of the script ------------------------------------------------------------
 
 
-def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
-    """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`."""
+def run(
+    options: dict[str, Any], program: Sequence[str], stopped: Callable[[], object] = lambda: None
+) -> int | str | None:
+    """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`.
+
+    ``stopped`` is called at the end if the script was ended before its own.
+    """
     case, process = Case(**options["case"]), os.getpid()
     heard = recorder(options["name"], options["steps"], HEARD)
     if isinstance(heard, ProfileRecorder):
@@ -221,7 +227,7 @@ def run(options: dict[str, Any], program: Sequence[str]) -> int | str | None:
         try:
             run_program(program, is_module=options["is_module"])
         except Stop:
-            pass
+            held.callback(stopped)
         except SystemExit as error:
             code = error.code
         except KeyboardInterrupt as error:
@@ -342,6 +348,24 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def leave_threads(seconds: float = GRACE_SECONDS) -> None:
+    """Let this process end without threads that wait for the rest of a script, after some time.
+
+    That is the time until its `atexit` functions are called, which may take as long as they like.
+    """
+
+    def leave() -> None:
+        sys.stdout.flush()
+        print("dpbench exec: a thread of the script's did not end with it", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(0)
+
+    waiting = threading.Timer(seconds, leave)
+    waiting.daemon = True
+    waiting.start()
+    atexit.register(waiting.cancel)
+
+
 if __name__ == "__main__":
     _end_with_parent()
-    sys.exit(run(json.loads(sys.argv[1]), sys.argv[2:]))
+    sys.exit(run(json.loads(sys.argv[1]), sys.argv[2:], stopped=leave_threads))

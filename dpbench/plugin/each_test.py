@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,9 +178,10 @@ class EachTest:
         from dpbench.results.run import Run
 
         outcomes = [outcome for outcome, *_ in self._measured]
+        baseline = self.session.grid.baseline
 
         def judged(measured: Sequence[Outcome]) -> Verdict:
-            run = Run.of("this session", measured)
+            run = Run.of("this session", measured, session={"grid": {"baseline": baseline}})
             return self.comparison.judge(run, chosen, asked_for(outcomes))
 
         verdict = judged(outcomes)
@@ -188,7 +189,7 @@ class EachTest:
         if not any(missing.limit in ratios for missing in verdict.unjudged):
             return verdict
         baselines = [
-            self.session.measure(outcome.case.baseline, instruments)
+            self.session.measure(replace(outcome.case, trainer=baseline), instruments)
             for outcome, instruments, _ in self._measured
             if not outcome.error and outcome.case.workload != SCRIPT  # nobody says what its is
         ]

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import gpu
-from dpbench.case import TRANSFORMER, Case
+from dpbench.case import MIXED, TRANSFORMER, Case
 from dpbench.errors import ConfigurationError
 from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.workloads.base import Workload, batches_of
+from dpbench.workloads.checkpointing import checkpoint_blocks
 from dpbench.workloads.trainable import choose_trainable
 
 SEED = 0
@@ -47,6 +48,8 @@ def build(case: Case, device: torch.device, num_batches: int) -> tuple[TrainerBa
         )
     with device:
         choose_trainable(model, case.trainable)
+    if case.activation_checkpointing == "on":
+        checkpoint_blocks(workload, model)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
     trainer = TRAINERS[case.trainer](
         model.to(dtype), batch_size=case.batch_size, **_what_is_unusual(case, workload)
@@ -78,6 +81,8 @@ def _what_is_unusual(case: Case, workload: Workload) -> dict[str, Any]:
         options["optimizer"] = OPTIMIZERS[case.optimizer]
     if case.micro_batches != 1:
         options["micro_batches"] = case.micro_batches
+    if case.precision in MIXED:
+        options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
     return options
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from dpbench import gpu
-from dpbench.case import PRECISIONS
+from dpbench.case import PRODUCTS
 from dpbench.process.build import pick_device
 from dpbench.process.step import alone
 
@@ -42,7 +42,7 @@ def measure_ceilings(
             "device": card.name if card else target.type,
             "bandwidth": _copy(copy_bytes, target, seconds),
             "copy_bytes": copy_bytes,
-            "flops": {name: _product(name, target, matrix, seconds) for name in PRECISIONS},
+            "flops": {name: _product(name, target, matrix, seconds) for name in PRODUCTS},
             "matrix": matrix,
             "torch": torch.__version__,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
@@ -35,6 +36,11 @@ def print_record(**record: Any) -> None:
     mark = os.environ.get(MARK, "")
     own_line = "\n" if mark else ""  # a trainer may have left the last line open
     print(own_line + mark + json.dumps({"dpbench": version, **record}), flush=True)
+
+
+def is_record(line: str) -> bool:
+    """Whether a line of a log is a record, which is not for people."""
+    return re.match(r'[0-9a-f]{16} \{"dpbench": ', line) is not None
 
 
 def last_record(lines: Iterable[str], mark: str) -> dict[str, Any]:

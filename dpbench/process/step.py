@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
-from dpbench.errors import DpbenchError
+from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.process.build import build, pick_device
 from dpbench.process.messages import MEASURING, NVTX_DOMAIN, NVTX_END, WAITING
 from dpbench.registry import import_named
@@ -162,6 +162,7 @@ def run_case(
                 loss = trainer.train_step(batch)
         if ranges:
             ranges.finish()
+        check_stepped(trainer, active)
         record = describe(case, target, trainer, loss)
         record |= {"warmup": warmup, "active": active}
         record["phase_seconds"] = None if nvtx else times.seconds()
@@ -172,6 +173,15 @@ def run_case(
         return record
 
     return alone_on(case, pick_device(device), run)
+
+
+def check_stepped(trainer: TrainerBase, active: int) -> None:
+    """Refuse steps that count of which the scaler skipped one: it moved less than others."""
+    if trainer.scaler.is_enabled() and trainer.scaler.state_dict()["_growth_tracker"] < active:
+        raise ConfigurationError(
+            "the GradScaler has skipped a step that counts, because gradients overflowed: let it "
+            "find its scale in more warm-up steps"
+        )
 
 
 def alone_on(

@@ -49,6 +49,8 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> tuple[pd.DataFram
     measured = [*AXES, "instrument", *([] if across else ["device"])]
     keys = [*measured, "metric", "phase"]
     old, new = before.numbers, after.numbers
+    if other_baseline(before, after):
+        old, new = (side[~side.metric.str.endswith(RATIO)] for side in (old, new))
     if old.duplicated(keys).any() or new.duplicated(keys).any():
         raise ConfigurationError("a run has one case on several devices: no one value of it")
     there = new[[*keys, "value"]].rename(columns={"value": "after"})
@@ -62,6 +64,16 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> tuple[pd.DataFram
     both["relative"] = both.change / both.before.abs().where(both.before != 0)
     both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
     return both[[*CHANGES, "shared"]], new[~new.index.isin(both.place)]
+
+
+def other_baseline(before: Run, after: Run) -> str:
+    """Why ratios of the two are not compared, if they are not."""
+    if before.frame.empty or before.baseline == after.baseline:
+        return ""
+    return (
+        f"ratios of {before.name} are to {before.baseline}, those of {after.name} to "
+        f"{after.baseline}, and not compared"
+    )
 
 
 def check_comparable(before: Run, after: Run) -> None:

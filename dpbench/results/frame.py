@@ -132,22 +132,21 @@ def _steps(summary: pd.DataFrame) -> pd.Series[int]:
     return whole.where(is_step | (whole < parts), parts.where(whole.notna())).fillna(0).astype(int)
 
 
-def with_ratios(summary: pd.DataFrame) -> pd.DataFrame:
-    """A summary with the column ``ratio``: value over that of the same cell's baseline.
+def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
+    """A summary with the column ``ratio``: value over that of the same cell's ``baseline``.
 
     Each metric has a ratio, by phase and for the step; NaN where no baseline was measured or
     it moved nothing.
     """
     keys = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
-    baseline = summary[summary.trainer == BASELINE_TRAINER][[*keys, "value"]]
-    merged = summary.merge(
-        baseline.rename(columns={"value": "baseline"}), on=keys, how="left", validate="m:1"
-    )
-    merged["ratio"] = merged.value / merged.baseline.where(merged.baseline != 0)
-    return merged.drop(columns="baseline")
+    divisors = summary[summary.trainer == baseline][[*keys, "value"]]
+    divisors = divisors.rename(columns={"value": "divisor"})
+    merged = summary.merge(divisors, on=keys, how="left", validate="m:1")
+    merged["ratio"] = merged.value / merged.divisor.where(merged.divisor != 0)
+    return merged.drop(columns="divisor").assign(baseline=baseline)
 
 
-def numbers(frame: pd.DataFrame) -> pd.DataFrame:
+def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """A number per case, instrument, device, metric and phase; ratios as metrics of their own.
 
     A number of which a repeat is none is left out: its sum or mean would be wrong.
@@ -157,8 +156,8 @@ def numbers(frame: pd.DataFrame) -> pd.DataFrame:
     if wrong.any():
         named = pd.MultiIndex.from_frame(frame[wrong][keys])
         frame = frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
-    summary = with_ratios(summarise(frame))
-    ratios = summary[(summary.trainer != BASELINE_TRAINER) & summary.ratio.notna()]
+    summary = with_ratios(summarise(frame), baseline)
+    ratios = summary[(summary.trainer != baseline) & summary.ratio.notna()]
     names = {metric: ratio_name(metric) for metric in ratios.metric.unique()}
     ratios = ratios.assign(metric=ratios.metric.map(names), value=ratios.ratio, unit="1")
     return pd.concat([summary, ratios], ignore_index=True)[[*keys, "unit", "value"]]

@@ -9,15 +9,15 @@ this one function `judge`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.case import AXES, SCRIPT, Case
 from dpbench.metrics import RATIO
-from dpbench.results.compare import CHANGES, Threshold, grown, pairs
+from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.outcome import COMPLETE
@@ -115,7 +115,7 @@ def judge(
         table,
         _regressions(before, after, table),
         unjudged,
-        [*_baselines_that_moved(old, table, limits), *sides.notes(bool(limits))],
+        [*_baselines_that_moved(old, table, limits, after), *sides.notes(bool(limits))],
     )
 
 
@@ -154,7 +154,11 @@ class _Sides:
         is_first = bool(unknown) or (self.first_run_ok and not first.empty)
         if judged.empty and missing.empty and not is_first:
             where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-            why = f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
+            other = limit.ratio and other_baseline(self.before, self.after)
+            why = (
+                other
+                or f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
+            )
             if names := _ids(_about(self.old, limit)):
                 why = f"{self.before.name} has {limit.name} {where} of {listed(names)} only, which "
                 why += "was not asked for"
@@ -184,7 +188,8 @@ class _Sides:
     def _lacking(self, limit: Threshold, case: Case, instrument: str, run: Run) -> str:
         """What a run lacks that has the case by this instrument."""
         if limit.ratio and _lacks_baseline(run, case, instrument):
-            return f"the ratio needs its baseline {case.baseline.id}, which is not in {run.name}"
+            needed = _baseline(run, case).id
+            return f"the ratio needs its baseline {needed}, which is not in {run.name}"
         phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
         return f"no {limit.name} by {instrument}{phase} in {run.name}"
 
@@ -205,6 +210,8 @@ class _Sides:
         if self.before.frame.empty:
             yield f"{before} has nothing to compare with yet"
             return
+        if other := other_baseline(self.before, self.after):
+            yield other
         old, new = (_subjects(run) for run in (self.before, self.after))
         asked = self._asked_for(old)
         if names := _with_instruments(_without(old, asked), asked):
@@ -216,7 +223,7 @@ class _Sides:
         lost = self.old[self.old.shared & self.old.after.isna()]
         gone = _without_baseline(lost)
         lacking = {
-            case.baseline.id
+            _baseline(self.after, case).id
             for case, row in _by_case(lost[gone])
             if _lacks_baseline(self.after, case, row["instrument"])
         }
@@ -239,7 +246,11 @@ def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
 
 
 def _lacks_baseline(run: Run, case: Case, instrument: str) -> bool:
-    return instrument not in run.places.get(case.baseline, {})
+    return instrument not in run.places.get(_baseline(run, case), {})
+
+
+def _baseline(run: Run, case: Case) -> Case:
+    return replace(case, trainer=run.baseline)
 
 
 def _without_baseline(changes: pd.DataFrame) -> pd.Series[bool]:
@@ -302,19 +313,19 @@ def _steps_of(run: Run, case: Case, instrument: str) -> tuple[int | None, int]:
 
 
 def _baselines_that_moved(
-    changes: pd.DataFrame, judged: pd.DataFrame, limits: Iterable[Threshold]
+    changes: pd.DataFrame, judged: pd.DataFrame, limits: Iterable[Threshold], after: Run
 ) -> Iterator[str]:
     """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
     keys = [*CONFIGURATION, "instrument", "device", "phase"]
     for limit in (each for each in limits if each.ratio):
-        own = changes[(changes.metric == limit.metric) & (changes.trainer == BASELINE_TRAINER)]
+        own = changes[(changes.metric == limit.metric) & (changes.trainer == after.baseline)]
         both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
         moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
         for case, row in _by_case(moved.drop_duplicates(keys)):
             where = "" if limit.phase == STEP else f"@{limit.phase}"
             yield (
                 f"{limit}: the baseline itself moved by more than that: {limit.metric}{where} of "
-                f"{case.baseline.id} {row['relative_own']:+.2%}"
+                f"{_baseline(after, case).id} {row['relative_own']:+.2%}"
             )
 
 
@@ -325,6 +336,6 @@ def _regressions(before: Run, after: Run, judged: pd.DataFrame) -> list[dict[str
     for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
         growth = grown(before, after, case, row["metric"], row["phase"])
         if row["metric"].endswith(RATIO):
-            growth += grown(before, after, case.baseline, row["metric"], row["phase"])
+            growth += grown(before, after, _baseline(after, case), row["metric"], row["phase"])
         listed.append({**row, "reference": before.name, "grown": growth})
     return listed

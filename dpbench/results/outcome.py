@@ -117,20 +117,25 @@ def document(
             ]
             for part in PARTS
         },
-        **_derived(rows),
+        **_derived(rows, baseline_of(session or {})),
     }
 
 
-def _derived(rows: Sequence[Measurement]) -> dict[str, Any]:
+def baseline_of(session: Mapping[str, Any]) -> str:
+    """The trainer that the ratios of a session divide by."""
+    return str(session.get("grid", {}).get("baseline", BASELINE_TRAINER))
+
+
+def _derived(rows: Sequence[Measurement], baseline: str) -> dict[str, Any]:
     """What follows from the rows, so that no reader has to work it out again."""
     from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
 
     summary = summarise(to_frame(rows))
-    ratios = with_ratios(summary).dropna(subset="ratio")
+    ratios = with_ratios(summary, baseline).dropna(subset="ratio")
     against = with_logical(summary).dropna(subset="over_logical")
     by = [*AXES, "instrument", "device", "phase", "metric", "unit", "value"]
     return {
-        "ratios": _records(ratios.loc[ratios.trainer != BASELINE_TRAINER, [*by, "ratio"]]),
+        "ratios": _records(ratios.loc[ratios.trainer != baseline, [*by, "ratio"]]),
         "measured_over_logical": _records(against[[*by, "logical", "over_logical"]]),
         "throughputs": _records(throughputs(summary)),
     }

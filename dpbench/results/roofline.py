@@ -22,7 +22,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.case import AXES, PRECISIONS, Case
+from dpbench.case import AXES, MIXED, PRODUCTS, Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.results.rows import SCHEMA, STEP
 
@@ -39,6 +39,11 @@ class Roofs:
     bandwidth: float  # of its memory, read and written together, B/s
     flops: Mapping[str, float]  # dense FLOP/s by precision; a multiply-add counts as two
     premise: str  # what the figures are, e.g. NVIDIA H200 Tensor Core GPU data sheet
+
+    def __post_init__(self) -> None:
+        """Under autocast products are in 16 bits; tensor cores do both kinds at the same rate."""
+        mixed = dict.fromkeys(MIXED, self.flops["bf16"])
+        object.__setattr__(self, "flops", {**self.flops, **mixed})
 
     def ridge(self, precision: str) -> float:
         """FLOP per byte above which arithmetic, not bandwidth, bounds the card."""
@@ -64,7 +69,7 @@ def _read_cards() -> dict[str, Roofs]:
             name=sheet["devices"][0],
             devices=tuple(sheet["devices"]),
             bandwidth=sheet["bandwidth"] * 1e9,
-            flops={precision: tflops[precision] * 1e12 for precision in PRECISIONS},
+            flops={precision: tflops[precision] * 1e12 for precision in PRODUCTS},
             premise=document["sources"][sheet["source"]]["title"],
         )
     return cards
@@ -117,7 +122,7 @@ def read_ceilings(path: Path) -> Ceilings:
     """The ceilings in a document of `Ceilings.as_json`."""
     try:
         found = Ceilings(**json.loads(path.read_bytes())["ceilings"])
-        if not all(f > 0 for f in (found.bandwidth, *map(found.flops.__getitem__, PRECISIONS))):
+        if not all(f > 0 for f in (found.bandwidth, *map(found.flops.__getitem__, PRODUCTS))):
             raise ValueError("a ceiling is not positive")
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error

@@ -16,7 +16,7 @@ from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome
+from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, baseline_of
 from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows, case_of
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ class Run:
         return dict(self.document.get("session", {}))
 
     @property
+    def baseline(self) -> str:
+        """The trainer that its ratios divide by."""
+        return baseline_of(self.session)
+
+    @property
     def status(self) -> str:
         """``complete``, or ``interrupted``: then it holds what was finished until then."""
         return str(self.session.get("status", COMPLETE))
@@ -155,7 +160,7 @@ class Run:
         """What is compared of it; see `dpbench.results.frame.numbers`."""
         from dpbench.results.frame import numbers
 
-        return numbers(self.frame)
+        return numbers(self.frame, self.baseline)
 
     @cached_property
     def places(self) -> dict[Case, dict[str, list[str]]]:

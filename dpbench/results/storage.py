@@ -234,7 +234,7 @@ class RunFile:
         cls, storage: Storage, name: str | None, device: str | None, conditions: Conditions
     ) -> RunFile:
         """A new file in a storage; without a name, commit and time are its name."""
-        name = name or conditions.name
+        name = conditions.name if name is None else name
         text = json.dumps(document([], conditions.environment, conditions.session(INTERRUPTED)))
         try:
             path = storage.allocate(name, device, text)

@@ -35,7 +35,7 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
         return []
     view = view or View()
     frame = to_frame(row for outcome in outcomes for row in outcome.rows)
-    found = tables(frame, view)
+    found = tables(frame, view, outcomes)
     guessed = [
         f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, which has no "
         f"rule of its own and was counted by the general one."

@@ -24,10 +24,21 @@ from dpbench.results.frame import (
     with_logical,
     with_ratios,
 )
+from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import NAME, OF_TESTS, PARAM, Column, View, column, rates, shown_by_default
+from dpbench.show.view import (
+    HEADERS,
+    NAME,
+    OF_TESTS,
+    PARAM,
+    Column,
+    View,
+    column,
+    rates,
+    shown_by_default,
+)
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -44,11 +55,11 @@ AGAINST_LOGICAL = (
 )
 
 
-def complete(frame: pd.DataFrame) -> pd.DataFrame:
+def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """The summary of a long table with everything that a table can show.
 
     Throughputs included; with the columns of `with_ratios` and `with_logical`. ``spread`` is NaN
-    where there was one step; ``has_baseline`` says whether standard training was measured in
+    where there was one step; ``has_baseline`` says whether the baseline was measured in
     the cell, ``in_cache`` whether the case moves so little that DRAM ratios mean nothing.
     """
     summary = of_one_instrument(summarise(frame))
@@ -56,10 +67,10 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
     if not rates.empty:
         summary = pd.concat([summary, rates], ignore_index=True)
     summary["spread"] = summary.spread.where(summary.repeats > 1)
-    summary = with_logical(with_ratios(summary))
+    summary = with_logical(with_ratios(summary, baseline))
     dram_step = (summary.metric == "dram_bytes") & (summary.phase == STEP)
     return summary.assign(
-        has_baseline=_in_any(summary.trainer == BASELINE_TRAINER, summary, CONFIGURATION),
+        has_baseline=_in_any(summary.trainer == baseline, summary, CONFIGURATION),
         in_cache=_in_any(dram_step & (summary.value < IN_CACHE_BYTES), summary, AXES),
     )
 
@@ -69,32 +80,35 @@ def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, by: Iterable[str]) -> pd
     return holds.groupby([rows[name] for name in (*by, "device")]).transform("any")
 
 
-def tables(frame: pd.DataFrame, view: View | None = None) -> list[Table]:
+def tables(
+    frame: pd.DataFrame, view: View | None = None, outcomes: Iterable[Outcome] = ()
+) -> list[Table]:
     """Every table of a run: by cell, the step and its phases; then throughput, and the rest.
 
-    A view with columns gets one table a group, of these columns and nothing else.
+    A view with columns gets one table a group, of these columns and nothing else; ``outcomes`` say
+    which tests asked for what, if it groups by them.
     """
     # Tables of these: `show.profile`.
     frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []
     view = view or View()
-    summary = view.under_tests(complete(frame))
+    summary = view.under_tests(complete(frame, view.baseline), outcomes)
     listed: list[Table] = []
     for group in groups(summary, view):
         columns = _columns(group, view)
         in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
         listed += group.table(
             "GB per step" if in_bytes else "per step",
-            {shown.header: group.texts(shown) for shown in columns},
+            {_header(shown, view): group.texts(shown) for shown in columns},
             _notes(group, columns, view),
             group.shown.label.unique(),
         )
         if not (view.columns or "phase" in view.group_by):
-            listed += _phase_table(group, "dram_bytes", "DRAM GB")
-            listed += _phase_table(group, "logical_bytes", "logical GB")
+            listed += _phase_table(group, "dram_bytes", "DRAM GB", view)
+            listed += _phase_table(group, "logical_bytes", "logical GB", view)
             if (group.frame.workload == SCRIPT).any():
-                listed += _phase_table(group, "step_time_seconds", "ms")
+                listed += _phase_table(group, "step_time_seconds", "ms", view)
             listed += [*_busy_table(group), *against_logical(group), *_throughput_table(group)]
     return listed if view.columns else [*listed, *_other_metrics(in_order(summary))]
 
@@ -266,11 +280,18 @@ def _columns(group: Group, view: View) -> list[Column]:
     return [c for c in chosen if c in filled or not ("phase" in view.group_by or c.name == BUSY)]
 
 
+def _header(shown: Column, view: View) -> str:
+    """A column's header, if its ratio is to another trainer than the usual with that one's name."""
+    if view.baseline == BASELINE_TRAINER:
+        return shown.header
+    return shown.header.replace(HEADERS["ratio"], f"÷ {view.baseline}")
+
+
 def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
     rows, names = group.shown, {column.name for column in columns}
     ratios = {c.metrics[0] for c in columns if c.kind == "ratio"}
     known = rows.groupby("label", sort=False).has_baseline.any()
-    said = f"the {BASELINE_TRAINER!r} trainer was not measured for"
+    said = f"the {view.baseline!r} trainer was not measured for"
     if ratios and not known.any() and (rows.workload == SCRIPT).all():
         yield "No ratio: dpbench exec --baseline NUM divides by the saved run of another script."
     elif ratios and not known.any():
@@ -279,13 +300,13 @@ def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
     elif ratios and not known.all():
         yield f"No ratio for {', '.join(known.index[~known])}: {said} their cells."
     for metric, (low, high) in view.expected.items():
-        found = rows[(rows.metric == metric) & (rows.trainer != BASELINE_TRAINER)]
+        found = rows[(rows.metric == metric) & (rows.trainer != view.baseline)]
         found = found.dropna(subset="ratio")
         if metric in ratios and group.phase == STEP and len(found):
             outside = found[~found.ratio.between(low, high)]
             listed = [f"{row.label} {row.ratio:.2f}" for row in outside.itertuples()]
             name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
-            yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x standard; outside: {cases}."
+            yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x {view.baseline}; outside: {cases}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
@@ -318,14 +339,14 @@ def _phases_shown(group: Group, metric: str) -> list[str]:
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
 
-def _phase_table(group: Group, metric: str, name: str) -> list[Table]:
+def _phase_table(group: Group, metric: str, name: str, view: View) -> list[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
     columns = {}
     for phase in _phases_shown(group, metric):
         ratios = group.texts(column(ratio_name(metric)), phase)
         values = group.texts(column(metric), phase)
         columns[phase] = {x: f"{v} ({ratios[x]})" if x in ratios else v for x, v in values.items()}
-    return group.table(f"{name} by phase (÷ standard)", columns)
+    return group.table(f"{name} by phase (÷ {view.baseline})", columns)
 
 
 def _busy_table(group: Group) -> list[Table]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES
+from dpbench.case import AXES, BASELINE_TRAINER
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Kind, Metric, expectations
 from dpbench.settings import Settings
@@ -117,8 +117,8 @@ class View:
 
     Without ``columns`` they are those of `shown_by_default`, with every table that goes with
     them; ``sort`` is a column's name or an axis. Rows of different devices never share a table.
-    ``expected`` says by metric between which ratios to standard the user expects it. ``tests`` are
-    the cases with the labels of the tests that asked for them, if these make the groups.
+    ``expected`` says by metric between which ratios to standard the user expects it. Ratios
+    are to the trainer ``baseline``; what is usually expected is of ratios to the standard one.
     """
 
     columns: tuple[Column, ...] = ()
@@ -126,7 +126,7 @@ class View:
     group_by: tuple[str, ...] = ("cell",)
     top: int = TOP
     expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
-    tests: pd.DataFrame | None = field(default=None, compare=False)
+    baseline: str = BASELINE_TRAINER
 
     @classmethod
     def of(
@@ -136,6 +136,7 @@ class View:
         group_by: str | None = None,
         top: int = TOP,
         expect: Iterable[str] = (),
+        baseline: str = BASELINE_TRAINER,
     ) -> View:
         """A view from what was said on a command line: names separated by commas."""
         check_top(top)
@@ -145,19 +146,17 @@ class View:
                 raise unknown("group", label, (*GROUPS, *OF_TESTS, f"{PARAM}NAME"))
         if sort not in (None, NAME, *AXES):
             column(str(sort))
-        return cls(tuple(map(column, _names(columns))), sort, labels, top, expectations(expect))
+        expected = expectations([*expect, *(["none"] if baseline != BASELINE_TRAINER else [])])
+        chosen = tuple(map(column, _names(columns)))
+        return cls(chosen, sort, labels, top, expected, baseline=baseline)
 
     @property
     def test_labels(self) -> list[str]:
         """What of a test makes the groups."""
         return [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
 
-    def of_tests(self, outcomes: Iterable[Outcome]) -> View:
-        """The view with what is known of the tests, if it groups by them."""
-        if not self.test_labels:
-            return self
-        import pandas as pd
-
+    def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
+        """A summary with the labels of tests as columns, each case once for each that it has."""
         rows = [
             {**vars(outcome.case), "counted": name == "logical"}
             | {label: label_of(test, label) for label in self.test_labels}
@@ -165,14 +164,13 @@ class View:
             for name in outcome.instruments
             for test in outcome.tests or [{"test": NO_TEST, "params": {}}]
         ]
-        return replace(self, tests=pd.DataFrame(rows).drop_duplicates())
-
-    def under_tests(self, summary: pd.DataFrame) -> pd.DataFrame:
-        """A summary with the labels of tests as columns, each case once for each that it has."""
-        if self.tests is None:
+        if not (rows and self.test_labels):
             return summary.assign(**dict.fromkeys(self.test_labels, NO_TEST))
+        import pandas as pd
+
         counted = summary.assign(counted=summary.instrument == "logical")
-        return counted.merge(self.tests, on=[*AXES, "counted"], how="left")
+        tests = pd.DataFrame(rows).drop_duplicates()
+        return counted.merge(tests, on=[*AXES, "counted"], how="left")
 
 
 def label_of(test: Mapping[str, Any], label: str) -> str:

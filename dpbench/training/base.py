@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class TrainerBase(ABC):
         workload: gives the losses; by default those of the transformer, whose batches are
             ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
         micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
+        autocast: the 16-bit type that ``torch.autocast`` computes losses in, if it shall; with
+            float16, ``scaler`` scales them.
     """
 
     def __init__(
@@ -45,7 +48,11 @@ class TrainerBase(ABC):
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         workload: Workload | None = None,
         micro_batches: int = 1,
+        autocast: torch.dtype | None = None,
     ) -> None:
+        self.autocast = autocast
+        self.device_type = next((p.device.type for p in model.parameters()), "cpu")
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=autocast is torch.float16)
         self.micro_batches = micro_batches
         self.workload = workload or Transformer()
         self.batch_size = batch_size
@@ -68,14 +75,22 @@ class TrainerBase(ABC):
 
     def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The loss of each example, ``[B]``, through the model or what wraps it."""
-        losses = self.workload.losses(model, self.unpack(batch))
+        with self.mixed():
+            losses = self.workload.losses(model, self.unpack(batch))
         return checked_losses(losses, self.workload, self.batch_size // self.micro_batches)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The mean loss over the batch, a scalar, through the model or what wraps it."""
         if type(self.workload).loss is Workload.loss:
             return self.example_losses(model, batch).mean()
-        return self.workload.loss(model, self.unpack(batch))
+        with self.mixed():
+            return self.workload.loss(model, self.unpack(batch))
+
+    def mixed(self) -> AbstractContextManager[object]:
+        """In which losses are computed: autocast, if it was asked for."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.autocast)
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
         """The micro-batches of a batch, and of each whether it is the last; usually the batch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
@@ -37,12 +38,17 @@ def mark_phases(optimizer: DPOptimizer) -> None:
             setattr(optimizer, method, in_phase(name, getattr(optimizer, method)))
 
 
-def hooked(wrapper: Callable[..., M], model: nn.Module, **options: Any) -> M:
-    """A model with Opacus's hooks; one that cannot have them is refused in Opacus's words."""
+def hooked(wrapper: Callable[..., M], trainer: TrainerBase, **options: Any) -> M:
+    """The model with Opacus's hooks; one that cannot have them is refused in Opacus's words."""
+    if trainer.autocast is torch.float16:
+        raise ConfigurationError(
+            "Opacus clips gradients as a GradScaler has scaled them, all of them down to the "
+            "threshold, and fp16-amp needs one: use bf16-amp"
+        )
     try:
-        return wrapper(model, **options)
+        return wrapper(trainer.model, **options)
     except NotImplementedError as error:
-        words = str(next(iter(ModuleValidator.validate(model)), error))
+        words = str(next(iter(ModuleValidator.validate(trainer.model)), error))
         raise ConfigurationError(f"Opacus: {words.partition('. ')[0]}") from error
 
 
@@ -59,7 +65,7 @@ class DPSGDTrainer(TrainerBase):
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        self.grad_sample_module = hooked(GradSampleModule, self.model)
+        self.grad_sample_module = hooked(GradSampleModule, self)
         self.optimizer = DPOptimizer(
             self.plain_optimizer,
             noise_multiplier=self.noise_multiplier,

@@ -33,7 +33,7 @@ class DPFastGradientClippingTrainer(TrainerBase):
         super().__init__(model, batch_size=batch_size, **options)
         self.grad_sample_module = hooked(
             GradSampleModuleFastGradientClipping,
-            self.model,
+            self,
             max_grad_norm=self.max_grad_norm,
             use_ghost_clipping=self.use_ghost_clipping,
         )

@@ -17,9 +17,11 @@ class StandardTrainer(TrainerBase):
             with phase("forward"):
                 loss = self.mean_loss(self.model, part)
             with phase("backward"):
-                (loss if self.micro_batches == 1 else loss / self.micro_batches).backward()
+                part_loss = loss if self.micro_batches == 1 else loss / self.micro_batches
+                self.scaler.scale(part_loss).backward()
             losses.append(loss.detach())
         with phase("optimizer"):
-            self.plain_optimizer.step()
+            self.scaler.step(self.plain_optimizer)
+            self.scaler.update()
             self.plain_optimizer.zero_grad(set_to_none=True)
         return mean_of(losses)

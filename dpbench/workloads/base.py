@@ -36,6 +36,13 @@ class Workload(ABC):
         """The mean of `losses`, a scalar; for those who have it in fewer operations."""
         return self.losses(model, batch).mean()
 
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The layers of the model that activation checkpointing runs again in backward."""
+        raise ConfigurationError(
+            f"{type(self).__name__} does not say which blocks activation checkpointing runs again: "
+            f"give it blocks(model), which returns them, or turn activation checkpointing off"
+        )
+
 
 def examples_in(batch: Batch) -> int:
     """How many examples a batch has: the first dimension of each of its tensors."""

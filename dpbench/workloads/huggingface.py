@@ -75,6 +75,10 @@ class HuggingFace(Workload):
         self.takes = inspect.signature(model.forward).parameters
         return model
 
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        marked = [part for part in model.modules() if hasattr(type(part), "gradient_checkpointing")]
+        return marked or super().blocks(model)
+
     def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """What the model makes of tokens ``[B, T]``, each example with ids of its own."""
         given: dict[str, Any] = {"input_ids": tokens}

@@ -75,6 +75,9 @@ class ResNet(Workload):
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes)]
         return nn.Sequential(*layers, *head)
 
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        return [layer for layer in model.children() if isinstance(layer, Block)]
+
     def batches(self, batch_size: int) -> Iterable[Batch]:
         return random_images(batch_size, (3, self.image_size, self.image_size), self.classes)
 

@@ -166,6 +166,12 @@ class Transformer(Workload):
             )
         return model
 
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        blocks = getattr(model, "blocks", None)
+        return (
+            blocks if isinstance(blocks, nn.Sequential | nn.ModuleList) else super().blocks(model)
+        )
+
     def batches(self, batch_size: int) -> Iterable[Batch]:
         return get_random_dataloader(
             batch_size=batch_size, seq_len=self.seq_len, vocab_size=self.size.vocabulary

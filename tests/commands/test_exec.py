@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -49,6 +51,11 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     told = ["--name=private", "--baseline=1", "--json=private.json", "--skip=1", "--steps=2"]
     private = ["exec", *told, "--save=private", "-m", "training", "--private", "--batch_size=8"]
     assert "No ratio: dpbench exec --baseline NUM divides" in capfd.readouterr().out
+    elsewhere = Path(".dpbench/cpu-logical/0001_plain.json").read_text()
+    Path("gpu.json").write_text(elsewhere.replace("logical (no hardware)", "NVIDIA H200"))
+    assert main(["exec", "--baseline=gpu.json", "training.py", "--private"]) == 2
+    words = "no script's steps on logical (no hardware) by logical; it has NVIDIA H200 by logical"
+    assert words in capfd.readouterr().err
     assert main([*private[:2], "--batch-size=8", *private[2:]]) == 2
     refused = "the batch size of training was said to be none, here --batch-size 8"
     assert refused in capfd.readouterr().err
@@ -96,8 +103,8 @@ def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     handler = signal.getsignal(signal.SIGINT)
 
-    def run_here(*program: str, **how: Any) -> dict[str, Any]:
-        script = asdict(ScriptRun("timing", program, **how))
+    def run_here(*program: str, instrument: str = "timing", **how: Any) -> dict[str, Any]:
+        script = asdict(ScriptRun(instrument, program, **how))
         del script["program"]
         run(
             script | {"case": asdict(script_case("mine")), "record": "record.json", "folder": ""},
@@ -157,6 +164,16 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     assert error.count("Traceback") == 1
     assert error.count('raise ValueError("the data is gone")') == 1
     assert "process/script.py" not in error
+
+
+def test_thread_that_waits_for_the_rest_of_a_script_does_not_keep_it_from_ending() -> None:
+    waits = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    leave = "from dpbench.instruments.script import leave_threads; print(1); leave_threads(0.1)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{waits}; {leave}"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert "a thread of the script's did not end with it" in done.stderr
 
 
 def test_script_that_leaves_no_record_is_an_error_of_its_own(
@@ -264,6 +281,15 @@ def test_script_under_the_profiler_has_a_trace_of_each_step_and_a_report(
     }
     whole = sum(sum(values) for (_, name), values in phases.items() if name != "step")
     assert whole == pytest.approx(sum(phases["training", "step"]))
+
+
+def test_script_that_profiles_itself_is_not_profiled(
+    script_here: Callable[..., dict[str, Any]],
+) -> None:
+    lines = f"with torch.autograd.profiler.profile():\n{indent(scripts.TRAINING, '    ')}"
+    Path("profiled.py").write_text(f"import torch\n{lines}", encoding="utf-8")
+    found = script_here("profiled.py", instrument="torch_profiler")
+    assert "the script runs the PyTorch profiler itself; there is only one" in found["error"]
 
 
 def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:

@@ -17,7 +17,15 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(
     ("trainer", "precision"),
-    [*((name, "fp32") for name in TRAINERS), *(("dpsgd", p) for p in PRECISIONS[1:])],
+    [
+        *((name, "fp32") for name in TRAINERS),
+        *(
+            ("dpsgd", precision)
+            for precision in PRECISIONS
+            if precision not in ("fp32", "fp16-amp")
+        ),
+        ("standard", "fp16-amp"),
+    ],
 )
 def test_trainer_runs_on_the_gpu(trainer: str, precision: str, tmp_path: Path) -> None:
     case = Case(trainer, batch_size=4, seq_len=64, model_size="tiny", precision=precision)

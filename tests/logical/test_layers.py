@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.case import PRECISIONS, Case
+from dpbench.case import PRODUCTS, Case
 from dpbench.errors import ConfigurationError
 from tests.logical.layers import count, count_by_layers
 
@@ -24,5 +24,5 @@ def test_two_depths_tell_every_other_by_phase() -> None:
 
 
 def test_in_another_configuration_too() -> None:
-    case = Case("dpsgd", 4, 16, DEEP, precision=PRECISIONS[-1], attention="dp_mha")
+    case = Case("dpsgd", 4, 16, DEEP, precision=PRODUCTS[-1], attention="dp_mha")
     assert set(count_by_layers(case).operator_counts) == set(count(case).operator_counts)

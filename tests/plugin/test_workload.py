@@ -70,3 +70,27 @@ def test_options_choose_workload_and_parameters(
     result.stdout.fnmatch_lines(ids)
     wrong = project("--dpbench-workload=mine:Squares", "--dpbench-seq-len=4")
     wrong.stderr.fnmatch_lines(["*dpbench: seq_len is the transformer's: Squares takes its own*"])
+
+
+@pytest.mark.usefixtures("counted_here")
+def test_a_limit_of_a_ratio_measures_the_baseline_that_was_named(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        test_suite="""
+        import pytest
+
+        @pytest.mark.dpbench(compare_fail=["logical_ratio:1%"])
+        def test_ghost(logical_io):
+            logical_io("dpsgd_ghost", batch_size=2, seq_len=8, model_size="50x16x1x2")
+
+        def test_reference(logical_io):
+            logical_io("dpsgd", batch_size=2, seq_len=8, model_size="50x16x1x2")
+        """,
+    )
+    named = ("--dpbench-baseline=DPSGDTrainer", "--dpbench-save=one")
+    first = project(*named, "--dpbench-compare-first-run-ok")
+    first.assert_outcomes(passed=2)
+    again = project(*named, "--dpbench-compare=1", "-k", "ghost")
+    again.assert_outcomes(passed=1, deselected=1)
+    again.stdout.fnmatch_lines(["*÷ dpsgd*"])

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import Case
-from dpbench.results.frame import summarise, throughputs, to_frame, with_ratios, with_totals
+from dpbench.results.frame import (
+    numbers,
+    summarise,
+    throughputs,
+    to_frame,
+    with_ratios,
+    with_totals,
+)
 from dpbench.results.rows import COLUMNS, STEP, Measurement
 
 UNITS = {"bytes": "B", "cycles": "1", "seconds": "s", "second": "1/s"}
@@ -288,7 +295,15 @@ def test_ratios_keep_every_row_and_value_of_the_summary() -> None:
             [*rows("dpsgd", {"l2_total_bytes": 4.0}), *rows("standard", {"l2_total_bytes": 2.0})]
         )
     )
-    pd.testing.assert_frame_equal(with_ratios(summary).drop(columns="ratio"), summary)
+    pd.testing.assert_frame_equal(with_ratios(summary).drop(columns=["ratio", "baseline"]), summary)
+
+
+def test_ratios_are_to_the_trainer_that_is_the_baseline() -> None:
+    values = {"dpsgd": 4.0, "standard": 2.0, "own": 8.0}
+    named = [row for name, v in values.items() for row in rows(name, {"l2_total_bytes": v})]
+    found = numbers(to_frame(named), "dpsgd")
+    ratios = found[found.metric == "l2_ratio"].set_index("trainer").value.to_dict()
+    assert ratios == {"standard": 0.5, "own": 2.0}
 
 
 # --- throughputs -----------------------------------------------------------------------------

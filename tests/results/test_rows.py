@@ -60,6 +60,7 @@ def test_row_is_flat_and_spells_everything_out() -> None:
         "optimizer": "sgd",
         "micro_batches": 1,
         "trainable": "all",
+        "activation_checkpointing": "off",
         "instrument": "ncu",
         "phase": "step",
         "metric": "dram_read_bytes",

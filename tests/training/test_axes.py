@@ -1,14 +1,18 @@
-"""Optimizer, micro-batches, trainable parameters: part of a case, and right in every trainer."""
+"""Optimizer, micro-batches, checkpointing and the like: part of a case, right in every trainer."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from opacus import GradSampleModule
+from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, SimpleBigModel, StandardTrainer, get_random_dataloader
 from dpbench.case import Case, ModelSize
@@ -16,20 +20,26 @@ from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build, smoke_test
+from dpbench.process.step import run_case
 from dpbench.registry import arguments, chosen_grid, resolve
-from dpbench.training.base import Batch
+from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.phases import phase
+from dpbench.workloads.checkpointing import checkpoint_blocks
 from dpbench.workloads.trainable import choose_trainable
+from dpbench.workloads.transformer import Transformer
 
 ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 SIZE = ModelSize(50, 16, 1, 2)
 CPU = torch.device("cpu")
+HEARD_TWICE = "Per sample gradient is not initialized|Parameter tying is not supp|_norm_sample"
 
 
-def small(trainable: str = "all") -> nn.Module:
+def small(trainable: str = "all", *, checkpoints: bool = False) -> nn.Module:
     torch.manual_seed(0)
     model = SimpleBigModel(SIZE, max_seq_len=8)
     choose_trainable(model, trainable)
+    if checkpoints:
+        checkpoint_blocks(Transformer(), model)
     if trainable.startswith("lora"):  # at first only one of each pair has a gradient
         for name, parameter in model.named_parameters():
             if name.endswith("up.weight"):
@@ -41,9 +51,11 @@ def batch_of(size: int) -> Batch:
     return next(iter(get_random_dataloader(batch_size=size, seq_len=8, vocab_size=50)))
 
 
-def update_of(trainer: str, trainable: str = "all", **options: object) -> Tensor:
+def update_of(
+    trainer: str, trainable: str = "all", *, checkpoints: bool = False, **options: object
+) -> Tensor:
     """New minus old parameters of a step that clips about half of six examples, without noise."""
-    model = small(trainable)
+    model = small(trainable, checkpoints=checkpoints)
     before = torch.cat([p.detach().clone().reshape(-1) for p in model.parameters()])
     threshold = {"all": 2.1, "*.bias": 0.5}.get(trainable, 0.5)
     fixed = {"noise_multiplier": 0.0, "max_grad_norm": threshold, "learning_rate": 1.0}
@@ -52,8 +64,8 @@ def update_of(trainer: str, trainable: str = "all", **options: object) -> Tensor
     return torch.cat([p.detach().reshape(-1) for p in made.model.parameters()]) - before
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).norm() < 1e-4 * other.norm()) and bool(other.norm() > 0)
+def same(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> bool:
+    return bool((one - other).norm() < tolerance * other.norm()) and bool(other.norm() > 0)
 
 
 @pytest.mark.parametrize("trainer", ALL_TRAINERS)
@@ -73,6 +85,55 @@ def test_a_second_step_of_micro_batches_begins_anew(trainer: str) -> None:
     torch.testing.assert_close(two_steps(micro_batches=2), two_steps(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("trainable", ["all", "*.bias", "lora:2"])
+@pytest.mark.parametrize("trainer", ALL_TRAINERS)
+def test_checkpointing_changes_no_bit_of_the_update(trainer: str, trainable: str) -> None:
+    update = update_of(trainer, trainable, checkpoints=True, micro_batches=2)
+    assert torch.equal(update, update_of(trainer, trainable, micro_batches=2))
+    assert update.any()
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 3, "checkpoints": True}], ids=str)
+@pytest.mark.parametrize("trainer", ALL_TRAINERS)
+def test_autocast_updates_as_single_precision_does(trainer: str, options: dict[str, int]) -> None:
+    update = update_of(trainer, autocast=torch.bfloat16, **options)
+    assert same(update, update_of(trainer), 1e-2)
+    assert not same(update, update_of(trainer)), "nothing was computed in 16 bits"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_a_scaler_scaled_is_unscaled_before_the_step(micro_batches: int) -> None:
+    update = update_of("standard", autocast=torch.float16, micro_batches=micro_batches)
+    assert same(update, update_of("standard"), 2e-3)
+
+
+def test_opacus_clips_what_a_scaler_has_scaled() -> None:
+    """Why fp16-amp is refused: below the threshold, examples are clipped all the same."""
+    model, scale = small(), 2.0**7
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    private = DPOptimizer(
+        optimizer, noise_multiplier=0.0, max_grad_norm=100.0, expected_batch_size=6
+    )
+    module, batch = GradSampleModule(model), batch_of(6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(mean_cross_entropy(module(batch[0]), batch[1])).backward()
+    unclipped = torch.cat([p.grad.reshape(-1) for p in model.parameters()]) / scale
+    scaler.unscale_(private)
+    private.pre_step()
+    clipped = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    assert clipped.norm() > 2 * unclipped.norm(), "a scaler's step would now be right: allow it"
+
+
+@pytest.mark.parametrize("trainer", ["dpsgd", "dpsgd_ghost", "dpsgd_fgc"])
+def test_opacus_fails_where_checkpointing_is_not_reentrant(trainer: str) -> None:
+    model = small()
+    block = model.blocks[0]
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    made = TRAINERS[trainer](model, batch_size=6)
+    with pytest.raises((ValueError, NotImplementedError, AttributeError), match=HEARD_TWICE):
+        made.train_step(batch_of(6))
+
+
 @pytest.mark.parametrize("trainable", ["*.bias", "lora:2"])
 def test_private_trainers_agree_on_what_alone_is_trained(trainable: str) -> None:
     updates = [update_of(trainer, trainable) for trainer in ALL_TRAINERS]
@@ -88,7 +149,13 @@ def test_private_trainers_agree_on_what_alone_is_trained(trainable: str) -> None
 
 @pytest.mark.parametrize("trainer", ALL_TRAINERS)
 @pytest.mark.parametrize(
-    "axes", [{"optimizer": "adamw"}, {"micro_batches": 2}, {"trainable": "lora:4"}], ids=str
+    "axes",
+    [
+        {"optimizer": "adamw", "precision": "bf16-amp"},
+        {"micro_batches": 2, "activation_checkpointing": "on"},
+        {"trainable": "lora:4"},
+    ],
+    ids=str,
 )
 def test_every_trainer_trains_along_every_axis(trainer: str, axes: dict[str, str]) -> None:
     smoke_test(Case(trainer, 4, 8, "50x16x1x2", **axes))  # type: ignore[arg-type]
@@ -120,6 +187,31 @@ def test_micro_batches_hold_fewer_examples_gradients() -> None:
     assert peak(4) < 0.6 * peak(1)
 
 
+def test_checkpointing_keeps_less_and_computes_the_blocks_again() -> None:
+    def of(kept: str, metric: str, phase: str) -> float:
+        case = Case("standard", 4, 32, "50x16x6x2", activation_checkpointing=kept)
+        return next(
+            row.value
+            for row in Logical().count(case).rows
+            if (row.metric, row.phase) == (metric, phase)
+        )
+
+    assert of("on", "peak_memory_bytes", "step") < 0.6 * of("off", "peak_memory_bytes", "step")
+    again = of("on", "flops", "backward") - of("off", "flops", "backward")
+    head = 2 * 4 * 32 * 16 * 50
+    assert again == of("off", "flops", "forward") - head
+
+
+@pytest.mark.usefixtures("capsys")
+def test_fp16_steps_count_only_if_the_scaler_skips_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("standard", 4, 8, "50x16x1x2", precision="fp16-amp")
+    assert run_case(case, device="cpu", warmup=1, active=2)["loss"] > 0
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=1)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    with pytest.raises(ConfigurationError, match="the GradScaler has skipped a step that counts"):
+        run_case(case, device="cpu", warmup=1, active=2)
+
+
 class Whole(StandardTrainer):
     """A trainer that knows nothing of micro-batches."""
 
@@ -139,8 +231,10 @@ def test_a_trainer_without_micro_batches_is_not_measured_as_if_it_had_some() -> 
 
 @pytest.mark.parametrize("trainable", ["all", "lora:8", "*.bias", "a-b/c?"])
 def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
-    case = Case("dpsgd", 8, 16, "tiny", optimizer="adamw", micro_batches=4, trainable=trainable)
-    assert case.id.startswith("dpsgd-bs8-seq16-tiny-fp32-optimizer=adamw-micro_batches=4")
+    axes = {"optimizer": "adamw", "micro_batches": 4, "activation_checkpointing": "on"}
+    case = Case("dpsgd", 8, 16, "tiny", "bf16-amp", trainable=trainable, **axes)  # type: ignore[arg-type]
+    assert case.id.startswith("dpsgd-bs8-seq16-tiny-bf16-amp-optimizer=adamw-micro_batches=4")
+    assert case.id.endswith("-activation_checkpointing=on")
     assert Case.from_report_path(case.report_path) == case
     assert len(case.report_path.parts) == 2
     assert {"--optimizer", "adamw", "--micro-batches", "4"} <= set(arguments(case))
@@ -158,6 +252,20 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
         (lambda: Case("dpsgd", 8, 16, trainable="lora:x"), "write lora:RANK, such as lora:8"),
         (lambda: Case("dpsgd", 8, 16, trainable="lora:0"), "rank must be a positive integer"),
         (lambda: resolve(Case("dpsgd", 8, 16, optimizer="lion")), "unknown optimizer 'lion'"),
+        (
+            lambda: Case("dpsgd", 8, 16, activation_checkpointing="yes"),
+            "unknown activation checkpointing 'yes'; choose from off, on",
+        ),
+        (
+            lambda: build(Case("dpsgd_fgc", 8, 16, "tiny", precision="fp16-amp"), CPU, 1),
+            "Opacus clips gradients as a GradScaler has scaled them",
+        ),
+        (
+            lambda: build(
+                Case("dpsgd", 2, workload="layer", activation_checkpointing="on"), CPU, 1
+            ),
+            "Layer does not say which blocks activation checkpointing runs again: give it blocks",
+        ),
         (
             lambda: build(Case("dpsgd", 8, 16, "tiny", trainable="*.gain"), CPU, 1),
             "trainable *.gain: the model has no parameter like *.gain; it has token_embedding",

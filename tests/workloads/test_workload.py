@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 
 from dpbench import TRAINERS, WORKLOADS
 from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
+from dpbench.gpu import Gpu
+from dpbench.instruments.base import CaseRefused
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build, smoke_test
 from dpbench.registry import arguments, chosen_grid, resolve
+from dpbench.runner import check_fits
 from tests.workloads import digits
 
 CPU = torch.device("cpu")
@@ -249,6 +254,16 @@ def test_an_error_shows_the_users_own_line(capsys: pytest.CaptureFixture[str]) -
     assert line in str(caught.value)
 
 
+def test_torch_logs_nothing_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[object] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(fake_tensor.log, "handlers", [handler])
+    with pytest.raises(Exception, match=r"super\(\).losses\(model, batch\) @ torch.eye\(3\)"):
+        Logical().count(case_of(digits.Misshapen))
+    assert not logged
+
+
 def test_what_opacus_cannot_train_is_said_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
     named = f"--workload={HERE}:Normalised"
     trainers = ["--trainer=standard", "--trainer=dpsgd"]
@@ -256,6 +271,16 @@ def test_what_opacus_cannot_train_is_said_in_its_words(capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert "[TEST OK] StandardTrainer" in shown
     assert "BatchNorm cannot support training with differential privacy" in shown
+
+
+@pytest.mark.parametrize("counted_apart", [False, True])
+def test_what_no_gpu_would_change_is_said_before_one_is_used(counted_apart: bool) -> None:
+    gpu = Gpu("GPU-1", "NVIDIA H200", 10**12, "580")
+    case = Case("dpsgd", 4, 8, "tiny", precision="fp16-amp")
+    if counted_apart:
+        case = case_of(digits.Normalised, "dpsgd")
+    with pytest.raises(CaseRefused, match=f"^{case.id}: Opacus"):
+        check_fits(case, gpu)
 
 
 def test_a_model_that_ignores_its_size_is_not_called_by_it() -> None:

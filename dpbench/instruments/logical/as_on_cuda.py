@@ -1,6 +1,7 @@
 """Lets a step on fake ``cpu`` tensors make the choices that PyTorch makes on CUDA.
 
 Where bytes depend on the device, `as_on_cuda` chooses for CUDA. Nothing is left of it afterwards.
+What it does about autocast is in `dpbench.instruments.logical.autocast`.
 
 Dropout
     One operator (``native_dropout``) that keeps a mask of one byte an element.
@@ -18,19 +19,16 @@ Transformers (Hugging Face)
     Its masks stay unmade where attention can be told ``is_causal``; for a fake tensor the library
     believes that it is being traced, and makes them.
 
-What would change the bytes, and cannot be followed here, is refused: autocast and gradient
-scalers (whose step is skipped or not, as the data has it), torch.compile, and shared keys in the
-flash kernel where torch's own for the CPU does not take them (before torch 2.9).
+What would change the bytes, and cannot be followed here, is refused: torch.compile, and shared
+keys in the flash kernel where torch's own for the CPU does not take them (before torch 2.9).
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -39,8 +37,8 @@ from torch import Tensor
 from torch._dynamo import eval_frame
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp import GradScaler, autocast
 
+from dpbench.instruments.logical.autocast import autocast_as_on_cuda
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 _aten = torch.ops.aten
@@ -68,14 +66,11 @@ def as_on_cuda() -> Iterator[None]:
         # copies layers and gradients, and the process would end with a segmentation fault.
         replaced: list[tuple[Any, str, Any]] = [
             (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),
-            (autocast, "__init__", _remember_what_was_asked(autocast.__init__)),
-            (autocast, "__enter__", _refuse("torch.autocast", autocast.__enter__)),
-            (GradScaler, "__init__", _remember_what_was_asked(GradScaler.__init__)),
-            (GradScaler, "scale", _refuse("torch.amp.GradScaler", GradScaler.scale)),
             (eval_frame, "_callback_from_stance", _refuse_compiled),
         ]
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value, create=True))
+        stack.enter_context(autocast_as_on_cuda())
         yield
 
 
@@ -171,39 +166,6 @@ INSTEAD: dict[OpOverload, Callable[..., Any]] = {
     _attention: _scaled_dot_product_attention,
 }
 """What runs for an operator that is made of others on the CPU and is one on CUDA."""
-
-
-def _remember_what_was_asked(init: Callable[..., None]) -> Callable[..., None]:
-    """Autocast and gradient scalers for CUDA switch themselves off where there is none."""
-    signature = inspect.signature(init)
-
-    @wraps(init)
-    def initialised(self: Any, *args: Any, **options: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*CUDA is not available")
-            init(self, *args, **options)
-        asked = signature.bind(self, *args, **options).arguments
-        self._asked_dpbench = asked.get("enabled", True)
-
-    return initialised
-
-
-def _refuse(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def called(self: Any, *args: Any, **options: Any) -> Any:
-        if getattr(self, "_asked_dpbench", self._enabled):
-            raise mixed_precision(what)
-        return method(self, *args, **options)
-
-    return called
-
-
-def mixed_precision(what: str) -> UnsupportedOperation:
-    """Why a step that mixes precisions by itself is not counted."""
-    return UnsupportedOperation(
-        f"{what} changes the bytes of a step on a GPU, and cannot be counted without one; "
-        f"measure it, or count with --precision bf16"
-    )
 
 
 def _refuse_compiled(callback: Any) -> Any:

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.logical import rules
-from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda, mixed_precision
+from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.stand_ins import STAND_INS, AssumedValues, UnsupportedOperation
 
 ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator hands out memory in multiples of this
@@ -154,8 +154,11 @@ class ByteCounter(TorchDispatchMode):
         for tensor in rules.tensors(out):
             self.memory.see(tensor)
         if self._phase is not None:
-            if torch._C._is_any_autocast_enabled():  # by torch.set_autocast_enabled
-                raise mixed_precision("torch.autocast")
+            if torch.is_autocast_enabled("cuda"):
+                raise UnsupportedOperation(
+                    "torch.set_autocast_enabled cannot be followed without a GPU: use a region of "
+                    "torch.autocast"
+                )
             self._record(self._phase, func, args, kwargs, out)
         return out
 

@@ -21,8 +21,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
+from torch._subclasses import fake_tensor
 
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import DpbenchError, own_line
@@ -205,6 +207,8 @@ def untouched_torch() -> Iterator[None]:
         for place, name in switches:
             stack.callback(setattr, place, name, getattr(place, name))
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        # It would log the whole way to an error that is reported in a line.
+        stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
         if torch.get_default_device().type != "cpu":  # costs a call for each operator
             stack.enter_context(torch.device("cpu"))
         # Opacus's fast gradient clipping deep-copies gradients, and copying looks at the address.

@@ -58,11 +58,12 @@ Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
 """Storage, offset in elements, and ``(size, stride)`` of each dimension that cannot be merged."""
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """The names in a text."""
     return frozenset(text.split())
 
 
-FREE = _names(
+FREE = names(
     """
     alias detach detach_ lift_fresh _unsafe_view _reshape_alias view_as_real view_as_complex
     empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_
@@ -71,7 +72,7 @@ FREE = _names(
 )
 """Operators that touch metadata only, beside those whose schema says that they are views."""
 
-OVERWRITERS = _names(
+OVERWRITERS = names(
     """
     copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_
     cauchy_ _foreach_copy_ _foreach_zero_ eye_
@@ -98,7 +99,7 @@ GATHERS: Mapping[str, str] = {
 }
 """Operators that read of this argument only what comes out."""
 
-SCATTERS = _names(
+SCATTERS = names(
     "scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_put_"
 )
 """In-place operators that touch of their target only what their indices name."""
@@ -106,7 +107,7 @@ SCATTERS = _names(
 ACCUMULATING = frozenset({"scatter_add_", "scatter_reduce_", "index_add_"})
 """Scatters that add to what is there, and so read it; others may, by an argument."""
 
-REVIEWED = _names(
+REVIEWED = names(
     """
     mm addmm bmm baddbmm addbmm addmv mv dot outer addr
     _scaled_dot_product_flash_attention_for_cpu
@@ -138,7 +139,7 @@ REVIEWED = _names(
     bernoulli multinomial random exponential lift_fresh_copy
     zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
     _fused_sgd _fused_adam _fused_adamw _fused_adagrad
-    _amp_foreach_non_finite_check_and_unscale
+    _amp_foreach_non_finite_check_and_unscale _amp_update_scale
     """
 )
 """Operators (without ``_foreach_`` and the in-place ``_``) whose rule was thought about. What is

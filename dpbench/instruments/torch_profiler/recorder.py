@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import Case
+from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.recorders import Recorder, on_cuda
 from dpbench.instruments.torch_profiler.files import INSTRUMENT, prepare, write_summary
 from dpbench.results.rows import Measurement
@@ -39,6 +40,8 @@ class ProfileRecorder(Recorder):
 
         from dpbench.process.profiled import PhaseAnnotations, profiler_of
 
+        if torch._C._autograd._profiler_enabled():
+            raise InstrumentError("the script runs the PyTorch profiler itself; there is only one")
         if self._annotations is None:
             self._annotations = PhaseAnnotations(torch.device("cuda" if on_cuda() else "cpu"))
             prepare(self.directory)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, PHASES
+from dpbench.case import ALL_PHASES, AXES, PHASES
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import EXPECTED_BY
 from dpbench.results.frame import CONFIGURATION, with_logical
@@ -84,12 +84,12 @@ def phases(material: Material) -> Chart:
         ),
         [Key("■", name, PHASE_STYLES[name].colour) for name in shown],
         Table.of(
-            f"{basis.name} of one step by phase, {basis.premise}; ratio to {BASELINE_TRAINER}",
+            f"{basis.name} of one step by phase, {basis.premise}; ratio to {material.baseline}",
             wide,
-            {**CASE, **columns, "÷ standard": ("ratio", times)},
+            {**CASE, **columns, f"÷ {material.baseline}": ("ratio", times)},
         ),
         [
-            "At the end of a bar: GB of the whole step, and how many times the standard trainer's.",
+            f"At the end of a bar: GB of the whole step, and how many times {material.baseline}'s.",
             *material.cautions,
         ],
     )
@@ -106,7 +106,7 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
 def ratios(material: Material) -> Chart:
     """The ratio in each cell of the grid; a panel for each configuration with several cells."""
     basis, found, batches = material.basis, material.ratios, ["batch_size", "seq_len"]
-    title = f"{basis.name} as a multiple of standard training, over the grid"
+    title = f"{basis.name} as a multiple of {material.baseline} training, over the grid"
     if found.empty:
         return Chart("ratios", title, missing=_no_ratio(material))
     places = found[batches].to_numpy(object).tolist()
@@ -116,7 +116,7 @@ def ratios(material: Material) -> Chart:
     if drawn.empty:
         why = "No trainer was measured in more than one cell: its ratio stands at its bar above."
         return Chart("ratios", title, missing=why)
-    keys = [*material.keys(drawn.trainer), Key("┄", f"{BASELINE_TRAINER} = 1")]
+    keys = [*material.keys(drawn.trainer), Key("┄", f"{material.baseline} = 1")]
     across: Json = {"xref": "paper", "x0": 0, "x1": 1}
     notes, shapes = [*material.cautions], [figures.dashed(**across, y0=1, y1=1)]
     top = max(float(drawn.ratio.max()) * 1.1, 1.5)
@@ -125,9 +125,9 @@ def ratios(material: Material) -> Chart:
         grey = {"fillcolor": NEUTRAL, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
         shapes.append({"type": "rect", **place, **grey})
         keys.append(Key("▒", "expected range", NEUTRAL))
-        usual = f"{limits[0]:g} to {limits[1]:g} times the standard's bytes."
+        usual = f"{limits[0]:g} to {limits[1]:g} times {material.baseline}'s bytes."
         notes.insert(0, f"{EXPECTED_BY.capitalize()}: {usual}")
-    layout: Json = {"yaxis": figures.axis(f"{basis.name} ÷ standard", range=[0, top])}
+    layout: Json = {"yaxis": figures.axis(f"{basis.name} ÷ {material.baseline}", range=[0, top])}
     panels = []
     for config, rows in drawn.sort_values(batches, kind="stable").groupby("title", sort=False):
         order = {"type": "category", "categoryarray": rows.cell.unique().tolist()}
@@ -135,8 +135,8 @@ def ratios(material: Material) -> Chart:
         lines = rows.groupby("trainer", sort=False)
         traces = [_joined(points, material.look[str(name)]) for name, points in lines]
         panels.append(figures.panel(str(config), traces, 300, **layout))
-    caption = f"{basis.name} ÷ those of {BASELINE_TRAINER} in the same run and cell"
-    columns: dict[str, Shown] = {**CASE, f"{basis.name} ÷ standard": ("ratio", times)}
+    caption = f"{basis.name} ÷ those of {material.baseline} in the same run and cell"
+    columns: dict[str, Shown] = {**CASE, f"{basis.name} ÷ {material.baseline}": ("ratio", times)}
     table = Table.of(f"{caption} ({basis.premise})", found, columns)
     return Chart("ratios", title, basis.premise, panels, keys, table, notes)
 
@@ -156,9 +156,9 @@ def _no_ratio(material: Material) -> str:
     trainers = set(material.step_bytes(material.basis).trainer)
     if not trainers:
         return "No bytes were measured or counted."
-    if BASELINE_TRAINER not in trainers:
-        return f"No ratio: the {BASELINE_TRAINER!r} trainer was not measured in these runs."
-    return f"No ratio: no run has another trainer and {BASELINE_TRAINER!r} in the same cell."
+    if material.baseline not in trainers:
+        return f"No ratio: the {material.baseline!r} trainer was not measured in these runs."
+    return f"No ratio: no run has another trainer and {material.baseline!r} in the same cell."
 
 
 def memory(material: Material) -> Chart:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, PHASES, Case
+from dpbench.case import AXES, PHASES, Case
 from dpbench.metrics import METRICS
 from dpbench.results.frame import (
     CONFIGURATION,
@@ -112,16 +112,21 @@ class Material:
     expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
 
     @cached_property
+    def baseline(self) -> str:
+        """What ratios divide by, in words."""
+        return " or ".join(dict.fromkeys(run.baseline for run in self.runs))
+
+    @cached_property
     def summary(self) -> pd.DataFrame:
         """One row per run, case, instrument, phase and metric, in the order of reading.
 
         The columns are those of `with_ratios`, then ``run``, its name; ``measured``,
         False where the number was counted without hardware; and ``title``, which configuration it
-        is. A ratio compares with the standard trainer of the same run.
+        is. A ratio compares with the baseline of the same run.
         """
         runs = [run for run in self.runs if not run.frame.empty] or self.runs[:1]
         parts = [
-            with_ratios(of_one_instrument(summarise(run.frame))).assign(run=run.name)
+            with_ratios(of_one_instrument(summarise(run.frame)), run.baseline).assign(run=run.name)
             for run in runs
         ]
         summary = pd.concat(map(in_order, parts), ignore_index=True)
@@ -173,7 +178,7 @@ class Material:
     def ratios(self) -> pd.DataFrame:
         """Whole-step rows of all trainers but the baseline, where there is a ratio."""
         rows = self.step_bytes(self.basis)
-        return rows[(rows.trainer != BASELINE_TRAINER) & rows.ratio.notna()]
+        return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
 
     @cached_property
     def cautions(self) -> list[str]:

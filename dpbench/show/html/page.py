@@ -108,8 +108,8 @@ def trainers(material: Material) -> Table:
         "trainer": ("trainer", str),
         "cases": ("cases", str),
         "without a result": ("failed", str),
-        f"smallest {name} ÷ standard": ("min", times),
-        f"largest {name} ÷ standard": ("max", times),
+        f"smallest {name} ÷ {material.baseline}": ("min", times),
+        f"largest {name} ÷ {material.baseline}": ("max", times),
         f"largest peak memory, GB ({verb})": ("peak", gigabytes),
     }
     return Table.of("Trainers", table, columns)
@@ -141,7 +141,7 @@ def cases(material: Material) -> Table:
         header = shown.header.replace("\n", " ").replace("mem.", "memory")
         write = {"B": gigabytes, "s": milliseconds}.get(unit(shown.name), "{:.2f}".format)
         if shown.kind != "value":
-            write, header = times, header.replace("÷ std", "÷ standard")
+            write, header = times, header.replace("÷ std", f"÷ {material.baseline}")
         columns[f"{header}, GB" if write is gigabytes else header] = (shown.name, write)
     wide = wide.dropna(subset=numbers, how="all")
     return Table.of(

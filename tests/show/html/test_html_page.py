@@ -110,7 +110,7 @@ def test_figures_are_plotlys() -> None:
 def test_ratios_that_the_reader_expects_are_on_the_charts() -> None:
     usual, own = charts_of(GRID1), charts_of(GRID1, dram_bytes=(1.0, 1.5))
     other = charts_of(GRID1, l2_total_bytes=(1.0, 1.5))
-    assert "user of this suite: 2 to 5 times the standard's bytes." in usual["ratios"].notes[0]
+    assert "user of this suite: 2 to 5 times standard's bytes." in usual["ratios"].notes[0]
     assert "user of this suite: 1 to 1.5 times" in own["ratios"].notes[0]
     shapes = [c["ratios"].panels[0].figure["layout"]["shapes"][1:] for c in (usual, own, other)]
     assert [[(band["y0"], band["y1"]) for band in bands] for bands in shapes] == [

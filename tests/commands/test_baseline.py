@@ -1,0 +1,116 @@
+"""``--baseline``: ratios to another trainer than the standard one, in all that shows or judges."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.cli import main
+from dpbench.registry import chosen_grid
+from dpbench.results.run import Run
+
+Asked = Callable[[str], tuple[int, str]]
+"""A command's exit status and what it showed."""
+
+CELL = "--batch-size=4 --seq-len=8 --model-size=50x16x1x2 --instrument=logical"
+TRAINERS = "--trainer=standard --trainer=dpsgd --trainer=dpsgd_ghost"
+
+
+@pytest.fixture
+def dpbench(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Asked:
+    monkeypatch.chdir(tmp_path)
+
+    def run(command: str) -> tuple[int, str]:
+        status = main(shlex.split(command))
+        shown = capsys.readouterr()
+        return status, " ".join((shown.out + shown.err).split())
+
+    return run
+
+
+@pytest.mark.usefixtures("counted_here")
+def test_ratios_are_to_the_baseline_that_was_named(dpbench: Asked, tmp_path: Path) -> None:
+    assert dpbench(f"run {CELL} {TRAINERS} --save=usual")[0] == 0
+    own = "--baseline=tests.workloads.digits:OwnTrainer "
+    mine = f"{CELL} {TRAINERS} --trainer=OwnTrainer --columns=logical_bytes,logical_ratio"
+    status, shown = dpbench(f"run {own} {mine} --json=mine.json")
+    assert status == 0
+    assert "÷ OwnTrainer" in shown
+    assert "÷ std" not in shown
+    document = json.loads(Path("mine.json").read_text())
+    ratios = {
+        row["trainer"]: row["ratio"]
+        for row in document["ratios"]
+        if (row["phase"], row["metric"]) == ("step", "logical_bytes")
+    }
+    assert set(ratios) == {"standard", "dpsgd", "dpsgd_ghost"}
+    assert ratios["dpsgd"] == 1  # it trains as the baseline does
+    assert ratios["standard"] < ratios["dpsgd_ghost"] < 1
+    assert Run.load(tmp_path / "mine.json").baseline == "OwnTrainer"
+    assert "logical GB by phase (÷ OwnTrainer)" in dpbench("show mine.json")[1]
+    assert dpbench("report mine.json -o page.html")[0] == 0
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "as a multiple of OwnTrainer training" in page
+    assert "÷ standard" not in page
+
+    differ = "atios of 0001_usual are to standard, those of mine to OwnTrainer, and not compared"
+    assert differ in dpbench("compare 1 mine.json")[1]
+    status, shown = dpbench("compare 1 mine.json --fail=logical_ratio:5% --fail=logical_bytes:5%")
+    assert status == 1
+    assert f"logical_ratio:5% judged nothing: r{differ}" in shown
+    assert "1 regression" not in shown
+    assert dpbench("compare mine.json mine.json --fail=logical_ratio:1%")[0] == 0
+
+
+@pytest.mark.usefixtures("counted_here")
+def test_a_ratio_needs_the_baseline_along_every_axis(dpbench: Asked) -> None:
+    axes = "--optimizer=sgd --optimizer=adamw --baseline=dpsgd"
+    assert (
+        dpbench(f"run {CELL} --trainer=dpsgd --trainer=dpsgd_ghost {axes} --json=both.json")[0] == 0
+    )
+    document = json.loads(Path("both.json").read_text())
+    kept = [
+        {name: [r for r in document[name] if not _is_adam_of(r, "dpsgd")]}
+        for name in ("rows", "cases")
+    ]
+    Path("one.json").write_text(json.dumps(document | kept[0] | kept[1]))
+    status, shown = dpbench("compare both.json one.json --fail=logical_ratio:1%")
+    assert status == 1
+    lacking = Case("dpsgd", 4, 8, "50x16x1x2", optimizer="adamw").id
+    assert f"the ratio needs its baseline {lacking}, which is not in one" in shown
+    assert (
+        "No ratio: the 'dpsgd' trainer was not measured for this cell."
+        in dpbench("show one.json")[1]
+    )
+
+
+def _is_adam_of(row: dict[str, str], trainer: str) -> bool:
+    return (row["trainer"], row["optimizer"]) == (trainer, "adamw")
+
+
+def test_a_grid_file_names_its_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("trainer = 'dpsgd'\nbatch_size = 8\nseq_len = 8\nbaseline = 'dpsgd_fgc'\n")
+    assert chosen_grid(str(path)).baseline == "dpsgd_fgc"
+    assert chosen_grid(str(path), "DPGhostClippingTrainer").baseline == "dpsgd_ghost"
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"),
+    [("'nope'", "unknown trainer 'nope'"), ("3", "baseline must be the name of a trainer, not 3")],
+)
+def test_a_baseline_that_is_no_trainer_is_refused(
+    dpbench: Asked, tmp_path: Path, baseline: str, said: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"trainer = 'dpsgd'\nbatch_size = 8\nseq_len = 8\nbaseline = {baseline}\n")
+    status, shown = dpbench(f"run --grid={path}")
+    assert status == 2
+    assert f"grid file {path}: {said}" in shown
