@@ -24,16 +24,11 @@ COMMANDS = (
     "show",
     "compare",
     "list",
-    "report",
-    "kernels",
-    "attribute",
-    "roofline",
-    "ceilings",
 )
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""
 
-LOAD_TRAINERS = ("smoke", "step", "run", "report", "attribute", "roofline")
+LOAD_TRAINERS = ("smoke", "step", "run")
 """Commands that find outside trainers, models and instruments in the current directory too.
 
 It is searched last, or a file there could pass for a module of dpbench's or of a library's."""

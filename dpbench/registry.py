@@ -225,7 +225,6 @@ INSTRUMENTS = Registry(
         "ncu": "dpbench.instruments.ncu.instrument:Ncu",
         "cupti": "dpbench.instruments.cupti.instrument:Cupti",
         "ncu_kernels": "dpbench.instruments.ncu.instrument:NcuKernels",
-        "speed_of_light": "dpbench.instruments.ncu.speed_of_light:SpeedOfLight",
         "logical": "dpbench.instruments.logical.instrument:Logical",
         "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
         "nsys": "dpbench.instruments.nsys.instrument:Nsys",
@@ -328,17 +327,13 @@ def import_paths(case: Case) -> list[Path | None]:
     return [registry.import_path(getattr(case, axis)) for axis, registry in _named(case)]
 
 
-def portable(case: Case) -> dict[str, Any]:
-    """A case's fields, for a process in which nothing was registered."""
-    return asdict(case) | {axis: reg.argument(getattr(case, axis)) for axis, reg in _named(case)}
-
-
 def arguments(case: Case) -> list[str]:
     """A case as command-line options that any dpbench process understands."""
+    named = asdict(case) | {axis: reg.argument(getattr(case, axis)) for axis, reg in _named(case)}
     blank = {field.name: (field.default, OF_TRANSFORMER.get(field.name)) for field in fields(case)}
     return [
         text
-        for name, value in portable(case).items()
+        for name, value in named.items()
         if value not in blank[name] or (name == "model_size" and value)
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]

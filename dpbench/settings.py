@@ -20,9 +20,6 @@ from dpbench.files import check_distinct_files, check_writable_file
 from dpbench.grid import GRIDS, Grid
 from dpbench.registry import INSTRUMENTS, chosen_grid
 
-NCU_SETS = ("basic", "detailed", "full")
-"""Sets of ncu's sections; ``detailed`` takes 20 passes a kernel on GH100, ``full`` 38."""
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -82,10 +79,6 @@ class Settings:
     no_timing: bool = options.of_pytest(
         "count bytes only: no second, unprofiled process for step time and peak memory"
     )
-    profile: bool = options.of_pytest(
-        "run each measured case under the PyTorch profiler as well: time, memory and copies by "
-        "phase, traces, tables, a TensorBoard log"
-    )
     ncu_path: str | None = options.ncu("the ncu program, if it is not on PATH", metavar="PROGRAM")
     ncu_dir: Path = options.ncu(
         "where .ncu-rep reports and logs go", Path("ncu_reports"), type=Path, metavar="DIR"
@@ -104,17 +97,6 @@ class Settings:
         action="append",
         metavar="PHASES",
     )
-    ncu_set: str | None = options.ncu(
-        "collect this set of ncu's sections for the kernels that move most bytes: "
-        f"{', '.join(NCU_SETS)} (Speed of Light, memory, occupancy, warp states)",
-        metavar="SET",
-    )
-    ncu_section: list[str] | None = options.ncu(
-        "collect these of ncu --list-sections for them, separated by commas",
-        action="append",
-        metavar="NAMES",
-    )
-    ncu_set_kernels: int = options.ncu("how many kernels these are", 5, type=int, metavar="N")
     warmup: int = options.number("warmup steps of the unprofiled process", 3)
     active: int = options.number("active steps of the unprofiled process", 5)
     ncu_warmup: int = options.number("warmup steps of the profiled process", 1, pytest="--{name}")
@@ -222,13 +204,8 @@ class Settings:
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
         check_phases(self.phases)
-        threshold, kernels = self.profile_threshold, self.ncu_set_kernels
-        if not threshold >= 0:
+        if not (threshold := self.profile_threshold) >= 0:
             raise ConfigurationError(f"the threshold must be >= 0 ms, not {threshold:g}")
-        if self.ncu_set is not None and self.ncu_set not in NCU_SETS:
-            raise unknown("set of sections", self.ncu_set, NCU_SETS)
-        if kernels < 1:
-            raise ConfigurationError(f"sections need at least one kernel, not {kernels}")
 
     @classmethod
     def read(
@@ -287,17 +264,12 @@ class Settings:
     @property
     def profiles_kernels(self) -> bool:
         """Whether kernels are profiled one by one; any option about them means that."""
-        return bool(self.kernels or self.kernels_phase or self.ncu_set or self.ncu_section)
+        return bool(self.kernels or self.kernels_phase)
 
     @property
     def phases(self) -> tuple[str, ...]:
         """The phases whose kernels are profiled; every one if there is none."""
         return self._listed("kernels_phase", "phase, such as clip")
-
-    @property
-    def ncu_sections(self) -> tuple[str, ...]:
-        """Sections that ncu collects beside its set."""
-        return self._listed("ncu_section", "section; ncu --list-sections shows them")
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
@@ -331,12 +303,7 @@ class Settings:
                 f"write --dpbench-histogram=PREFIX"
             )
         if self.of_pytest and self.profiles_kernels and not self.measures:
-            raise ConfigurationError("--ncu-kernels, --ncu-set and the like add to --ncu; give it")
-        if self.of_pytest and self.profile and not (self.ncu or self.cupti):
-            raise ConfigurationError(
-                "--dpbench-profile profiles the cases that --ncu or --cupti measures; give one, or "
-                "--dpbench-instrument torch_profiler, which needs no Nsight Compute"
-            )
+            raise ConfigurationError("--ncu-kernels adds to --ncu; give it")
         check_distinct_files({self.option(name): path for name, path in self.files.items()})
         for path in self.files.values():
             check_writable_file(path)

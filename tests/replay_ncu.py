@@ -2,9 +2,9 @@
 
 Started with ncu's own command line. It copies the recorded report of the trainer that the
 command names to where ``--export`` says, and prints what ncu and the process printed then. In
-kernel replay that is the recording of every phase, of the clip phase alone if the NVTX filter
-asks for it (of standard training nothing), or of a set of sections. A trainer for which nothing
-was recorded fails as a crashed process does.
+kernel replay that is the recording of every phase, or of the clip phase alone if the NVTX filter
+asks for it (of standard training nothing). A trainer for which nothing was recorded fails as a
+crashed process does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ def recording(arguments: list[str]) -> str:
     """The folder of the recording that fits a command line, below `DATA`."""
     if arguments[arguments.index("--replay-mode") + 1] != "kernel":
         return "tiny-fp32"
-    if "--set" in arguments or "--section" in arguments:
-        return "tiny-fp32/sol"
     if arguments[arguments.index("--nvtx-include") + 1] == "dpbench@0.clip":
         return "tiny-fp32/kernels/clip"
     return "tiny-fp32/kernels"

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench import registry
 from dpbench.case import AXES, COUNTS, OF_TRANSFORMER, TRANSFORMER, Case
 from dpbench.files import check_is_file
-from dpbench.grid import Grid, check_belongs
+from dpbench.grid import check_belongs
 from dpbench.options import AXIS_HELP
-from dpbench.settings import declare
 
 if TYPE_CHECKING:
-    from dpbench.results.outcome import Outcome
     from dpbench.results.run import Run
-
-
-def add_cases(parser: argparse.ArgumentParser) -> None:
-    """Declare which cases: a grid, and what replaces its axes."""
-    declare(parser.add_argument, "grid")
-    declare(parser.add_argument_group("cases").add_argument, *AXES)
-
-
-def chosen_grid(options: argparse.Namespace) -> Grid:
-    """The grid that the options of `add_cases` describe; the modules of its classes are there."""
-    grid = registry.chosen_grid(options.grid, **{axis: getattr(options, axis) for axis in AXES})
-    registry.locate(grid.cases())
-    return grid
 
 
 USUAL = {"batch_size": 8, "seq_len": 256}
@@ -71,20 +55,3 @@ def saved_run(name: str, storage: Path) -> Run:
     if not name.isdecimal():
         check_is_file(Path(name))
     return Run.load(Storage(storage).find(name))
-
-
-def count_cases(cases: Collection[Case]) -> list[Outcome]:
-    """The logical counts of each case; what cannot be counted is said on standard error."""
-    from tqdm import tqdm
-
-    from dpbench.instruments.logical.instrument import Logical
-    from dpbench.runner import measure
-
-    outcomes = []
-    with tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress:
-        for case in progress:
-            progress.set_description(case.id)
-            outcomes.append(outcome := measure(case, [Logical()]))
-            if outcome.error:
-                progress.write(outcome.message, file=sys.stderr)
-    return outcomes

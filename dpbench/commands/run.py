@@ -16,7 +16,7 @@ Examples:
   dpbench run --grid grid1 --json run.json --markdown run.md
   dpbench run --trainer standard --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench run --ncu-metrics dram_read_throughput,gld_throughput
-  dpbench run --kernels-phase clip --ncu-set detailed --trainer dpsgd --batch-size 8 --seq-len 256
+  dpbench run --kernels-phase clip --trainer dpsgd --batch-size 8 --seq-len 256
   dpbench run --instrument logical --batch-size 8 --seq-len 256
   dpbench run --instrument ncu --instrument timing --instrument logical
   dpbench run --columns dram_bytes,dram_ratio,spread --sort dram_ratio --group-by device
@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from dpbench.commands.options import add_cases
+from dpbench.case import AXES
 from dpbench.instruments import ON_GPU, choose
 from dpbench.registry import locate
 from dpbench.session import Session
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    add_cases(parser)
-    declare(parser.add_argument, "baseline")
+    declare(parser.add_argument, "grid", "baseline")
+    declare(parser.add_argument_group("cases").add_argument, *AXES)
     how = parser.add_argument_group("measuring")
     declare(how.add_argument, *MEASURING)
     shown = parser.add_argument_group("tables", "what is shown, here and in Markdown")
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 MEASURING = (
     *("instrument", "device", "ncu_path", "ncu_dir", "ncu_metrics", "kernels", "kernels_phase"),
-    *("ncu_set", "ncu_section", "ncu_set_kernels", "warmup", "active", "ncu_warmup", "ncu_active"),
+    *("warmup", "active", "ncu_warmup", "ncu_active"),
     *("profile_dir", "profile_schedule", "profile_threshold", "timeout", "try_anyway"),
 )
 

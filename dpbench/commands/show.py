@@ -1,39 +1,53 @@
-"""Print tables from a saved run, saved reports or a timeline; needs no GPU.
+"""Print tables from saved runs, saved reports or a timeline, or draw a page; needs no GPU.
 
 A run is the number of a saved one (dpbench list shows them) or a JSON file: of
-dpbench run --json, of pytest --dpbench-json, or in the storage.
-The reports are Nsight Compute's that dpbench made. The case is read off the path,
-.../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. A timeline is a report of Nsight Systems
-(.nsys-rep, which needs nsys) or an SQLite file exported from one: when the GPU worked, and
-for which launches it waited.
+dpbench run --json, of pytest --dpbench-json, or in the storage. With --html FILE runs become one
+HTML page that opens offline: charts, each with its numbers as a table, and every row.
+
+With --roofline the operations and bytes of each phase are held against the roofs of the card that
+they were measured on, of a CARD, or of a FILE of bench/ceilings.py. One of the runs must have
+counted the operations: dpbench run --instrument logical.
+
+The reports are Nsight Compute's. Of ranges, they are those that dpbench made: the case is read off
+the path, .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. Of kernels (in each configuration's
+folder kernels, or of any program profiled in kernel replay with the same metrics), they say which
+kernels move the bytes; what was launched outside dpbench's phases is "outside".
+
+A timeline is a report of Nsight Systems (.nsys-rep, which needs nsys) or an SQLite file exported
+from one: when the GPU worked, and for which launches it waited.
 
 Examples:
   dpbench show 3
-  dpbench show run.json
+  dpbench show run.json other.json --html report.html
+  dpbench show run.json counted.json --roofline
+  dpbench show counted.json --roofline h200
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
-  dpbench show ncu_reports/1b-bf16/report_dpsgd_bs8_seq256.sqlite
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
+  dpbench show ncu_reports/1b-fp32/kernels/*.ncu-rep --phase clip --top 20
+  dpbench show ncu_reports/1b-fp32/kernels/report_dpsgd_bs8_seq256.ncu-rep --profile runs/CASE
+  dpbench show ncu_reports/1b-bf16/report_dpsgd_bs8_seq256.sqlite
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.case import Case
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_is_file
+from dpbench.files import check_is_file, check_writable_file, in_words, write_text
+from dpbench.results.roofline import CARDS, Roofs, find_card, read_ceilings
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
-    from dpbench.results.rows import Measurement
+    from dpbench.results.run import Run
     from dpbench.show.layout import Table
+    from dpbench.show.view import View
 
-
+REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
 """Suffixes of what Nsight Systems recorded, and of what was exported from that."""
 
@@ -41,39 +55,124 @@ TIMELINES = (".nsys-rep", ".sqlite")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
-    declare(parser.add_argument, "columns", "sort", "group_by", "expect", "storage")
+    declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
+    parser.add_argument("--phase", choices=ALL_PHASES, help="of kernels, those of this phase only")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="of kernels, the operators as well, by the PyTorch profile of the same case",
+    )
+    parser.add_argument(
+        "--roofline",
+        nargs="?",
+        const="",
+        metavar="CARD|FILE",
+        help=f"which roof of a card bounds each phase: {', '.join(CARDS)}, its name in nvidia-smi, "
+        "or measured roofs; without a value the card of the rows",
+    )
+    declare(parser.add_argument, "markdown", called="--markdown")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="draw the runs as a page here")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables; returns the exit code."""
-    from dpbench.results.frame import to_frame
-    from dpbench.show.export import summary_tables
-    from dpbench.show.layout import as_text, terminal_width
-    from dpbench.show.tables import tables
-    from dpbench.show.view import View
+    """Print the tables, or write the page; returns the exit code."""
+    from dpbench.show.layout import as_markdown, as_text, terminal_width
 
-    viewed = partial(View.of, options.columns, options.sort, options.group_by)
-    view = viewed(expect=options.expect)
-    runs = [name for name in options.files if Path(name).suffix not in (".ncu-rep", *TIMELINES)]
-    timelines = [Path(name) for name in options.files if Path(name).suffix in TIMELINES]
-    if (runs or timelines) and len(options.files) > 1:
-        raise ConfigurationError(
-            f"{runs[0]} is a saved run: show it alone; dpbench compare and dpbench report take more"
-            if runs
-            else f"{timelines[0]} is a timeline: show it alone"
-        )
-    if timelines:
-        shown = _of_timeline(timelines[0])
-    elif runs:
-        run = saved_run(runs[0], options.storage)
-        view = viewed(expect=options.expect, baseline=run.baseline)
-        shown = summary_tables(run.outcomes, view)
-    else:
-        shown = tables(to_frame(_rows(map(Path, options.files))), view)
+    view = _view(options)
+    for path in filter(None, (options.markdown, options.html)):
+        check_writable_file(path)
+    if options.html:
+        _draw(options, view)
+        return 0
+    shown = _tables(options, view)
     if not shown:
         raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
     print(as_text(shown, terminal_width()))
+    if options.markdown:
+        write_text(options.markdown, as_markdown(shown))
     return 0
+
+
+def _tables(options: argparse.Namespace, view: View) -> list[Table]:
+    from dpbench.show.export import summary_tables
+
+    if options.roofline is not None:
+        return _roofline([saved_run(name, options.storage) for name in options.files], options)
+    single = next((name for name in options.files if Path(name).suffix != REPORT), None)
+    if single is None:
+        return list(_of_reports(list(map(Path, options.files)), view, options))
+    if len(options.files) > 1:
+        raise ConfigurationError(
+            f"show {single} alone: only reports of Nsight Compute share tables; dpbench compare "
+            f"takes more runs, and so do --html and --roofline"
+        )
+    if Path(single).suffix in TIMELINES:
+        return _of_timeline(Path(single))
+    run = saved_run(single, options.storage)
+    return summary_tables(run.outcomes, _view(options, run.baseline))
+
+
+def _view(options: argparse.Namespace, baseline: str = BASELINE_TRAINER) -> View:
+    from dpbench.show.view import View
+
+    chosen = (options.columns, options.sort, options.group_by, options.top, options.expect)
+    return View.of(*chosen, baseline=baseline)
+
+
+def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> list[Table]:
+    """The phases of the runs under the roofs of the card that was named, or of their own."""
+    import pandas as pd
+
+    from dpbench.results.roofline import intensities, under
+    from dpbench.show.kernels import roofline_tables
+
+    frame = pd.concat([run.frame for run in runs], ignore_index=True)
+    if frame.duplicated([*AXES, "instrument", "phase", "metric", "repeat", "device"]).any():
+        names = ", ".join(options.files)
+        raise ConfigurationError(f"{names}: the same case is in two of them; name one")
+    measured_on = sorted(set(frame[frame.instrument != "logical"].device))
+    tables: list[Table] = []
+    for device, rows in intensities(frame).groupby("device", sort=False):
+        card = str(device) if device in measured_on else next(iter(measured_on), None)
+        roofs = _roofs(options.roofline, card)
+        tables += roofline_tables(under(rows, roofs), roofs)
+    return tables
+
+
+def _roofs(named: str, device: str | None) -> Roofs:
+    """The roofs of a card or in a file, else of a device, else of the GPU that is visible."""
+    from dpbench.gpu import visible_gpus
+
+    if named.endswith(".json"):
+        return read_ceilings(Path(named))
+    found = named or device or next((gpu.name for gpu in visible_gpus()), None)
+    if found is None:
+        raise ConfigurationError(
+            f"no CUDA GPU is visible here, so name a card with --roofline: {', '.join(CARDS)}"
+        )
+    return find_card(found)
+
+
+def _draw(options: argparse.Namespace, view: View) -> None:
+    """Write the page of the runs."""
+    from dpbench.show.html import check_libraries
+
+    check_libraries()
+    from dpbench.show.html.data import labelled
+    from dpbench.show.html.page import write_html
+
+    runs: list[Run] = [saved_run(name, options.storage) for name in options.files]
+    for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
+        view = _view(options, baseline)  # what is usually expected is of ratios to standard
+    for run in runs:
+        if not run.outcomes:
+            raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
+    try:
+        write_html(options.html, labelled((run.name, run.document) for run in runs), view.expected)
+    except OSError as error:
+        raise ConfigurationError(in_words(error)) from error
+    print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")
 
 
 def _of_timeline(path: Path) -> list[Table]:
@@ -84,15 +183,70 @@ def _of_timeline(path: Path) -> list[Table]:
     return whole_timeline(timeline_of(path), path.stem)
 
 
-def _rows(reports: Iterable[Path]) -> list[Measurement]:
-    from dpbench.instruments.ncu.range_report import case_of, read
+def _of_reports(
+    reports: Iterable[Path], view: View, options: argparse.Namespace
+) -> Iterator[Table]:
+    """Tables of ranges, all together, then those of each report of kernels."""
+    from dpbench.instruments.ncu.range_report import case_of, holds_kernels, read
+    from dpbench.results.frame import to_frame
+    from dpbench.show.tables import tables
 
-    paths: dict[Case, Path] = {}
+    ranges: dict[Case, Path] = {}
+    of_kernels: list[Table] = []
     for path in reports:
         check_is_file(path)
-        other = paths.setdefault(case_of(path), path)
-        if other is not path:
+        if holds_kernels(path):
+            of_kernels += _of_kernels(path, options)
+        elif (other := ranges.setdefault(case_of(path), path)) is not path:
             raise ConfigurationError(
                 f"{other} and {path} are the same case; show them one at a time"
             )
-    return [row for case, path in paths.items() for row in read(path, case)]
+    yield from tables(
+        to_frame(row for case, path in ranges.items() for row in read(path, case)), view
+    )
+    yield from of_kernels
+
+
+def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
+    """Which kernels of a report move the bytes, beside the step's by its ranges if they are known.
+
+    These are in a report that lies where it should, see `dpbench.instruments.ncu`.
+    """
+    from dpbench.instruments.ncu.kernel_report import read_kernels
+    from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
+    from dpbench.results.kernels import dram_bytes_of_step, fold
+    from dpbench.results.roofline import known_roofs
+    from dpbench.show.kernels import kernel_tables
+
+    report = read_kernels(path)
+    operators: list[str | None] = [None] * len(report.launches)
+    if options.profile:
+        from dpbench.instruments.torch_profiler.files import operators_of
+
+        operators = operators_of(options.profile, report.launches)
+    chosen = [
+        (launch, operator)
+        for launch, operator in zip(report.launches, operators, strict=True)
+        if options.phase in (None, launch.phase)
+    ]
+    if not chosen:
+        present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
+        raise ConfigurationError(
+            f"{path}: no kernel in phase {options.phase!r}; there is {present}"
+        )
+    ranges, step_bytes = path.resolve().parents[1] / path.name, None
+    if path.resolve().parent.name == KERNELS and ranges.exists():
+        step_bytes = dram_bytes_of_step(read(ranges, case_of(ranges)))
+    title, roofs = f"{_title(path)}, {report.device}", known_roofs(report.device)
+    counts = fold(*zip(*chosen, strict=True))
+    return kernel_tables(counts, title, step_bytes, roofs, top=options.top)
+
+
+def _title(path: Path) -> str:
+    """The case that a report is of, or the report's own name if dpbench did not make it."""
+    from dpbench.instruments.ncu.range_report import ForeignReport, case_of
+
+    try:
+        return case_of(path).id
+    except ForeignReport:
+        return path.name

@@ -6,8 +6,8 @@ step, peak memory in bytes (CUDA only), and what else the process spent its seco
 
 With --profile it runs under the PyTorch profiler instead, on the steps that the schedule names,
 and leaves traces for https://ui.perfetto.dev, tables, a memory snapshot (CUDA only) for
-https://docs.pytorch.org/memory_viz and a TensorBoard log in a folder. With --cupti further steps
-follow the timed ones, whose hardware counters are read by phase.
+https://docs.pytorch.org/memory_viz and a TensorBoard log in a folder. With --cupti or --nsys
+further steps follow the timed ones, which are counted or recorded by phase.
 
 Examples:
   dpbench step --trainer dpsgd --batch-size 4 --seq-len 32 --model-size tiny --device cpu
@@ -18,6 +18,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import faulthandler
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,55 +58,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "counters, separated by commas, or of everything",
     )
     parser.add_argument(
+        "--nsys",
+        action="store_true",
+        help="under nsys profile: have some steps recorded after the timed ones",
+    )
+    parser.add_argument(
+        "--logical", action="store_true", help="count a step on tensors without data instead"
+    )
+    parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
     )
     declare(parser.add_argument, "profile_schedule", "profile_threshold")
 
 
+WAYS = ("nvtx", "cupti", "nsys", "logical", "profile")
+"""The options of which each is a way to observe the steps."""
+
+
 def run(options: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Take the steps, and print what was observed, or why not."""
     from dpbench.gpu import visible_gpus
 
     case = chosen_case(options)
     steps = Steps(options.warmup, options.active)
-    counts = options.cupti is not None
-    if options.nvtx and options.profile:
-        raise ConfigurationError("--nvtx is for Nsight, which excludes --profile: choose one")
-    if counts and (options.nvtx or options.profile):
-        raise ConfigurationError("--cupti excludes --nvtx and --profile: choose one")
+    ways = [way for way in WAYS if getattr(options, way) not in (None, False)]
+    if len(ways) > 1:
+        raise ConfigurationError(f"--{ways[0]} excludes --{ways[1]}: choose one")
     # With "cuda", as Nsight is told to run it, the step itself says so.
     elsewhere = options.device == "cpu" or (options.device == "auto" and not visible_gpus())
-    if options.nvtx and elsewhere:
-        raise ConfigurationError("--nvtx is for Nsight, which sees a GPU's work only: drop it")
-    if counts and elsewhere:
-        raise ConfigurationError("--cupti reads a GPU's counters, and there is none: drop it")
+    if elsewhere and ways and ways[0] in ("nvtx", "cupti", "nsys"):
+        raise ConfigurationError(f"--{ways[0]} is about a GPU's work, and there is none: drop it")
     try:
-        record = _profile(case, options) if options.profile else _measure(case, steps, options)
+        record = _observed(case, steps, options)
     except Exception as error:  # whoever started this process learns why from the record
         kind = type(error).__name__
         first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
         if line := own_line(error.__traceback__):
             first_line += f" ({line})"
         message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
+        message = message.removeprefix(f"{case.id}: ")  # the parent says whose it is
         print_record(error={"kind": kind, "message": message})
         raise
     print_record(**record)
     return 0
 
 
-def _measure(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
+def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
+    """The record of a case, observed in the way that was asked for."""
+    if options.profile:
+        return _profile(case, options)
+    if options.logical:
+        from dpbench.instruments.logical.instrument import Logical
+
+        faulthandler.enable(2)  # what crashes in here is in the log, with its line
+        counted = Logical().count(case)
+        rows, operators = ([x.as_row() for x in of] for of in (counted.rows, counted.operators))
+        return {"rows": rows, "operators": operators, "notes": counted.notes}
+    how = {"device": options.device, **asdict(steps)}
+    if options.nsys:
+        from dpbench.instruments.nsys.child import trace_case
+
+        return trace_case(case, **how)
+    if options.cupti is not None:
+        from dpbench.instruments.cupti.child import count_case
+
+        return count_case(case, list(filter(None, options.cupti.split(","))) or None, **how)
     from dpbench.process.step import run_case
 
-    if options.cupti is None:
-        return run_case(case, device=options.device, **asdict(steps), nvtx=options.nvtx)
-    from dpbench.instruments.cupti.child import count_case
-
-    return count_case(
-        case,
-        list(filter(None, options.cupti.split(","))) or None,
-        device=options.device,
-        **asdict(steps),
-    )
+    return run_case(case, **how, nvtx=options.nvtx)
 
 
 def _profile(case: Case, options: argparse.Namespace) -> dict[str, Any]:

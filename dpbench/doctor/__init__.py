@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dpbench.doctor import counters, cupti, machine
+from dpbench.doctor import counters, machine
 from dpbench.doctor.findings import Check, Finding, Setup
 
 CHECKS: tuple[Check, ...] = (
     machine.packages,
     machine.logical_counting,
-    machine.report_directory,
-    machine.temporary_directory,
+    machine.directories,
     machine.gpu,
     machine.torch,
-    machine.nvtx,
     machine.ncu,
     counters.counters,
-    counters.calibration,
-    cupti.cupti,
+    counters.cupti,
 )
 """The checks, what they rest on first."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -18,9 +18,6 @@ from dpbench.instruments.ncu.program import find_ncu, ncu_version
 from dpbench.results.rows import STEP
 from dpbench.show.layout import gigabytes
 
-ENOUGH_BYTES = 1e9
-"""Free disk space below which there is a warning; the reports of both grids take a tenth."""
-
 COUNTED = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 
@@ -28,28 +25,19 @@ def packages(setup: Setup) -> Iterator[Finding]:
     """Everything that dpbench requires is installed, in versions that fit."""
     from packaging.requirements import Requirement
 
-    try:
-        required = [Requirement(text) for text in metadata.requires("dpbench") or ()]
-    except metadata.PackageNotFoundError:
-        yield Finding("packages", WARNING, "dpbench is not installed", "pip install -e .")
-        return
     found = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
-    wrong = []
-    for package in required:
+    for package in map(Requirement, metadata.requires("dpbench") or ()):
         if package.marker and not package.marker.evaluate({"extra": ""}):
             continue
-        remedy = f"pip install '{package.name}{package.specifier}'"
-        try:
+        asked, version = f"{package.name}{package.specifier}", "missing"
+        with suppress(metadata.PackageNotFoundError):
             version = metadata.version(package.name)
-        except metadata.PackageNotFoundError:
-            wrong.append(Finding("packages", FAILED, f"{package.name} is missing", remedy))
+        if version != "missing" and package.specifier.contains(version, prereleases=True):
+            found.append(f"{package.name} {version}")
             continue
-        found.append(f"{package.name} {version}")
-        if not package.specifier.contains(version, prereleases=True):
-            detail = f"{found[-1]} is not {package.specifier}"
-            wrong.append(Finding("packages", FAILED, detail, remedy))
+        detail, remedy = f"{package.name} is {version}, not {asked}", f"pip install '{asked}'"
+        yield Finding("packages", FAILED, detail, remedy)
     yield Finding("packages", OK, ", ".join(found))
-    yield from wrong
 
 
 def logical_counting(setup: Setup) -> Iterator[Finding]:
@@ -61,26 +49,12 @@ def logical_counting(setup: Setup) -> Iterator[Finding]:
     yield Finding("logical counting", OK, f"{COUNTED.id}: {gigabytes(moved)} GB a step")
 
 
-def report_directory(setup: Setup) -> Iterator[Finding]:
-    """Reports and logs can be written; a directory that is missing is not made."""
+def directories(setup: Setup) -> Iterator[Finding]:
+    """Where reports, logs and the lock of each GPU lie can be written; nothing is made."""
     place = setup.directory.absolute()
-    nearest = next(path for path in (place, *place.parents) if path.exists())
-    yield _space("report directory", nearest, setup.directory)
-
-
-def temporary_directory(setup: Setup) -> Iterator[Finding]:
-    """The directory where the lock of each GPU lies can be written."""
-    place = Path(tempfile.gettempdir())
-    yield _space("temporary directory", place, place)
-
-
-def _space(check: str, directory: Path, named: Path) -> Finding:
-    check_writable(directory)
-    free = shutil.disk_usage(directory).free
-    detail = f"{named}: {gigabytes(free)} GB free"
-    if free < ENOUGH_BYTES:
-        return Finding(check, WARNING, detail, "make room, or choose another directory")
-    return Finding(check, OK, detail)
+    check_writable(next(path for path in (place, *place.parents) if path.exists()))
+    check_writable(Path(tempfile.gettempdir()))
+    yield Finding("directories", OK, f"{setup.directory} and {tempfile.gettempdir()}")
 
 
 def gpu(setup: Setup) -> Iterator[Finding]:
@@ -112,16 +86,6 @@ def torch(setup: Setup) -> Iterator[Finding]:
     detail = "; ".join([f"{detail}, cannot use the GPU", *reasons])
     remedy = "install a build of torch for a CUDA version that the driver serves"
     yield Finding("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
-
-
-def nvtx(setup: Setup) -> Iterator[Finding]:
-    """Phases can be marked for the profiler."""
-    import nvtx
-
-    if nvtx.enabled():
-        yield Finding("nvtx", OK, f"nvtx {metadata.version('nvtx')}")
-    else:
-        yield Finding("nvtx", FAILED, "NVTX is switched off", "unset NVTX_DISABLE")
 
 
 def ncu(setup: Setup) -> Iterator[Finding]:

@@ -32,8 +32,6 @@ def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
     asked = {_canonical(name) for name in names}
     if settings.profiles_kernels:
         asked.add("ncu_kernels")
-    if settings.ncu_set or settings.ncu_section:
-        asked.add("speed_of_light")
     return [_class(name).from_settings(settings) for name in INSTRUMENTS if name in asked]
 
 

@@ -11,7 +11,7 @@ from dpbench.case import Case
 from dpbench.errors import DpbenchError
 from dpbench.files import check_writable
 from dpbench.gpu import require_gpu
-from dpbench.results.kernels import KernelCount, KernelSpeed, OperatorCount
+from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
@@ -64,13 +64,11 @@ class Running(ABC):
     Attributes:
         operators: what each operator did.
         kernels: what each kernel moved.
-        speed_of_light: kernels against the hardware's limits.
         notes: what was assumed for the rows.
     """
 
     operators: Sequence[OperatorCount] = ()
     kernels: Sequence[KernelCount] = ()
-    speed_of_light: Sequence[KernelSpeed] = ()
     notes: Sequence[str] = ()
 
     @abstractmethod

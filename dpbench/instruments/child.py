@@ -71,7 +71,6 @@ class Child(Running):
         read: Callable[[Child], list[Measurement]],
     ) -> None:
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
-        self.watch: Callable[[str], object] | None = None  # is given each line while it runs
         self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
         if path := child_python_path(*import_paths(case)):
@@ -130,8 +129,6 @@ class Child(Running):
                 *lines, rest = (rest + stream.read()).split("\n")
                 for line in lines:
                     clock.hear(line)
-                    if self.watch:
-                        self.watch(line)
                 if not ended:
                     clock.check()
                     time.sleep(POLL_SECONDS)

@@ -20,8 +20,7 @@ from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 if TYPE_CHECKING:
     from dpbench.instruments.cupti.steps import StepCounter
-    from dpbench.instruments.logical.counter import Count
-    from dpbench.instruments.logical.running import RunningCounter
+    from dpbench.instruments.logical.counter import Count, RunningCounter
     from dpbench.process.step import NvtxRanges, PhaseTimes
 
 
@@ -145,7 +144,7 @@ class LogicalRecorder(Recorder):
         self._notes: dict[str, int] = {}
 
     def start_step(self) -> None:
-        from dpbench.instruments.logical.running import RunningCounter
+        from dpbench.instruments.logical.counter import RunningCounter
 
         if not self._counting:
             self._counter = self._counter or RunningCounter()

@@ -13,7 +13,7 @@ _terminal: ContextVar[TextIO | None] = ContextVar("terminal", default=None)
 
 @contextmanager
 def shown_on(terminal: TextIO | None) -> Iterator[None]:
-    """Let messages and progress bars appear there; on standard error if it is None."""
+    """Let what is told appear there; on standard error if it is None."""
     token = _terminal.set(terminal)
     try:
         yield
@@ -21,18 +21,8 @@ def shown_on(terminal: TextIO | None) -> Iterator[None]:
         _terminal.reset(token)
 
 
-def place() -> TextIO:
-    """Where messages and progress bars go."""
-    return _terminal.get() or sys.stderr
-
-
-def begin_line() -> None:
-    """End the line on which a test runner may have left its own progress."""
-    if terminal := _terminal.get():
-        terminal.write("\n")
-
-
 def tell(text: str) -> None:
-    """Say something now."""
-    begin_line()
-    print(f"dpbench: {text}", file=place(), flush=True)
+    """Say something now; a test runner may have left its own progress on the line before."""
+    terminal = _terminal.get()
+    begin = "\n" if terminal else ""
+    print(f"{begin}dpbench: {text}", file=terminal or sys.stderr, flush=True)

@@ -102,7 +102,7 @@ class WholeSession:
         names = [*(settings.instrument or ()), *(["cupti"] if settings.cupti else [])]
         if settings.ncu:
             names += ["ncu"] if settings.no_timing or "cupti" in names else ["timing", "ncu"]
-        return [*names, "torch_profiler"] if settings.profile else names
+        return names
 
     # --- tests -------------------------------------------------------------------------------
 

@@ -128,9 +128,8 @@ def _moved(run: Run, case: Case, metric: str, parts: str) -> Counter[tuple[str, 
             continue
         steps = len({kernel.repeat for kernel in outcome.kernels})
         for kernel in outcome.kernels:
-            by = f" ({kernel.operator})" if kernel.operator else ""
             size = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
-            moved[kernel.phase, f"{kernel.kernel}{by}"] += size / steps  # type: ignore[assignment]
+            moved[kernel.phase, kernel.kernel] += size / steps  # type: ignore[assignment]
     return moved
 
 

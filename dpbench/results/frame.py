@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
-from dpbench.errors import ConfigurationError
 from dpbench.metrics import METRICS, ratio_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
@@ -243,44 +242,38 @@ ACCOUNT_COLUMNS = {
 """The columns of an account: the instrument and the metrics whose sum each is."""
 
 
-def account(frame: pd.DataFrame) -> pd.DataFrame:
+def account(frame: pd.DataFrame) -> pd.DataFrame | None:
     """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
 
     Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
-    ``share`` (the remainder over the step's range). An instrument or a metric that is missing
-    from the long table is an error.
+    ``share`` (the remainder over the step's range). None if one of the numbers is not there.
     """
-    summary = summarise(frame)
-    if len(summary[[*AXES, "device"]].drop_duplicates()) > 1:
-        raise ConfigurationError("an account is of one case on one device; these rows mix several")
+    instruments = {instrument for instrument, _ in ACCOUNT_COLUMNS.values()}
+    summary = summarise(frame[frame.instrument.isin(instruments)])
+    parts = {name: _by_phase(summary, *source) for name, source in ACCOUNT_COLUMNS.items()}
+    if summary.device.nunique() != 1 or any(part is None for part in parts.values()):
+        return None
     # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
     # clipping has copies and no kernel. That the instrument saw the step is checked.
-    table = pd.DataFrame(
-        {name: _by_phase(summary, *source) for name, source in ACCOUNT_COLUMNS.items()}
-    ).fillna(0.0)
+    table = pd.DataFrame(parts).fillna(0.0)
     table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
     ranges = table.range_read + table.range_written
-    parts = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
-    return table.assign(remainder=ranges - parts, share=(ranges - parts) / ranges[STEP])
+    counted = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
+    return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])
 
 
-def _by_phase(summary: pd.DataFrame, instrument: str, metrics: tuple[str, ...]) -> pd.Series[float]:
-    """The sum of an instrument's metrics by phase; each must be there in each of its phases."""
+def _by_phase(
+    summary: pd.DataFrame, instrument: str, metrics: tuple[str, ...]
+) -> pd.Series[float] | None:
+    """The sum of an instrument's metrics by phase; None if one of its phases lacks one."""
     known = {
         metric for by, names in ACCOUNT_COLUMNS.values() if by == instrument for metric in names
     }
     rows = summary[(summary.instrument == instrument) & summary.metric.isin(known)]
-    wide = rows.pivot(index="phase", columns="metric", values="value").reindex(columns=metrics)
-    if STEP not in wide.index or wide.loc[STEP].isna().all():
-        raise ConfigurationError(
-            f"an account needs {' or '.join(metrics)} of the instrument {instrument!r}; "
-            f"there is {', '.join(sorted(set(summary.instrument))) or 'nothing'}"
-        )
-    for metric in wide.columns.drop(OTHER_COPIES, errors="ignore"):
-        if lacking := sorted(wide.index[wide[metric].isna()]):
-            raise ConfigurationError(
-                f"an account needs {metric} of each phase; {', '.join(lacking)} has none"
-            )
+    wide = rows.pivot(index="phase", columns="metric", values="value").reindex(columns=[*metrics])
+    needed = wide.drop(columns=OTHER_COPIES, errors="ignore")
+    if STEP not in wide.index or needed.isna().any(axis=None):
+        return None
     return wide.sum(axis="columns")
 
 

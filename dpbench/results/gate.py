@@ -154,12 +154,10 @@ class _Sides:
         is_first = bool(unknown) or (self.first_run_ok and not first.empty)
         if judged.empty and missing.empty and not is_first:
             where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-            other = limit.ratio and other_baseline(self.before, self.after)
-            why = (
-                other
-                or f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
-            )
-            if names := _ids(_about(self.old, limit)):
+            why = f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
+            if limit.ratio and (other := other_baseline(self.before, self.after)):
+                why = other
+            elif names := _ids(_about(self.old, limit)):
                 why = f"{self.before.name} has {limit.name} {where} of {listed(names)} only, which "
                 why += "was not asked for"
             yield Unjudged(str(limit), (), why)

@@ -161,7 +161,6 @@ class KernelLaunch:
 
     repeat: int  # which of the active steps, from 0
     phase: str
-    ordinal: int  # among the kernel launches of its phase and step, from 0, copies not counted
     name: str  # demangled, template arguments and parameters included
     grid: tuple[int, int, int]  # thread blocks
     read_bytes: float  # from DRAM, B
@@ -177,12 +176,12 @@ class KernelCount(Entry):
     repeat: int
     phase: str
     name: str
-    operator: str | None  # which launched them, e.g. aten::clone, if that is known
     launches: int
     read_bytes: float
     write_bytes: float
     l2_bytes: float
     seconds: float
+    operator: str | None = None  # which launched them, e.g. aten::clone, if that is known
 
     @property
     def kernel(self) -> str:
@@ -200,52 +199,21 @@ class KernelCount(Entry):
         return {**super().as_row(), "kernel": self.kernel, "category": kind}
 
 
-@dataclass(frozen=True)
-class KernelSpeed(Entry):
-    """One launch of a kernel against the card's limits: Nsight Compute's Speed of Light.
-
-    Numbers without another unit are in % of the hardware's peak.
-    """
-
-    phase: str
-    name: str
-    grid: tuple[int, int, int]
-    seconds: float
-    sm: float  # the busiest unit of the streaming multiprocessors
-    memory: float  # the busiest part of the memory system
-    dram: float
-    l2_hit: float  # of the sectors asked of the L2 cache, those that were there, %
-    occupancy: float  # warps that were active, of those that a multiprocessor can hold
-    occupancy_limit: float  # warps that the launch allows to be active, of the same
-    stall: str | None  # what warps waited for most often, in Nsight Compute's words, if sampled
-
-    def as_row(self) -> dict[str, Any]:
-        """Plain JSON types, the short name included."""
-        return {**super().as_row(), "grid": list(self.grid), "kernel": short_name(self.name)}
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Self:
-        """The inverse of `as_row`."""
-        return super().from_row({**row, "grid": tuple(row["grid"])})
-
-
 def fold(
-    launches: Iterable[KernelLaunch], operators: Mapping[tuple[int, str, int], str] | None = None
+    launches: Sequence[KernelLaunch], operators: Iterable[str | None] | None = None
 ) -> tuple[KernelCount, ...]:
-    """Launches added up by step, phase, kernel and operator, most DRAM bytes first.
+    """Launches added up by step, phase, kernel and, if each one's is said, operator.
 
-    ``operators`` says which operator launched what, by the launch's repeat, phase and ordinal, as
-    far as it is known.
+    Those with most DRAM bytes come first.
     """
-    known = operators or {}
     groups: dict[tuple[int, str, str, str | None], list[KernelLaunch]] = defaultdict(list)
-    for launch in launches:
-        operator = known.get((launch.repeat, launch.phase, launch.ordinal))
+    for launch, operator in zip(launches, operators or [None] * len(launches), strict=True):
         groups[launch.repeat, launch.phase, launch.name, operator].append(launch)
-    counts = [
-        KernelCount(*key, len(group), *(sum(getattr(x, name) for x in group) for name in ADDED_UP))
-        for key, group in groups.items()
-    ]
+    counts = []
+    for (repeat, phase, name, operator), group in groups.items():
+        read, written, l2, seconds = (sum(getattr(x, each) for x in group) for each in ADDED_UP)
+        moved = read, written, l2, seconds
+        counts.append(KernelCount(repeat, phase, name, len(group), *moved, operator))
     return tuple(sorted(counts, key=lambda count: -count.dram_bytes))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
 from dpbench.registry import TRAINERS
-from dpbench.results.kernels import KernelCount, KernelSpeed, OperatorCount
+from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, as_rows, case_of
 
 if TYPE_CHECKING:
@@ -24,10 +24,9 @@ STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended. A document says ``interrupted`` until its session is over."""
 
 
-PARTS: dict[str, type[OperatorCount] | type[KernelCount] | type[KernelSpeed]] = {
+PARTS: dict[str, type[OperatorCount] | type[KernelCount]] = {
     "operators": OperatorCount,
     "kernels": KernelCount,
-    "speed_of_light": KernelSpeed,
 }
 """The fields of an `Outcome`, and lists of a document, with an entry an operator or kernel."""
 
@@ -41,10 +40,10 @@ class Outcome:
     """What became of one case.
 
     ``error`` is the class of what went wrong, or None; rows measured before it are kept.
-    ``instruments`` are the names of those that were to measure it; ``operators``, ``kernels`` and
-    ``speed_of_light`` are what they saw each operator and kernel do, ``notes`` what they had to
-    assume. ``tests`` are those that asked for it, each with its id as ``test`` and its ``params``
-    as text; ``extra_info`` is what they added.
+    ``instruments`` are the names of those that were to measure it; ``operators`` and ``kernels``
+    are what they saw each of these do, ``notes`` what they had to assume. ``tests`` are those that
+    asked for it, each with its id as ``test`` and its ``params`` as text; ``extra_info`` is what
+    they added.
     """
 
     case: Case
@@ -57,7 +56,6 @@ class Outcome:
     instruments: tuple[str, ...] = ()
     operators: tuple[OperatorCount, ...] = field(default=(), repr=False)
     kernels: tuple[KernelCount, ...] = field(default=(), repr=False)
-    speed_of_light: tuple[KernelSpeed, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tests: tuple[Mapping[str, Any], ...] = ()

@@ -17,14 +17,14 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, MIXED, PRODUCTS, Case
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.results.rows import SCHEMA, STEP
+from dpbench.results.rows import STEP
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,7 +89,7 @@ def find_card(name: str) -> Roofs:
     """The card with such a name; an error if dpbench has no data sheet of it."""
     if card := known_roofs(name):
         return card
-    raise unknown("card", name, CARDS, "or measure this one's roofs: dpbench ceilings --json FILE")
+    raise unknown("card", name, CARDS, "or measure this one's roofs: bench/ceilings.py")
 
 
 def _plain(name: str) -> str:
@@ -97,39 +97,19 @@ def _plain(name: str) -> str:
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What one device reached."""
-
-    device: str
-    bandwidth: float  # of a copy on the device, read and written together, B/s
-    copy_bytes: int
-    flops: Mapping[str, float]  # FLOP/s of a square matrix product by precision
-    matrix: int  # its side
-    torch: str  # the version that ran it
-
-    def roofs(self) -> Roofs:
-        """The ceilings as roofs of this device."""
-        premise = f"measured, torch {self.torch}"
-        return Roofs(self.device, (self.device,), self.bandwidth, self.flops, premise)
-
-    def as_json(self) -> str:
-        """The document; it has no rows, because no case was measured."""
-        return json.dumps({"schema": SCHEMA, "rows": [], "ceilings": asdict(self)}, indent=1) + "\n"
-
-
-def read_ceilings(path: Path) -> Ceilings:
-    """The ceilings in a document of `Ceilings.as_json`."""
+def read_ceilings(path: Path) -> Roofs:
+    """The roofs that ``bench/ceilings.py`` measured on one device."""
     try:
-        found = Ceilings(**json.loads(path.read_bytes())["ceilings"])
-        if not all(f > 0 for f in (found.bandwidth, *map(found.flops.__getitem__, PRODUCTS))):
+        found = json.loads(path.read_bytes())["ceilings"]
+        device, bandwidth, flops = (found[key] for key in ("device", "bandwidth", "flops"))
+        if not all(figure > 0 for figure in (bandwidth, *map(flops.__getitem__, PRODUCTS))):
             raise ValueError("a ceiling is not positive")
+        return Roofs(device, (device,), bandwidth, flops, f"measured, torch {found['torch']}")
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        what = f"not a document of dpbench ceilings --json ({error})"
+        what = f"not what bench/ceilings.py prints ({error})"
         raise ConfigurationError(f"{path}: {what}") from error
-    return found
 
 
 # --- phases under the roofs ------------------------------------------------------------------

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.results.frame import ACCOUNT_COLUMNS, TOLERANCE, in_cache, unaccounted
+from dpbench.results.frame import (
+    ACCOUNT_COLUMNS,
+    TOLERANCE,
+    account,
+    in_cache,
+    to_frame,
+    unaccounted,
+)
 from dpbench.results.kernels import (
     KernelCount,
-    KernelSpeed,
     category,
     dram_bytes_of_step,
     kernel_frame,
@@ -21,7 +27,7 @@ from dpbench.results.kernels import (
     short_name,
 )
 from dpbench.results.outcome import Outcome
-from dpbench.results.roofline import Ceilings, Roofs, known_roofs
+from dpbench.results.roofline import Roofs, known_roofs
 from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
 from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order
@@ -36,9 +42,10 @@ def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
     device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
     title = ", ".join(filter(None, (outcome.case.id, device)))
     step_bytes = dram_bytes_of_step(row for row in outcome.rows if row.instrument == "ncu")
+    accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
     return [
+        *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
         *kernel_tables(outcome.kernels, title, step_bytes, known_roofs(device), top=top),
-        *speed_table(outcome.speed_of_light, title),
     ]
 
 
@@ -73,8 +80,9 @@ def kernel_tables(
             "share": ("share", "{:.1%}".format),
             "of\npeak": ("ceiling", "{:.0%}".format),
         }
+        title_of_table = f"{title}: bytes by {by[0]}{count}"
         shown = shown.reset_index().fillna({by[0]: "unknown"})
-        tables.append(Table.of(f"{title}: bytes by {by[0]}{count}", shown, columns))
+        tables.append(Table.of(title_of_table, shown, columns))
     return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(frame, step_bytes, roofs)))]
 
 
@@ -107,34 +115,9 @@ def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -
         yield f"No category fits: {', '.join(sorted(strangers))}."
 
 
-def speed_table(speeds: Sequence[KernelSpeed], title: str) -> list[Table]:
-    """A table of launches, the slowest first; none if there are none."""
-    if not speeds:
-        return []
-    launches = pd.DataFrame(map(vars, sorted(speeds, key=lambda speed: -speed.seconds)))
-    whole = "{:.0f}".format
-    achieved, allowed = launches.occupancy.map(whole), launches.occupancy_limit.map(whole)
-    columns: dict[str, Shown] = {
-        "kernel": ("name", lambda name: wrapped(short_name(name))),
-        "µs": ("seconds", lambda seconds: whole(seconds * 1e6)),
-        "SM": ("sm", whole),
-        "mem": ("memory", whole),
-        "DRAM": ("dram", whole),
-        "L2\nhit": ("l2_hit", whole),
-        "occ.": ("occupied", str),
-        "top stall": ("stall", lambda stall: stall.replace("_", "_\n")),
-    }
-    note = (
-        "In % of the hardware's peak; occ.: occupancy achieved / that the launch allows. Each "
-        "kernel ran once a pass, its caches warm from the pass before."
-    )
-    launches = launches.assign(occupied=achieved + "/" + allowed)
-    return [Table.of(f"{title}: Speed of Light", launches, columns, [note])]
-
-
-def account_table(title: str, account: pd.DataFrame) -> Table:
+def account_table(title: str, accounted: pd.DataFrame) -> Table:
     """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
-    small = in_cache(account)
+    small = in_cache(accounted)
     write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
     ways = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
     parts = dict(zip([*ways, "left\nover"], [*ACCOUNT_COLUMNS, "remainder"], strict=True))
@@ -143,9 +126,9 @@ def account_table(title: str, account: pd.DataFrame) -> Table:
     notes = ["Left over: range less kernels less copies; % of the step's range."]
     if small:
         notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
-    elif unaccounted(account):
+    elif unaccounted(accounted):
         notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
-    lines = account.rename_axis("phase").reset_index()
+    lines = accounted.rename_axis("phase").reset_index()
     return Table.of(f"{title}: DRAM GB per step", lines, columns, notes)
 
 
@@ -192,25 +175,3 @@ def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
 def _milliseconds(seconds: float) -> str:
     """Seconds in milliseconds, with one digit after the point or three in all."""
     return f"{seconds * 1e3:.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:.3g}"
-
-
-def ceilings_table(ceilings: Ceilings) -> Table:
-    """Measured and, if the card is known, data-sheet figures side by side."""
-    sheet = known_roofs(ceilings.device)
-    reached = {"copy, GB/s": ceilings.bandwidth / 1e9}
-    for precision, flops in ceilings.flops.items():
-        reached[f"{precision} matrix product, TFLOP/s"] = flops / 1e12
-    lines = pd.Series(reached).rename_axis("what").reset_index(name="measured")
-    columns: dict[str, Shown] = {"what": ("what", str), "measured": ("measured", "{:.1f}".format)}
-    if sheet:
-        peaks = [sheet.flops[precision] / 1e12 for precision in ceilings.flops]
-        lines["sheet"] = [sheet.bandwidth / 1e9, *peaks]
-        lines["share"] = lines.measured / lines.sheet
-        columns["data sheet"] = ("sheet", "{:.4g}".format)
-        columns["share"] = ("share", "{:.0%}".format)
-    notes = (
-        f"Copy of {gigabytes(ceilings.copy_bytes)} GB on the device, bytes read and written; "
-        f"matrices of {ceilings.matrix} x {ceilings.matrix}; torch {ceilings.torch}.",
-        f"Data sheet: {sheet.premise}." if sheet else "This card is not in dpbench's table.",
-    )
-    return Table.of(f"{ceilings.device}: measured ceilings", lines, columns, notes)

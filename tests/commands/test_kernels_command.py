@@ -1,8 +1,7 @@
-"""``dpbench kernels``, and ``dpbench run --kernels`` against a replayed ``ncu``."""
+"""``dpbench show`` of reports of kernels, and ``dpbench run --kernels`` by a replayed ``ncu``."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -18,41 +17,36 @@ DPSGD = "kernels/report_dpsgd_bs4_seq64.ncu-rep"
 REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
 
 
-def test_a_saved_report_becomes_tables_and_a_file_of_launches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_report_becomes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = unpacked(DPSGD, tmp_path)
     ranges = RANGES / "report_dpsgd_bs4_seq64.ncu-rep"
     (tmp_path / "tiny-fp32" / ranges.name).write_bytes(ranges.read_bytes())
-    saved = tmp_path / "launches.csv"
-    options = ["--phase", "clip", "--top", "1", "--csv", str(saved)]
-    assert main(["kernels", str(report), *options]) == 0
+    options = ["--phase", "clip", "--top", "1"]
+    assert main(["show", str(report), *options]) == 0
     text = capsys.readouterr().out
     assert "dpsgd-bs4-seq64-tiny-fp32, NVIDIA H200: bytes by kernel (top 1 of 7)" in text
     assert "gemvx::kernel" in text
     assert "Share of the step's 0.0" in text
     assert "4800 GB/s of NVIDIA H200" in text
-    with saved.open() as stream:
-        launches = list(csv.DictReader(stream))
-    assert len(launches) == 80
-    assert launches[0]["name"].startswith("void at::native::reduce_kernel<(int)512")
 
 
-def test_a_report_of_the_speed_of_light_becomes_a_table(
+def test_the_operators_of_kernels_are_those_of_a_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = unpacked("sol/report_dpsgd_bs4_seq64.ncu-rep", tmp_path)
-    assert main(["kernels", str(report)]) == 0
+    report = unpacked("kernels/report_standard_bs4_seq64.ncu-rep", tmp_path)
+    profile = Path(__file__).parents[1] / "data" / "profile" / "standard"
+    assert main(["show", str(report), "--profile", str(profile), "--phase", "forward"]) == 0
     text = capsys.readouterr().out
-    assert "dpsgd-bs4-seq64-tiny-fp32: Speed of Light" in text
-    assert "barrier" in text
+    assert "aten::addmm" in text.partition("bytes by operator")[2]
+    assert main(["show", str(report), "--profile", str(tmp_path)]) == 1
+    assert "trace_0.json.gz: not a readable trace" in capsys.readouterr().err
 
 
 def test_a_phase_without_kernels_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = unpacked(CLIP, tmp_path)
-    assert main(["kernels", str(report), "--phase", "noise"]) == 2
+    assert main(["show", str(report), "--phase", "noise"]) == 2
     assert "no kernel in phase 'noise'; there is clip" in capsys.readouterr().err
 
 
@@ -62,7 +56,7 @@ def test_a_report_of_another_program_goes_by_its_own_name(
     report = unpacked(CLIP, tmp_path)
     foreign = tmp_path / "other.ncu-rep"
     foreign.write_bytes(report.read_bytes().replace(b"dpbench", b"another"))
-    assert main(["kernels", str(foreign)]) == 0
+    assert main(["show", str(foreign)]) == 0
     text = capsys.readouterr().out
     assert "other.ncu-rep, NVIDIA H200: bytes by kernel" in text
     assert "outside" in text

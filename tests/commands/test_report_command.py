@@ -1,4 +1,4 @@
-"""``dpbench report``: saved runs in, one page out."""
+"""``dpbench show --html``: saved runs in, one page out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_page_has_the_runs_under_their_names(
     before = write_run(tmp_path / "before.json")
     after = write_run(tmp_path / "after.json")
     page = tmp_path / "new folder" / "report.html"
-    assert main(["report", str(before), str(after), "-o", str(page)]) == 0
+    assert main(["show", str(before), str(after), "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert "<title>dpbench: before, after</title>" in text
     assert "tiny fp32, before, batch 2 × sequence 16" in text
@@ -47,26 +47,9 @@ def test_a_document_without_a_case_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ceilings = GRID1.with_name("h200-ceilings.json")
-    assert main(["report", str(ceilings), "-o", str(tmp_path / "report.html")]) == 2
+    assert main(["show", str(ceilings), "--html", str(tmp_path / "report.html")]) == 2
     assert "h200-ceilings.json holds no case: nothing to draw" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-
-
-def test_with_logical_counts_the_same_cases(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run.json")
-    page = tmp_path / "report.html"
-    assert main(["report", str(run), "--with-logical", "-o", str(page)]) == 0
-    text = page.read_text(encoding="utf-8")
-    assert "1 case measured on NVIDIA H200. 1 case counted without hardware." in text
-    assert 'id="plot-logical-0"' in text
-
-
-def test_trainer_that_cannot_be_built_is_shown_as_a_failure(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run.json")
-    run.write_text(run.read_text().replace('"standard"', '"theirs"'))
-    page = tmp_path / "report.html"
-    assert main(["report", str(run), "--with-logical", "-o", str(page)]) == 0
-    assert "unknown trainer &#39;theirs&#39;" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +62,7 @@ def test_run_that_cannot_be_read_is_named(
     run = tmp_path / "bad.json"
     if content is not None:
         run.write_text(content)
-    assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 2
+    assert main(["show", str(run), "--html", str(tmp_path / "report.html")]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "bad.json" in line
     assert problem in line
@@ -89,7 +72,7 @@ def test_run_that_cannot_be_read_is_named(
 def test_page_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(GRID1), "-o", str(tmp_path)]) == 2
+    assert main(["show", str(GRID1), "--html", str(tmp_path)]) == 2
     assert "is a directory; name a file" in capsys.readouterr().err
 
 
@@ -97,12 +80,12 @@ def test_missing_library_is_said_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
-    assert main(["report", "absent.json"]) == 2
+    assert main(["show", "absent.json", "--html", "page.html"]) == 2
     assert "pip install 'dpbench[report]'" in capsys.readouterr().err
 
 
 def test_document_of_grid1_has_every_measured_case(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    assert main(["report", str(GRID1), "-o", str(page)]) == 0
+    assert main(["show", str(GRID1), "--html", str(page)]) == 0
     cases = len(json.loads(GRID1.read_text())["cases"])
     assert f"{cases} cases measured on NVIDIA H200." in page.read_text(encoding="utf-8")

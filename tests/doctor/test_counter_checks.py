@@ -11,17 +11,15 @@ from dpbench import Case, gpu
 from dpbench.doctor import counters, examine
 from dpbench.doctor.copying import CopyTrainer
 from dpbench.doctor.counters import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
-from dpbench.doctor.findings import FAILED, OK, WARNING, Check, Finding, Setup
+from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
 from dpbench.gpu import Gpu, Use
 from dpbench.instruments.logical.instrument import Logical
-from dpbench.metrics import METRICS, Metric
 from dpbench.process.build import build
 from dpbench.process.step import run_case
 from tests.programs import program
 
 DATA = Path(__file__).parents[1] / "data"
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
-CHECKS = ("profiling", "permission", "other profiler", "metrics")
 
 STAND_IN = f"""
 import shutil, sys, time
@@ -60,45 +58,35 @@ def found_by(setup: Setup) -> dict[str, Finding]:
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_a_report_that_can_be_read_answers_every_question(tmp_path: Path) -> None:
+def test_what_can_be_counted_is_listed_and_held_to_the_copy(tmp_path: Path) -> None:
+    """The recorded step moved little through DRAM; a copy of 4.3 GB was asked for."""
     found = found_by(under(tmp_path, SUCCEED))
-    assert {check: finding.status for check, finding in found.items()} == dict.fromkeys(CHECKS, OK)
+    assert found["counters"].status == OK
+    assert "may be read: dram_read_bytes, dram_write_bytes, l2_read" in found["counters"].detail
+    assert found["calibration"].status == FAILED
+    assert "a copy of 4.29 GB" in found["calibration"].detail
+    assert "-99." in found["calibration"].detail
 
 
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize(
-    ("text", "blamed", "remedy"),
+    ("text", "remedy"),
     [
-        (say("counters_forbidden.txt"), "permission", "NVreg_RestrictProfilingToAdminUsers=0"),
-        (say("counters_busy.txt"), "other profiler", "dcgmi profile --pause"),
-        (say("metric_unknown.txt"), "metrics", "ncu --query-metrics"),
-        (say("library_not_loaded.txt"), "profiling", "driver fit each other"),
-        (say("no_ranges.txt"), "profiling", ""),
-        ("pass", "profiling", ""),
+        (say("counters_forbidden.txt"), "NVreg_RestrictProfilingToAdminUsers=0"),
+        (say("counters_busy.txt"), "dcgmi profile --pause"),
+        (say("metric_unknown.txt"), "ncu --query-metrics"),
+        (say("library_not_loaded.txt"), "driver fit each other"),
+        (say("no_ranges.txt"), ""),
+        ("pass", ""),
     ],
 )
-def test_what_ncu_complains_of_fails_one_check_and_leaves_the_others_open(
-    text: str, blamed: str, remedy: str, tmp_path: Path
+def test_what_ncu_complains_of_is_told_with_its_remedy(
+    text: str, remedy: str, tmp_path: Path
 ) -> None:
-    found = found_by(under(tmp_path, text))
-    assert {check for check, finding in found.items() if finding.status == FAILED} == {blamed}
-    assert remedy in found[blamed].remedy
-    assert ".log" in found[blamed].detail
-    others = [finding for check, finding in found.items() if check != blamed]
-    assert {finding.status for finding in others} == {WARNING}
-    assert tuple(found) == CHECKS
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_counters_that_a_chip_lacks_are_all_named(
-    tmp_path: Path,
-) -> None:
-    for name in ("l2_flown_bytes", "l2_swum_bytes"):
-        METRICS.register(Metric(name, counters=(f"lts__t_{name}.sum",)))
-    found = found_by(under(tmp_path, SUCCEED))
-    assert found["metrics"].status == FAILED
-    assert "lacks the counters of l2_flown_bytes, l2_swum_bytes" in found["metrics"].detail
-    assert found["permission"].status == OK
+    [found] = examine(under(tmp_path, text), [counters.counters])
+    assert (found.check, found.status) == ("counters", FAILED)
+    assert remedy in found.remedy
+    assert ".log" in found.detail
 
 
 QUERIED = """
@@ -135,53 +123,31 @@ def test_what_a_chip_lacks_is_told_and_the_rest_is_tried(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         found = found_by(setup)
-    assert found["metrics"].status == FAILED
-    assert "lacks the counters of dram_read_bytes, dram_write_bytes" in found["metrics"].detail
-    assert words in found["metrics"].detail
-    assert found["permission"].status == found["profiling"].status == OK
+    assert found["counters"].status == FAILED
+    assert "lacks the counters of dram_read_bytes, dram_write_bytes" in found["counters"].detail
+    assert words in found["counters"].detail
     assert "dram__bytes" not in (tmp_path / "asked").read_text()
-    [calibration] = counters.calibration(setup)
-    assert calibration.status == WARNING
-    assert "not tried: this GPU lacks" in calibration.detail
+    assert found["calibration"].status == WARNING
+    assert "this GPU does not count DRAM bytes" in found["calibration"].detail
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_hung_ncu_is_ended(tmp_path: Path) -> None:
-    found = found_by(under(tmp_path, "time.sleep(100)", timeout=0.5))
-    assert "did not finish within 0.5 s" in found["profiling"].detail
+    [found] = examine(under(tmp_path, "time.sleep(100)", timeout=0.5), [counters.counters])
+    assert "did not finish within 0.5 s" in found.detail
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_bytes_of_something_else_fail_the_calibration(tmp_path: Path) -> None:
-    """The recorded step moved little through DRAM; a copy of 4.3 GB was asked for."""
-    [found] = counters.calibration(under(tmp_path, SUCCEED))
-    assert found.status == FAILED
-    assert "a copy of 4.29 GB" in found.detail
-    assert "-99." in found.detail
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_a_calibration_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
-    setup = under(tmp_path, say("counters_forbidden.txt"))
-    [found] = examine(setup, [counters.calibration])
-    assert (found.check, found.status) == ("calibration", FAILED)
-    assert "NVreg" in found.remedy
-
-
-@pytest.mark.parametrize("check", [counters.counters, counters.calibration])
-def test_without_a_gpu_nothing_is_tried(
-    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = list(check(under(tmp_path, SUCCEED)))
+    found = found_by(under(tmp_path, SUCCEED)).values()
     assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no GPU")}
     assert not (tmp_path / "reports").exists()
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_without_ncu_nothing_is_tried() -> None:
-    [found] = counters.calibration(Setup(ncu_path="/nowhere/ncu"))
-    assert (found.status, found.detail) == (WARNING, "not tried: there is no ncu")
+    found = found_by(Setup(ncu_path="/nowhere/ncu")).values()
+    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no ncu")}
 
 
 @pytest.mark.parametrize(
@@ -199,7 +165,7 @@ def test_without_ncu_nothing_is_tried() -> None:
 )
 def test_counted_bytes_may_be_one_percent_off(examples: int, share: float, status: str) -> None:
     moved = examples * EXAMPLE_BYTES * share
-    found = judge(examples, {"dram_read_bytes": moved, "dram_write_bytes": moved})
+    found = judge("calibration", examples, {"dram_read_bytes": moved, "dram_write_bytes": moved})
     assert found.status == status
     assert f"{share - 1:+.2%}" in found.detail
     assert bool(found.remedy) == (status != OK)

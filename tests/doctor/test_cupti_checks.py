@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dpbench import gpu
-from dpbench.doctor import cupti, examine
+from dpbench.doctor import counters, examine
 from dpbench.doctor.counters import EXAMPLE_BYTES, MOST
 from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
 from dpbench.gpu import Gpu, Use
@@ -27,17 +27,17 @@ def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str
         return {"dram_read_bytes": moved, "dram_write_bytes": moved}
 
     counted = {"forward": bytes_of(share * COPIED), "outside": bytes_of(resting * COPIED)}
-    counters = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_total_bytes": ["lts__t_bytes.sum"]}
-    made = {"cupti": "13.0", "chip": "GH100", "passes": 1, "counters": counters}
+    names = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_total_bytes": ["lts__t_bytes.sum"]}
+    made = {"cupti": "13.0", "chip": "GH100", "passes": 1, "counters": names}
     return made | {"counted_phases": counted} | changed
 
 
 @pytest.fixture
 def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is found where a case's process prints this record."""
-    for module in (cupti, gpu):
+    for module in (counters, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
-    monkeypatch.setattr(cupti, "in_use", lambda _: Use(139 * 10**9, ()))
+    monkeypatch.setattr(counters, "in_use", lambda _: Use(139 * 10**9, ()))
 
     def run(printed: dict[str, Any]) -> list[Finding]:
         text = (
@@ -46,7 +46,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             f"print_record(**json.loads({json.dumps(printed)!r}))"
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
-        return list(examine(Setup(tmp_path), [cupti.cupti]))
+        return list(examine(Setup(tmp_path), [counters.cupti]))
 
     return run
 
@@ -84,5 +84,5 @@ def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
 
 def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = list(cupti.cupti(Setup(tmp_path)))
+    found = list(counters.cupti(Setup(tmp_path)))
     assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: no GPU")}

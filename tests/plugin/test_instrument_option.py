@@ -38,7 +38,7 @@ def test_it_is_saved_judged_drawn_and_compared(
     pytester.makepyfile(test_suite=SUITE)
     first = project(*CHOSEN, "--dpbench-save=first", replayed=False)
     first.assert_outcomes(passed=1, xfailed=1)
-    assert main(["report", "1"]) == 0
+    assert main(["show", "1", "--html=report.html"]) == 0
     assert "energy_joules" in Path("report.html").read_text()
 
     write(pytester.path, joules=3.0)

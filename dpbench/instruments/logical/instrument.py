@@ -12,8 +12,6 @@ again), tiny models less (everything stays in the cache).
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -29,12 +27,12 @@ from torch._subclasses import fake_tensor
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
-from dpbench.instruments.child import Child
+from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.stand_ins import users_line
 from dpbench.process.build import build
-from dpbench.registry import is_builtin, portable
+from dpbench.registry import is_builtin
 from dpbench.results.kernels import OperatorCount, guesses
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.settings import Settings
@@ -136,7 +134,7 @@ class CountingApart(Child):
         self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
         directory = instrument.directory or Path(self._scratch.name)
         super().__init__(
-            [sys.executable, "-m", __package__, json.dumps(portable(case))],
+            [*step_command(case, device="cpu"), "--logical"],
             case=case,
             log=(directory / case.report_path).with_suffix(".logical.log"),
             timeout=instrument.timeout,

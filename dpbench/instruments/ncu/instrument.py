@@ -7,20 +7,20 @@ misses those, and tells one kernel from the other.
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
-
-from tqdm import tqdm
+from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu.kernel_report import PROFILING, kernel_counters, read_kernels
+from dpbench.instruments.ncu.kernel_report import (
+    kernel_counters,
+    read_kernels,
+)
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
 from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu.range_report import (
@@ -31,15 +31,11 @@ from dpbench.instruments.ncu.range_report import (
     read,
     report_path,
 )
-from dpbench.instruments.terminal import begin_line, place
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.process.schedule import Steps
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
-
-EVERY_PHASE = f"regex:{NVTX_DOMAIN}@.*"
-"""The NVTX filter that lets through whatever dpbench marked."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +46,19 @@ class NcuInstrument(Instrument):
     further one adds seconds and, at 400 bytes a kernel launch, megabytes to the report.
     """
 
-    replay: ClassVar[str]  # ncu's mode
+    replay: ClassVar[str] = "kernel"  # ncu's mode: tens of ms a kernel
     folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
 
     directory: Path  # where reports and logs go, one folder a configuration
     path: str  # the ncu program
     steps: Steps = Steps(warmup=1, active=1)
     timeout: float = Settings.timeout  # seconds after which a case is ended
+    phases: tuple[str, ...] = ()  # profile these only; every one if there is none
+
+    @classmethod
+    def asked(cls, settings: Settings, **own: Any) -> Self:
+        """The instrument as a session's options have it, and what is its ``own``."""
+        return cls(settings.ncu_dir, find_ncu(settings.ncu_path), timeout=settings.timeout, **own)
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=True)
@@ -68,21 +70,19 @@ class NcuInstrument(Instrument):
     def report(self, case: Case) -> Path:
         return self.directory / report_path(case, self.folder)
 
-    def command_under_ncu(
-        self, case: Case, collect: Iterable[str], include: Iterable[str] = (EVERY_PHASE,)
-    ) -> list[str]:
+    def command_under_ncu(self, case: Case, collect: Iterable[str]) -> list[str]:
         """The whole argument list for one case."""
         step = step_command(case, self.steps, device="cuda", nvtx=True)
-        return [*self.before_program(case, collect, include), *step]
+        return [*self.before_program(case, collect), *step]
 
-    def before_program(
-        self, case: Case, collect: Iterable[str], include: Iterable[str] = (EVERY_PHASE,)
-    ) -> list[str]:
+    def before_program(self, case: Case, collect: Iterable[str]) -> list[str]:
         """The arguments before those of the profiled program, caches and clocks left alone.
 
         Options say what to ``collect``, and of which kernels; a range or kernel is profiled if one
-        of the NVTX filters ``include`` fits.
+        of the NVTX filters fits.
         """
+        steps = range(self.steps.active)
+        chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
         return [
             self.path,
             *("--config-file", "off"),  # a stray config.ncu-cfg would change the run
@@ -91,7 +91,11 @@ class NcuInstrument(Instrument):
             *("--clock-control", "none"),
             *("--import-sass", "no"),  # 60 times smaller reports
             "--nvtx",
-            *(text for each in include for text in ("--nvtx-include", each)),
+            *(
+                text
+                for each in chosen or [f"regex:{NVTX_DOMAIN}@.*"]
+                for text in ("--nvtx-include", each)
+            ),
             *collect,
             "--force-overwrite",
             *("--export", str(self.report(case))),
@@ -125,6 +129,14 @@ class NcuInstrument(Instrument):
         """The versions behind the rows of a record."""
         return f"ncu {ncu_version(self.path)}, torch {record['torch']}"
 
+    def nothing_to_profile(self, case: Case) -> bool:
+        """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""
+        try:
+            launches = launches_by_phase(self.directory / case.report_path)
+        except InstrumentError:
+            return False
+        return bool(self.phases) and not any(launches[phase] for phase in self.phases)
+
 
 @dataclass(frozen=True)
 class Ncu(NcuInstrument):
@@ -136,14 +148,10 @@ class Ncu(NcuInstrument):
     metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Ncu:
-        return cls(
-            settings.ncu_dir,
-            find_ncu(settings.ncu_path),
-            Steps(settings.ncu_warmup, settings.ncu_active),
-            settings.timeout,
-            tuple(resolve(settings.metric_names, gpu.chip_here())),
-        )
+    def from_settings(cls, settings: Settings) -> Self:
+        steps = Steps(settings.ncu_warmup, settings.ncu_active)
+        metrics = tuple(resolve(settings.metric_names, gpu.chip_here()))
+        return cls.asked(settings, steps=steps, metrics=metrics)
 
     def command(self, case: Case) -> list[str]:
         return self.command_under_ncu(case, ("--metrics", ",".join(counters(self.metrics))))
@@ -158,46 +166,7 @@ class Ncu(NcuInstrument):
 
 
 @dataclass(frozen=True)
-class OfKernels(NcuInstrument):
-    """Profiles one kernel at a time, in tens of ms each."""
-
-    replay: ClassVar[str] = "kernel"
-
-    phases: tuple[str, ...] = ()  # profile these only; every one if there is none
-
-    @property
-    def filters(self) -> list[str]:
-        """The NVTX filters that let through the phases of every active step."""
-        steps = range(self.steps.active)
-        named = [f"{NVTX_DOMAIN}@{i}.{phase}" for i in steps for phase in self.phases]
-        return named or [EVERY_PHASE]
-
-    def expected(self, case: Case) -> int | None:
-        """How many kernels there will be, if the case has a report of ranges that says so."""
-        try:
-            counts = launches_by_phase(self.directory / case.report_path)
-        except InstrumentError:
-            return None
-        return sum(counts[phase] for phase in self.phases or counts) * self.steps.active
-
-    def watched(self, process: Child, description: str, total: int | None) -> dict[str, Any]:
-        """`record_of`, with a progress bar on a terminal; none in an xdist worker, one of many."""
-        hidden = "PYTEST_XDIST_WORKER" in os.environ or not place().isatty()
-        if not hidden:
-            begin_line()
-        with tqdm(
-            total=total, desc=description, unit="kernel", leave=False, disable=hidden, file=place()
-        ) as bar:
-            process.watch = lambda line: bar.update(line.count(PROFILING))
-            return self.record_of(process)
-
-    def nothing_to_profile(self, case: Case) -> bool:
-        """Whether the phases launch no kernel: ghost clipping's clip is a copy, say."""
-        return bool(self.phases) and self.expected(case) == 0
-
-
-@dataclass(frozen=True)
-class NcuKernels(OfKernels):
+class NcuKernels(NcuInstrument):
     """Counts the bytes of kernels."""
 
     name: ClassVar[str] = "ncu_kernels"
@@ -206,17 +175,12 @@ class NcuKernels(OfKernels):
     counters: tuple[str, ...] = field(default_factory=kernel_counters)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> NcuKernels:
-        return cls(
-            settings.ncu_dir,
-            find_ncu(settings.ncu_path),
-            timeout=settings.timeout,
-            phases=settings.phases,
-            counters=kernel_counters(gpu.chip_here()),
-        )
+    def from_settings(cls, settings: Settings) -> Self:
+        counted = kernel_counters(gpu.chip_here())
+        return cls.asked(settings, phases=settings.phases, counters=counted)
 
     def command(self, case: Case) -> list[str]:
-        return self.command_under_ncu(case, ["--metrics", ",".join(self.counters)], self.filters)
+        return self.command_under_ncu(case, ("--metrics", ",".join(self.counters)))
 
     def start(self, case: Case) -> Child:
         """Start a process whose rows are what its kernels add up to, by phase and step.
@@ -228,7 +192,7 @@ class NcuKernels(OfKernels):
     def read(self, process: Child) -> list[Measurement]:
         case = process.case
         try:
-            record = self.watched(process, f"{case.id}: kernels", self.expected(case))
+            record = self.record_of(process)
             report = read_kernels(self.report(case))
         except (NothingProfiled, ReportUnreadable):
             if not self.nothing_to_profile(case):

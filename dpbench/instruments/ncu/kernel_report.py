@@ -7,11 +7,10 @@ large reports are read in parts, by processes that end.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,10 +21,10 @@ from dpbench.errors import ConfigurationError
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.ncu.range_report import (
     DEVICE,
+    ForeignReport,
     MetricMissing,
     NothingProfiled,
     ReportUnreadable,
-    WrongReplay,
     count_actions,
     is_kernel,
     label,
@@ -83,17 +82,11 @@ def read_kernels(path: Path) -> KernelReport:
                 read = list(pool.map(read_part, [path] * parts, range(parts), [parts] * parts))
         except BrokenProcessPool as error:
             raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
-    places: Counter[tuple[int, str]] = Counter()
-    launches = []
-    for launch in chain.from_iterable(part.launches for part in read):
-        place = launch.repeat, launch.phase
-        launches.append(replace(launch, ordinal=places[place]))
-        places[place] += 1
-    return KernelReport(read[0].device, tuple(launches))
+    return KernelReport(read[0].device, tuple(chain.from_iterable(part.launches for part in read)))
 
 
 def read_part(path: Path, part: int = 0, parts: int = 1) -> KernelReport:
-    """One of so many parts of a report, whose launches do not know their ordinals yet."""
+    """One of so many parts of a report."""
     return kernels_of(load_actions(path, part, parts), path, first=part == 0)
 
 
@@ -123,7 +116,7 @@ def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> Ker
     device = ""
     for action in actions:
         if not is_kernel(action):
-            raise WrongReplay(f"{path}: it holds ranges, not kernels; dpbench show reads it")
+            raise ForeignReport(f"{path}: it holds ranges, not kernels")
         metrics = {name: action.metric_by_name(name) for name in names}
         if missing := [name for name, metric in metrics.items() if metric is None]:
             if launches or not first or DEVICE in missing:  # the kernels before it have them
@@ -138,7 +131,7 @@ def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> Ker
         sums = {field: float(sum(values[name] for name in of)) for field, of in counters.items()}
         seconds = 1e-9 * values[TIME]
         launches.append(
-            KernelLaunch(repeat, phase, 0, full_name(action), (x, y, z), seconds=seconds, **sums)
+            KernelLaunch(repeat, phase, full_name(action), (x, y, z), seconds=seconds, **sums)
         )
     return KernelReport(device, tuple(launches))
 

@@ -70,7 +70,7 @@ def resolve(
         elif "__" in name and not name.endswith(".sum"):
             raise ConfigurationError(
                 f"{name} does not add up over the ranges of a step, as counters whose names end in "
-                f".sum do; --ncu-set shows rates and averages of single kernels"
+                f".sum do; ncu itself shows rates and averages of single kernels"
             )
         elif "__" in name:
             chosen[name] = NcuMetric(name, (name,), unit="")

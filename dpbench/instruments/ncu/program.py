@@ -70,19 +70,16 @@ def ncu_version(path: str) -> str:
 
 
 @cache
-def known_counters(path: str, *options: str) -> frozenset[str]:
-    """The counters of the GPU here, without ``.sum``; empty if ncu does not say.
-
-    With ``--chips gh100`` those of another chip, which needs no GPU.
-    """
-    lines = _answer(path, "--query-metrics", *options).splitlines()
+def known_counters(path: str) -> frozenset[str]:
+    """The counters of the GPU here, without ``.sum``; empty if ncu does not say."""
+    lines = _answer(path, "--query-metrics").splitlines()
     words = (line.split() for line in lines)
     return frozenset(parts[0] for parts in words if parts and "__" in parts[0])
 
 
-def _answer(path: str, *question: str) -> str:
+def _answer(path: str, question: str) -> str:
     """What an ``ncu`` prints; nothing if it is made for another machine, say, or hangs."""
     try:
-        return output_of([path, *question], timeout=ANSWER_SECONDS)
+        return output_of([path, question], timeout=ANSWER_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -20,8 +20,8 @@ REPORT_MAGIC = b"NVR\0"
 """The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
 
 DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
-KERNELS, SPEED_OF_LIGHT = "kernels", "sol"
-"""Folders beside the reports of ranges: of each kernel, and of many metrics of a few."""
+KERNELS = "kernels"
+"""The folder beside the reports of ranges with those of each kernel."""
 
 
 def report_path(case: Case, folder: str = "") -> Path:
@@ -39,10 +39,6 @@ class ForeignReport(InstrumentError):
     """A report that dpbench did not make, or so short a part of one that it cannot be told."""
 
     remedy = "dpbench reads complete reports of its own `--ncu` and `dpbench run`"
-
-
-class WrongReplay(InstrumentError):
-    """A report of kernels where one of ranges is needed, or the other way round."""
 
 
 class NothingProfiled(InstrumentError):
@@ -96,7 +92,7 @@ def case_of(path: Path) -> Case:
     Reports of kernels lie one folder deeper; see `report_path`.
     """
     place = path.resolve()
-    if place.parent.name in (KERNELS, SPEED_OF_LIGHT):
+    if place.parent.name == KERNELS:
         place = place.parent.with_name(place.name)
     try:
         return Case.from_report_path(place)
@@ -112,7 +108,7 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     if len(actions) == 1 and is_kernel(actions[0]) and not actions[0].metric_by_name(DEVICE):
         raise ReportUnreadable(f"{path}: the report is incomplete, too short to say of what")
     if actions and is_kernel(actions[0]):
-        raise WrongReplay(f"{path}: it holds kernels, not ranges; dpbench kernels reads it")
+        raise ForeignReport(f"{path}: it holds kernels, not ranges")
     labels = [label(action) for action in actions]
     if None in (labels[:-1] or labels):  # the last may be cut off
         raise ForeignReport(f"{path}: it holds a range without dpbench's mark")
@@ -160,6 +156,13 @@ def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
         yield [(group, i) for group in groups for i in range(group.num_actions())]
     except Exception as error:  # the library raises bare RuntimeError and more
         raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
+
+
+def holds_kernels(path: Path) -> bool:
+    """Whether a report is one of kernels; a truncated one of ranges holds one of no device."""
+    with _opened(path) as places:
+        first = [profiled.action_by_idx(i) for profiled, i in places[:1]]
+        return any(is_kernel(action) and action.metric_by_name(DEVICE) for action in first)
 
 
 def is_kernel(action: Any) -> bool:

@@ -1,12 +1,7 @@
-"""The process under ``nsys profile``: steps before the recording, then those that are recorded.
-
-``python -m dpbench.instruments.nsys.child CASE WARMUP ACTIVE``, the case as JSON.
-"""
+"""The process under ``nsys profile``: steps before the recording, then those that are recorded."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable
 from itertools import cycle
 from statistics import median
@@ -15,11 +10,9 @@ from typing import Any
 import torch
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.errors import DpbenchError
 from dpbench.instruments.cupti.child import SHORT_SECONDS, WHOLE_STEPS
-from dpbench.process.messages import NVTX_DOMAIN, print_record
+from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.process.step import run_case
-from dpbench.registry import resolve
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
@@ -91,22 +84,3 @@ def trace_case(
         return {"untraced_seconds": seconds}
 
     return run_case(case, device=device, warmup=warmup, active=active, after=trace)
-
-
-def main(case: str, warmup: str, active: str) -> None:
-    """Print the record of a case, or why it failed."""
-    try:
-        record = trace_case(
-            resolve(Case(**json.loads(case))), warmup=int(warmup), active=int(active)
-        )
-    except Exception as error:
-        kind = type(error).__name__
-        first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
-        message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
-        print_record(error={"kind": kind, "message": message})
-        raise
-    print_record(**record)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

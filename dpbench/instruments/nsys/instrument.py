@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,14 +11,13 @@ from typing import ClassVar
 
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, check_place
-from dpbench.instruments.child import Child, log_lines
+from dpbench.instruments.child import Child, log_lines, step_command
 from dpbench.instruments.nsys import program
 from dpbench.instruments.nsys.program import EXPORTED, RAW, REPORT
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
 from dpbench.process.schedule import Steps
-from dpbench.registry import portable
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Timeline
 from dpbench.settings import Settings
@@ -69,8 +66,8 @@ class Nsys(Instrument):
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
             "--force-overwrite=true",
             f"--output={str(self.report(case)).replace('%', '%%')}",
-            *(sys.executable, "-m", f"{__package__}.child", json.dumps(portable(case))),
-            *map(str, (self.steps.warmup, self.steps.active)),
+            *step_command(case, self.steps, device="cuda"),
+            "--nsys",
         ]
 
     def start(self, case: Case) -> Child:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
@@ -42,12 +42,7 @@ class Profile:
 
     rows: list[Measurement]
     launches: list[dict[str, Any]]  # of `grouped`; sums over all steps
-    operators: list[dict[str, Any]] = field(default_factory=list)  # not in a summary
-
-    @property
-    def steps(self) -> int:
-        """How many were recorded."""
-        return len({row.repeat for row in self.rows})
+    operators: list[dict[str, Any]]  # by name and by input shapes, of each cycle
 
 
 def prepare(directory: Path) -> None:
@@ -106,23 +101,14 @@ def write_log(
             writer.file_writer.add_summary(summary)
 
 
-def read_summary(directory: Path) -> Profile:
-    """The summary of a profile."""
-    path = directory / SUMMARY
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if document["schema"] > SCHEMA:
-            raise trace.TraceUnreadable(f"{path}: written by a newer dpbench")
-        return Profile(list(map(Measurement.from_row, document["rows"])), document["launches"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = getattr(error, "strerror", None) or type(error).__name__
-        raise trace.TraceUnreadable(f"{path}: not the summary of a profile ({what})") from error
+def read_rows(directory: Path) -> list[Measurement]:
+    """The rows of a profile that `write_summary` left."""
+    document = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+    return [Measurement.from_row(row) for row in document["rows"]]
 
 
-def operators_of(
-    directory: Path, launches: Iterable[KernelLaunch]
-) -> dict[tuple[int, str, int], str]:
-    """The operators behind kernels that another process launched, by step, phase and place.
+def operators_of(directory: Path, launches: Sequence[KernelLaunch]) -> list[str | None]:
+    """The operator behind each kernel that another process launched, as far as it is known.
 
     The two tools write kernels' names in ways of their own, so a kernel is found by its place
     among those of its phase. Both processes ran the same step; should they have launched
@@ -133,13 +119,11 @@ def operators_of(
         if launch.repeat == 0 and launch.kind == "kernel":
             seen[launch.phase].append(launch.operator)
     counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
-    return {
-        (0, phase, place): operator
-        for phase, operators in seen.items()
-        if len(operators) == counted[phase]
-        for place, operator in enumerate(operators)
-        if operator
-    }
+    known = {phase: iter(names) for phase, names in seen.items() if len(names) == counted[phase]}
+    return [
+        next(known[launch.phase]) if launch.repeat == 0 and launch.phase in known else None
+        for launch in launches
+    ]
 
 
 def _in_order(directory: Path, pattern: str) -> list[Path]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from dpbench.case import Case
 from dpbench.instruments import child
 from dpbench.instruments.base import Instrument, check_place
-from dpbench.instruments.torch_profiler.files import INSTRUMENT, SUMMARY, read_summary
+from dpbench.instruments.torch_profiler.files import INSTRUMENT, SUMMARY, read_rows
 from dpbench.process.schedule import Schedule
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -66,7 +66,7 @@ class TorchProfiler(Instrument):
 
         def read(process: child.Child) -> list[Measurement]:
             process.record()
-            return read_summary(folder).rows
+            return read_rows(folder)
 
         log = folder / "step.log"
         return child.Child(self.command(case), case=case, log=log, timeout=self.timeout, read=read)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpbench.case import AXES, PHASES, Case
+from dpbench.case import AXES, PHASES
 from dpbench.metrics import METRICS
 from dpbench.results.frame import (
     CONFIGURATION,
@@ -44,8 +44,8 @@ CASE: Mapping[str, Shown] = {
 """The columns of a table that name a case."""
 
 NEEDS_LOGICAL = (
-    "These runs hold no logical counts of the measured cases. The option --with-logical of "
-    "dpbench report counts them, in seconds a case and without a GPU."
+    "These runs hold no logical counts of the measured cases. dpbench run --instrument logical "
+    "counts them, in seconds a case and without a GPU; draw its run beside these."
 )
 
 IN_CACHE = (
@@ -69,14 +69,6 @@ def has_case_of(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series[bool]:
     """Which rows are of a case of which the others have a row."""
     cases, known = (pd.MultiIndex.from_frame(frame[list(AXES)]) for frame in (rows, others))
     return pd.Series(cases.isin(known), index=rows.index)
-
-
-def cases_without_logical(runs: Iterable[Run]) -> list[Case]:
-    """The measured cases of which no run has logical counts, each once."""
-    parts = [run.frame[["instrument", *AXES]] for run in runs]
-    rows = pd.concat(parts, ignore_index=True).drop_duplicates()
-    without = rows[~has_case_of(rows, rows[rows.instrument == UNMEASURED])]
-    return [Case.from_row(case) for case in without.drop_duplicates(list(AXES)).to_dict("records")]
 
 
 class Basis(NamedTuple):

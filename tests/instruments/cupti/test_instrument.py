@@ -192,8 +192,8 @@ def test_too_little_memory_is_told_as_by_every_instrument(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--device=cpu"], "--cupti reads a GPU's counters, and there is none: drop it"),
-        (["--nvtx"], "--cupti excludes --nvtx and --profile: choose one"),
+        (["--device=cpu"], "--cupti is about a GPU's work, and there is none: drop it"),
+        (["--nvtx"], "--nvtx excludes --cupti: choose one"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,6 @@ from dpbench import Case, ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
 from dpbench.instruments.ncu.instrument import NcuKernels
-from dpbench.instruments.ncu.kernel_report import read_kernels
-from dpbench.instruments.ncu.range_report import ReportUnreadable
-from dpbench.instruments.ncu.speed_of_light import SpeedOfLight, name_filter, read_speeds
 from dpbench.process.schedule import Steps
 from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
@@ -81,53 +77,6 @@ def test_phases_are_chosen_by_the_names_of_their_ranges() -> None:
     assert filters == [f"dpbench@{step}.{p}" for step in (0, 1) for p in ("clip", "noise")]
 
 
-def test_the_whole_argument_list_for_the_speed_of_light() -> None:
-    instrument = SpeedOfLight(
-        Path("reports"),
-        "/opt/ncu",
-        set="full",
-        sections=("NumaAffinity",),
-        phases=("clip",),
-    )
-    names = ["void at::reduce_kernel<(int)512, float>(T3)", "fmha_cutlassF(a::B::Params)"]
-    assert instrument.command(CASE, names) == [
-        "/opt/ncu",
-        *("--config-file", "off"),
-        *("--replay-mode", "kernel"),
-        *("--cache-control", "none"),
-        *("--clock-control", "none"),
-        *("--import-sass", "no"),
-        "--nvtx",
-        *("--nvtx-include", "dpbench@0.clip"),
-        *("--set", "full"),
-        *("--section", "NumaAffinity"),
-        "--metrics",
-        "sm__throughput.avg.pct_of_peak_sustained_elapsed,"
-        "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed,"
-        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed,"
-        "lts__t_sector_hit_rate.pct,"
-        "sm__warps_active.avg.pct_of_peak_sustained_active,"
-        "sm__maximum_warps_per_active_cycle_pct,"
-        "gpu__time_duration.sum",
-        *("--kernel-name-base", "demangled"),
-        "--kernel-name",
-        "regex:void.at..reduce_kernel..int.512..float..T3.|fmha_cutlassF.a..B..Params.",
-        *("--filter-mode", "per-launch-config"),
-        *("--launch-count", "1"),
-        "--force-overwrite",
-        *("--export", "reports/1b-fp32/sol/report_dpsgd_bs8_seq256.ncu-rep"),
-        *CHILD,
-    ]
-
-
-def test_a_name_filter_fits_its_own_kernels_and_no_other_functor() -> None:
-    names = (RANGES.parent / "kernel_names.txt").read_text().splitlines()
-    chosen = [name for name in names if "CUDAFunctor_add" in name or "NormTwoOps" in name]
-    pattern = name_filter(chosen).removeprefix("regex:")
-    assert chosen
-    assert [name for name in names if re.search(pattern, name)] == chosen
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     """A report directory with what a run of the tiny dpsgd case leaves."""
@@ -137,55 +86,12 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     return tmp_path
 
 
-@pytest.mark.parametrize(("phases", "expected"), [((), 468), (("clip", "noise"), 228)])
-def test_the_report_of_ranges_says_how_many_kernels_to_expect(
-    directory: Path, phases: tuple[str, ...], expected: int
+@pytest.mark.parametrize(("phases", "nothing"), [((), False), (("clip",), False), (("x",), True)])
+def test_the_report_of_ranges_says_whether_phases_launch_kernels(
+    directory: Path, phases: tuple[str, ...], nothing: bool
 ) -> None:
-    assert NcuKernels(directory, "ncu", phases=phases).expected(TINY) == expected
-
-
-def test_without_a_report_of_ranges_nobody_knows_how_many(tmp_path: Path) -> None:
-    assert NcuKernels(tmp_path, "ncu").expected(TINY) is None
-
-
-def test_speed_of_light_is_for_the_kernels_with_most_bytes(directory: Path) -> None:
-    chosen = SpeedOfLight(directory, "ncu", kernels=3).chosen(TINY)
-    launches = read_kernels(directory / "tiny-fp32/kernels/report_dpsgd_bs4_seq64.ncu-rep").launches
-    totals = {
-        (launch.name, launch.phase): sum(
-            other.read_bytes + other.write_bytes
-            for other in launches
-            if (other.name, other.phase) == (launch.name, launch.phase)
-        )
-        for launch in launches
-    }
-    most = sorted(totals, key=lambda key: -totals[key])
-    assert chosen == list(dict.fromkeys(name for name, _ in most))[:3]
-
-
-def test_speed_of_light_needs_the_report_of_kernels(tmp_path: Path) -> None:
-    with pytest.raises(ReportUnreadable, match="no such file"):
-        SpeedOfLight(tmp_path, "ncu").measure(TINY)
-
-
-def test_speeds_are_those_that_nsight_compute_saved(tmp_path: Path) -> None:
-    path = unpacked("sol/report_dpsgd_bs4_seq64.ncu-rep", tmp_path)
-    speeds = read_speeds(path)
-    assert [speed.stall for speed in speeds] == [
-        "barrier",
-        "no_instructions",
-        "wait",
-        "short_scoreboard",
-    ]
-    import ncu_report
-
-    [profiled] = ncu_report.load_report(str(path))
-    action, last = profiled.action_by_idx(3), speeds[3]
-    metric = "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed"
-    assert last.memory == action[metric].value() == pytest.approx(6.6, abs=0.1)
-    assert last.l2_hit == action["lts__t_sector_hit_rate.pct"].value()
-    assert last.occupancy < last.occupancy_limit == 37.5
-    assert last.phase == "forward"
+    assert NcuKernels(directory, "ncu", phases=phases).nothing_to_profile(TINY) is nothing
+    assert not NcuKernels(directory / "empty", "ncu", phases=phases).nothing_to_profile(TINY)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +99,6 @@ def test_speeds_are_those_that_nsight_compute_saved(tmp_path: Path) -> None:
     [
         ({"kernels_phase": ["cake"]}, "unknown phase 'cake'; choose from forward"),
         ({"kernels_phase": ["clip", ""]}, "--ncu-kernels-phase '' names no phase"),
-        ({"ncu_section": [","]}, "--ncu-section ',' names no section; ncu --list-sections"),
-        ({"ncu_set": "huge"}, "unknown set of sections 'huge'; choose from basic"),
-        ({"ncu_set": ""}, "unknown set of sections ''; choose from basic"),
-        ({"ncu_set_kernels": 0}, "at least one kernel, not 0"),
     ],
 )
 def test_bad_values_are_named(said: dict[str, Any], words: str) -> None:

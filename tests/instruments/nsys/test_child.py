@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dpbench import Case, ConfigurationError
+from dpbench import Case
 from dpbench.instruments.nsys import child
 
 CASE = Case("dpsgd", 2, 16, "tiny")
@@ -99,17 +97,3 @@ def test_the_recording_ends_with_a_step_that_fails(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ZeroDivisionError):
         child.trace_case(CASE, warmup=0, active=1, device="cpu", cuda=cuda)
     assert cuda.said[-1] == "stop"
-
-
-def test_a_process_says_in_its_record_what_it_did_or_why_it_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(child, "trace_case", lambda case, **steps: {"case": case.id, **steps})
-    child.main(json.dumps(asdict(CASE)), "1", "2")
-    record = json.loads(capsys.readouterr().out)
-    assert (record["case"], record["warmup"], record["active"]) == (CASE.id, 1, 2)
-    with pytest.raises(ConfigurationError):
-        child.main(json.dumps({**asdict(CASE), "trainer": "none"}), "1", "2")
-    error = json.loads(capsys.readouterr().out)["error"]
-    assert error["kind"] == "ConfigurationError"
-    assert "unknown trainer 'none'" in error["message"]

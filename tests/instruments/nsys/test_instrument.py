@@ -64,9 +64,8 @@ def test_the_argument_list_records_cuda_and_nvtx_between_the_marks_alone() -> No
         *("--capture-range-end=stop", "--force-overwrite=true"),
     ]
     assert command[9] == "--output=a%%b/tiny-fp32/report_dpsgd_bs2_seq16.nsys-rep"
-    assert command[10:13] == [sys.executable, "-m", "dpbench.instruments.nsys.child"]
-    assert '"trainer": "dpsgd"' in command[13]
-    assert command[14:] == ["2", "4"]
+    assert command[10:14] == [sys.executable, "-m", "dpbench", "step"]
+    assert command[-5:] == ["--warmup", "2", "--active", "4", "--nsys"]
 
 
 def test_rows_are_times_and_launches_by_phase_and_of_whole_steps(tmp_path: Path) -> None:

@@ -15,17 +15,16 @@ from dpbench.commands.step import write_profile
 from dpbench.instruments.ncu.kernel_report import read_kernels
 from dpbench.instruments.torch_profiler.files import (
     REPORT,
-    SUMMARY,
     DeviceActivityMissing,
     copy_metric,
     grouped,
     operators_of,
     profile_rows,
-    read_summary,
+    read_rows,
     write_summary,
 )
-from dpbench.instruments.torch_profiler.trace import Launch, TraceUnreadable, read
-from dpbench.results.kernels import short_name
+from dpbench.instruments.torch_profiler.trace import read
+from dpbench.results.kernels import KernelLaunch, short_name
 from dpbench.results.report import CaseReport
 from tests.recorded import unpacked
 
@@ -103,23 +102,7 @@ def test_a_summary_gives_back_what_was_written(tmp_path: Path) -> None:
     shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
     write_summary(STANDARD, record(), tmp_path)
     trace = read(tmp_path / "trace_0.json.gz")
-    saved = read_summary(tmp_path)
-    assert saved.rows == list(profile_rows(STANDARD, record(), [trace]))
-    assert (saved.launches, saved.steps) == (grouped([trace]), 1)
-
-
-@pytest.mark.parametrize("content", [None, "", "[]", '{"rows": []}', '{"rows": [{}]}'])
-def test_what_is_no_summary_is_named(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / SUMMARY).write_text(content)
-    with pytest.raises(TraceUnreadable, match=r"summary.json: not the summary of a profile"):
-        read_summary(tmp_path)
-
-
-def test_a_summary_of_a_newer_version_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / SUMMARY).write_text('{"schema": 99, "rows": [], "launches": []}')
-    with pytest.raises(TraceUnreadable, match="written by a newer dpbench"):
-        read_summary(tmp_path)
+    assert read_rows(tmp_path) == list(profile_rows(STANDARD, record(), [trace]))
 
 
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd"])
@@ -133,12 +116,14 @@ def test_kernels_under_ncu_find_their_operators_by_place(trainer: str, tmp_path:
     )
     assert theirs == ours
     operators = operators_of(DATA / trainer, counted.launches)
-    assert set(operators) == {(x.repeat, x.phase, x.ordinal) for x in counted.launches}
+    placed = zip(counted.launches, operators, strict=True)
+    expected = {(x.phase, short_name(x.name), x.operator) for x in launched}
+    assert {(x.phase, short_name(x.name), operator) for x, operator in placed} == expected
 
 
 def test_a_phase_with_another_number_of_kernels_has_no_operators() -> None:
-    def kernel(phase: str) -> Launch:
-        return Launch(0, phase, "kernel", "k", 0.0, 0, None, None)
+    def kernel(phase: str) -> KernelLaunch:
+        return KernelLaunch(0, phase, "k", (1, 1, 1), 0.0, 0.0, 0.0, 0.0)
 
     found = operators_of(DATA / "standard", [kernel("optimizer"), kernel("forward")])
-    assert found == {(0, "optimizer", 0): "aten::_foreach_add_"}
+    assert found == ["aten::_foreach_add_", None]

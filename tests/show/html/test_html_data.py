@@ -12,7 +12,7 @@ from dpbench.results.frame import with_logical
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.show.html import charts, data, page
-from dpbench.show.html.data import Material, cases_without_logical, labelled
+from dpbench.show.html.data import Material, labelled
 from dpbench.show.layout import Table
 
 ROOT = Path(__file__).parents[3]
@@ -143,13 +143,6 @@ def test_nothing_counted_has_no_ratio() -> None:
     chart = charts.against_logical(material(a=dram("standard", 1e9) + logical("standard", 0)))
     assert chart.table is not None
     assert [line[-1] for line in chart.table.cells] == ["-"]
-
-
-def test_cases_without_counts_are_named_once() -> None:
-    runs = labelled([("a", GRID1), ("b", GRID1), ("counted", COUNTED)])
-    cases = cases_without_logical(runs)
-    assert len(cases) == len(set(cases)) == 12
-    assert Case("dpsgd", 8, 256) not in cases
 
 
 def test_case_in_two_runs_is_told_apart_by_the_run() -> None:

@@ -158,8 +158,8 @@ def test_two_runs_of_one_cell_are_drawn_apart() -> None:
 
 def test_chart_that_needs_counts_says_so() -> None:
     charts = charts_of(GRID1)
-    assert "--with-logical" in charts["logical"].missing
-    assert "--with-logical" in charts["roofline"].missing
+    assert "dpbench run --instrument logical" in charts["logical"].missing
+    assert "dpbench run --instrument logical" in charts["roofline"].missing
 
 
 def test_one_cell_says_why_there_are_no_lines() -> None:

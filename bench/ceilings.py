@@ -1,7 +1,16 @@
-"""What this device reaches: bandwidth of a copy, operations per second of matrix products."""
+"""What a GPU reaches: bandwidth of a copy, operations per second of matrix products.
+
+Times a copy far larger than the L2 cache, and a large matrix product at each precision, while no
+dpbench process measures on this GPU. What it prints serves ``dpbench show --roofline FILE`` as
+roofs in place of those in the data sheet.
+
+    python bench/ceilings.py > ceilings.json
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +21,7 @@ from dpbench import gpu
 from dpbench.case import PRODUCTS
 from dpbench.process.build import pick_device
 from dpbench.process.step import alone
+from dpbench.results.rows import SCHEMA
 
 
 def measure_ceilings(
@@ -31,11 +41,11 @@ def measure_ceilings(
         seconds: how long each measurement, the median of several runs, lasts at least.
 
     Returns:
-        The fields of `dpbench.results.roofline.Ceilings`.
+        What `dpbench.results.roofline.read_ceilings` takes for roofs.
     """
     target = pick_device(device)
     card = gpu.visible_gpus()[0] if target.type == "cuda" else None
-    with alone(target, "dpbench ceilings"):
+    with alone(target, "ceilings"):
         if card:
             copy_bytes = min(copy_bytes, torch.cuda.mem_get_info()[0] // 4)
         return {
@@ -72,3 +82,9 @@ def _median(function: Callable[[], object], seconds: float) -> float:
     """Median seconds of a call; the timer warms up, and synchronizes around what it times."""
     timer = Timer("function()", globals={"function": function})
     return float(timer.blocked_autorange(min_run_time=seconds).median)
+
+
+if __name__ == "__main__":
+    os.environ.update(gpu.child_environment())  # before CUDA numbers the GPUs
+    # It has no rows, because no case was measured.
+    print(json.dumps({"schema": SCHEMA, "rows": [], "ceilings": measure_ceilings()}, indent=1))
