@@ -76,7 +76,7 @@ def test_every_option_is_tried_in_each_mode(pytester: pytest.Pytester) -> None:
     tried = {option.partition("=")[0] for options in SCENARIOS for option in options}
     assert len(declared) > 40
     elsewhere = ("instrument", "device", "workload", "set", "only", "skip", "disable", "histogram")
-    elsewhere += ("optimizer", "micro-batches", "trainable")
+    elsewhere += ("optimizer", "micro-batches", "trainable", "activation-checkpointing", "baseline")
     own = {"--cupti", *(f"--dpbench-{name}" for name in elsewhere)}  # files of their own
     assert tried | own == declared
 
