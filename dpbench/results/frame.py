@@ -194,10 +194,12 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     """
     of_case, step = [*AXES, "device"], summary[summary.phase == STEP]
     times = step[(step.metric == "step_time_seconds") & step.instrument.isin(["timing", "cupti"])]
-    times = times.sort_values("instrument", ascending=False, kind="stable")  # timing's first
-    times = times.set_index(of_case)[["value", "instrument"]].add_prefix("time_")
     counted = step[(step.unit == "B") & (step.metric != "peak_memory_bytes")]
     counted = counted[counted.instrument.isin(["ncu", "cupti"])]
+    if times.empty or counted.empty:
+        return step[:0]
+    times = times.sort_values("instrument", ascending=False, kind="stable")  # timing's first
+    times = times.set_index(of_case)[["value", "instrument"]].add_prefix("time_")
     by = [counted[counted.instrument == name].join(times, on=of_case) for name in ("ncu", "cupti")]
     by[1] = by[1][by[1].time_instrument == "cupti"]
     rates = pd.concat([each.dropna(subset="time_value") for each in by], ignore_index=True)
