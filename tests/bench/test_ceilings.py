@@ -10,7 +10,7 @@ import torch
 
 from bench.ceilings import measure_ceilings
 from dpbench import ConfigurationError
-from dpbench.case import PRECISIONS
+from dpbench.case import PRODUCTS
 from dpbench.results.roofline import read_ceilings
 
 FLOPS = {"fp32": 5e13, "tf32": 4e14, "bf16": 7e14}
@@ -30,7 +30,7 @@ def test_a_copy_and_a_product_at_every_precision_are_timed(tmp_path: Path) -> No
     assert torch.backends.cuda.matmul.allow_tf32 == tf32
     roofs = read_ceilings(document(tmp_path, found))
     assert (roofs.devices, roofs.bandwidth) == (("cpu",), found["bandwidth"])
-    assert all(roofs.flops[precision] > 0 for precision in PRECISIONS)
+    assert all(roofs.flops[precision] > 0 for precision in PRODUCTS)
 
 
 def test_they_are_the_roofs_of_their_device_alone(tmp_path: Path) -> None:
