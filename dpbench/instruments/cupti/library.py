@@ -27,7 +27,8 @@ from dpbench.instruments.errors import (
 )
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
-"""What libcupti opens by name, so that it must be loaded from beside it before."""
+"""What libcupti opens by name, so that it must be loaded from beside it before. ncu-report loads
+another libnvperf_host when it reads its first report, with which libcupti 13.0 crashes."""
 
 _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
     15: (CuptiNotFound, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
@@ -175,19 +176,36 @@ def open_in(folder: Path, driver: Driver) -> Library:
         raise CuptiNotFound(f"no libcupti.so in {folder}")
     try:
         for helper in _HELPERS:
-            ctypes.CDLL(str(folder / helper), ctypes.RTLD_GLOBAL)
+            beside = ctypes.CDLL(str(folder / helper), ctypes.RTLD_GLOBAL)
+            if driver.version() and ctypes.CDLL(helper)._handle != beside._handle:
+                raise ProfilerNotLoaded(
+                    f"{path} would get another {helper}, which this process has loaded before, as "
+                    f"ncu-report does to read a report; count in a process of its own"
+                )
         return Library(ctypes.CDLL(str(path)), driver, path)
     except OSError as error:
         raise CuptiNotFound(f"{path} cannot be loaded: {error}") from None
+
+
+def _folders() -> list[Path]:
+    return loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
+
+
+@cache
+def come_first() -> None:
+    """Where there is a driver, load what libcupti opens by name before another of that name is."""
+    if Driver.load().version() and (folder := next(iter(_folders()), None)):
+        with suppress(OSError):
+            for helper in _HELPERS:
+                ctypes.CDLL(str(folder / helper), ctypes.RTLD_GLOBAL)
 
 
 @cache
 def load_library() -> Library:
     """The libcupti of this process; the same one that torch uses, if torch has loaded one."""
     driver = Driver.load()
-    folders = loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
     errors: list[InstrumentError] = []
-    for folder in folders:
+    for folder in _folders():
         try:
             return open_in(folder, driver)
         except InstrumentError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from dpbench.instruments.errors import (
     ProfilerNotLoaded,
 )
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
+from tests.recorded import unpacked
 
 NO_DRIVER = Driver()
 
@@ -137,3 +140,39 @@ def test_a_folder_without_a_usable_library_is_named(tmp_path: Path) -> None:
     (tmp_path / "libcupti.so.13").touch()
     with pytest.raises(CuptiNotFound, match=r"libcupti\.so\.13 cannot be loaded: .*libnvperf_host"):
         open_in(tmp_path, NO_DRIVER)
+
+
+READS_A_REPORT_FIRST = """
+import sys
+from pathlib import Path
+from dpbench.instruments.cupti import library
+from dpbench.instruments.ncu.range_report import holds_kernels
+
+class Cuda:
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 13000
+
+report, folder, drivers = Path(sys.argv[1]), Path(sys.argv[2]), map(library.Driver, (Cuda(), None))
+there, none = drivers
+library.Driver.load = classmethod(lambda cls: there if sys.argv[3] == "driver" else none)
+library.loaded_folders = lambda: [folder]
+assert holds_kernels(report)
+try:
+    library.open_in(folder, there)
+except library.InstrumentError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("machine", "clash"), [("driver", False), ("no driver", True)])
+def test_a_report_that_was_read_before_takes_nothing_from_libcupti(
+    machine: str, clash: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("ncu_report")
+    folder = next((f for f in candidate_folders() if any(f.glob("libcupti.so*"))), None)
+    if folder is None:
+        pytest.skip("no libcupti here")
+    report = unpacked("kernels/report_dpsgd_bs4_seq64.ncu-rep", tmp_path)
+    program = [sys.executable, "-c", READS_A_REPORT_FIRST, str(report), str(folder), machine]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert ("would get another libnvperf_host.so" in done.stdout) == clash
