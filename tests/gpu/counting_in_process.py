@@ -1,0 +1,123 @@
+"""Counters in this process on a real GPU: right by themselves, and by phase as in all.
+
+`test_cupti.py` runs these in a process of their own: a worker may have used the GPU in other ways.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from dpbench import count_ranges
+from dpbench.gpu import exclusive, visible_gpus
+from dpbench.instruments.cupti.steps import ByPhase, StepCounter, Target
+from dpbench.instruments.ncu.metrics import ALWAYS
+from dpbench.results.rows import STEP
+from dpbench.training.phases import observed_step, phase
+
+pytestmark = pytest.mark.gpu
+
+COPIED = 1 << 32
+"""B: so much more than any L2 holds that what stays there is below one percent."""
+
+COUNT = """
+import torch
+from dpbench import DpbenchError, count_ranges
+torch.ones(1, device="cuda")
+try:
+    with count_ranges():
+        pass
+except DpbenchError as error:
+    print(type(error).__name__)
+else:
+    print("counted")
+"""
+
+
+@pytest.fixture
+def alone_on_the_gpu() -> Iterator[None]:
+    with exclusive(visible_gpus()[0]):
+        torch.ones(1, device="cuda")
+        yield
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("alone_on_the_gpu")
+def test_a_copy_of_known_size_is_counted_within_one_percent_and_idle_near_zero() -> None:
+    source = torch.ones(COPIED // 4, device="cuda")
+    copy = torch.empty_like(source).copy_(source)  # the first launch loads the kernel
+    with count_ranges() as counts:
+        with phase("forward"):
+            copy.copy_(source)
+        with phase("backward"):
+            time.sleep(0.1)
+    for metric in ALWAYS:
+        assert counts["forward"][metric] == pytest.approx(COPIED, rel=0.01)
+        assert counts["backward"][metric] < 0.01 * COPIED
+    assert counts["forward"]["gpu_busy_share"] > 0.9
+    assert counts["backward"]["gpu_busy_share"] < 0.01
+    assert counts["backward"]["range_time_seconds"] == pytest.approx(0.1, rel=0.1)
+
+
+def count_training(names: list[str] | None = None) -> list[ByPhase]:
+    """Squares of 1 GB, which move the same bytes in each step, and their backward."""
+    weights = torch.ones(1 << 28, device="cuda", requires_grad=True)
+    (weights * weights).sum().backward()  # the first launches load the kernels
+    with closing(StepCounter(names, Target.of_torch())) as counter:
+        assert names is not None or counter.passes == 1 or counter.chip.name != "GH100"
+        for _ in range(counter.steps):
+            weights.grad = None
+            with observed_step(counter):
+                with phase("forward"):
+                    loss = (weights * weights).sum()
+                with phase("backward"):
+                    loss.backward()
+        return counter.rounds()
+
+
+@pytest.mark.usefixtures("alone_on_the_gpu")
+def test_phases_add_up_to_the_whole_step() -> None:
+    by_phase, all_in_one = count_training()
+    whole = all_in_one[STEP]
+    for metric in ("global_load_bytes", "global_store_bytes"):
+        assert sum(v[metric] for v in by_phase.values()) == pytest.approx(whole[metric], rel=0.001)
+    phases = sum(values[metric] for values in by_phase.values() for metric in ALWAYS)
+    assert phases == pytest.approx(sum(whole[metric] for metric in ALWAYS), rel=0.05)
+    assert by_phase["backward"]["gpu_busy_cycles"] > by_phase["forward"]["gpu_busy_cycles"]
+
+
+@pytest.mark.usefixtures("alone_on_the_gpu")
+def test_metrics_of_several_passes_are_counted_in_as_many_steps() -> None:
+    more = ["l2_total_bytes", *(f"lts__t_sectors_lookup_{what}.sum" for what in ("hit", "miss"))]
+    forward = count_training(more)[0]["forward"]
+    assert all(forward[metric] > 0 for metric in (*more, "range_time_seconds"))
+
+
+@pytest.mark.usefixtures("alone_on_the_gpu")
+def test_a_copy_to_another_gpu_is_counted_on_its_way() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    source = torch.ones(COPIED // 4, device="cuda:0")
+    copy = torch.empty_like(source, device="cuda:1")
+    with closing(StepCounter(None, Target.of_torch(), [True])) as counter:
+        for _ in range(counter.steps):
+            with observed_step(counter), phase("forward"):
+                copy.copy_(source)
+    [by_phase] = counter.rounds()
+    sent = by_phase["forward"].get("nvlink_sent_bytes", 0)
+    assert max(sent, by_phase["forward"]["pcie_write_bytes"]) > 0.95 * COPIED
+
+
+@pytest.mark.usefixtures("alone_on_the_gpu")
+def test_a_second_process_that_counts_is_told_who_is_in_the_way() -> None:
+    with count_ranges():
+        other = subprocess.run(
+            [sys.executable, "-c", COUNT], capture_output=True, text=True, timeout=120, check=True
+        )
+    assert other.stdout.split() == ["CountersBusy"]
