@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 
@@ -24,8 +25,9 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """What a test registers is gone after it, and its sessions print the same everywhere.
 
     Git's variables, which are set while the hook of a commit runs, would have a test's commit go
-    to that repository; its own configuration may want a signature. Not for tests that measure:
-    the session that they belong to reads all of these to its end.
+    to that repository; its own configuration may want a signature. Python takes a module that is
+    written again within a second for the one whose bytecode it has kept. Not for tests that
+    measure: the session that they belong to reads all of these to its end.
     """
     if request.node.get_closest_marker("gpu"):
         return
@@ -36,6 +38,8 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     for variable in (*READ_BY_PYTEST, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 
