@@ -204,7 +204,7 @@ class LogicalRecorder(Recorder):
             said.append(f"operators were counted as they ran on {where}")
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo and dynamo.counters["frames"]["total"]:
-            said.append("while they were counted, PyTorch did not use what torch.compile had made")
+            said.append("PyTorch used nothing that torch.compile had made in this process")
         return said
 
     def close(self) -> None:
