@@ -175,8 +175,7 @@ def open_in(folder: Path, driver: Driver) -> Library:
     if path is None:
         raise CuptiNotFound(f"no libcupti.so in {folder}")
     try:
-        for helper in _HELPERS:
-            beside = ctypes.CDLL(str(folder / helper), ctypes.RTLD_GLOBAL)
+        for helper, beside in _load_helpers(folder).items():
             if driver.version() and ctypes.CDLL(helper)._handle != beside._handle:
                 raise ProfilerNotLoaded(
                     f"{path} would get another {helper}, which this process has loaded before, as "
@@ -191,13 +190,16 @@ def _folders() -> list[Path]:
     return loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
 
 
+def _load_helpers(folder: Path) -> dict[str, ctypes.CDLL]:
+    return {name: ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in _HELPERS}
+
+
 @cache
-def come_first() -> None:
+def load_helpers_first() -> None:
     """Where there is a driver, load what libcupti opens by name before another of that name is."""
     if Driver.load().version() and (folder := next(iter(_folders()), None)):
         with suppress(OSError):
-            for helper in _HELPERS:
-                ctypes.CDLL(str(folder / helper), ctypes.RTLD_GLOBAL)
+            _load_helpers(folder)
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.cupti import library as cupti
+from dpbench.instruments.cupti.library import load_helpers_first
 from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
 from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.results.rows import STEP, Measurement
@@ -151,7 +151,7 @@ def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
         raise ReportUnreadable(f"{path}: {error.strerror}") from error
     if magic != REPORT_MAGIC:
         raise ReportUnreadable(f"{path}: not an Nsight Compute report")
-    cupti.come_first()
+    load_helpers_first()
     try:
         context = ncu_report.load_report(str(path))
         groups = map(context.range_by_idx, range(context.num_ranges()))
