@@ -18,6 +18,8 @@ from typing import Any, Protocol
 from dpbench.case import OUTSIDE
 from dpbench.training.phases import OpenPhase, PhaseListener, Step, hear
 
+_NOTHING = nullcontext()
+
 MOST_STOPS = 20
 """How often a script that catches `Stop` is told to end, before it is left alone."""
 
@@ -60,8 +62,9 @@ class StepFinder:
         evaluations: calls of modules without gradients, within steps that count.
         notes: what a reader should know.
         settled: whether a module, a backward or a batch is under way: modules begin nothing.
-        idle: whether no step that counts is under way; then only borders are looked for, which
-            is all that watching costs before --skip steps are over.
+        idle: whether no step that counts is under way; then only borders are looked for.
+        quiet: whether a step is under way that does not count and no optimizer has stepped: then
+            none can begin or end, and watching costs nothing.
         undo: what `close` takes back.
     """
 
@@ -75,6 +78,7 @@ class StepFinder:
         self.notes: list[str] = []
         self.settled = False
         self.idle = True
+        self.quiet = False
         self.undo = ExitStack()
         self._thread = threading.get_ident()
         self._closed = False
@@ -94,7 +98,7 @@ class StepFinder:
         self._begun = True
         counts = self.steps >= self.skip and not (self.recorder.finished or self.failure)
         self._step = Step(self if counts else None)
-        self.idle = not counts
+        self.idle = self.quiet = not counts
         if counts:
             self._tell(self.recorder.start_step)
             hear(self._step)
@@ -106,7 +110,7 @@ class StepFinder:
             self._tell(self.recorder.end_step)
         self.steps += 1
         self._step, self._forward, self.idle = Step(), None, True
-        self._begun = self._updated = False
+        self._begun = self._updated = self.quiet = False
 
     def give_up_step(self) -> None:
         """The step did not come to its end; what is heard ends with the one before."""
@@ -243,10 +247,11 @@ class StepFinder:
         if not self._hears():
             self.steps_elsewhere += is_update and not self._closed
             return None
-        within = nullcontext() if self.idle else self.within("optimizer")
+        within = _NOTHING if self.idle else self.within("optimizer")
         within.__enter__()
         self._updating += 1
-        self._updated = self._updated or is_update
+        if is_update:
+            self._updated, self.quiet = True, False
         return within
 
     def end_update(self, within: Any) -> None:

@@ -99,7 +99,7 @@ class _Watching:
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **options: Any) -> Any:
-                if finder.idle and not begins:
+                if finder.quiet or (finder.idle and not begins):
                     return function(*args, **options)
                 if finder.idle and (before := finder.begin(in_backward=is_backward)):
                     try:
@@ -140,9 +140,9 @@ class _Watching:
         finder = self.finder
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
-            if finder.settled and module._compiled_call_impl is None:
+            if (finder.quiet or finder.settled) and module._compiled_call_impl is None:
                 return module._call_impl(*args, **options)  # all that the original does
-            if finder.settled or not finder.begins_forward(module):
+            if finder.quiet or finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
             trains = sys.modules["torch"].is_grad_enabled()
             if finder.idle and (before := finder.begin(in_backward=False, trains=trains)):
