@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import ALL_PHASES, Case
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from dpbench.instruments.cupti.steps import StepCounter
     from dpbench.instruments.logical.counter import Count, RunningCounter
     from dpbench.process.step import NvtxRanges, PhaseTimes
+    from dpbench.training.phases import PhaseListener
 
 
 class Recorder(ABC):
@@ -37,23 +41,32 @@ class Recorder(ABC):
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted
         self.heard = 0
+        self.held = ExitStack()  # what it holds of this process
 
     @property
     def finished(self) -> bool:
         """See `StepRecorder`."""
         return self.wanted is not None and self.heard >= self.wanted
 
+    @cached_property
     @abstractmethod
+    def listener(self) -> PhaseListener:
+        """What is told of steps and phases; made when the first begins, and its device is known."""
+
     def start_step(self) -> None:
         """See `PhaseListener`."""
+        self.listener.start_step()
 
-    @abstractmethod
     def switch(self, phase: str) -> None:
         """See `PhaseListener`."""
+        self.listener.switch(phase)
 
     def end_step(self) -> None:
         """See `PhaseListener`."""
+        self.listener.end_step()
         self.heard += 1
+        if self.finished:
+            self.close()
 
     @abstractmethod
     def rows(self, case: Case) -> list[Measurement]:
@@ -69,8 +82,9 @@ class Recorder(ABC):
         """What was assumed."""
         return ()
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give back what it holds."""
+        self.held.close()
 
     def forked(self) -> None:  # noqa: B027
         """See `StepRecorder`."""
@@ -80,48 +94,37 @@ class TimingRecorder(Recorder):
     """Seconds by phase; on CUDA from events, and the most memory that was handed out."""
 
     name: ClassVar[str] = "timing"
+    peak: int | None = None
 
-    def __init__(self, wanted: int | None = None) -> None:
-        super().__init__(wanted)
-        self._times: PhaseTimes | None = None
-        self._peak: int | None = None
+    @cached_property
+    def listener(self) -> PhaseTimes:
+        import torch
 
-    def start_step(self) -> None:
-        if self._times is None:
-            import torch
+        from dpbench.process.step import PhaseTimes
 
-            from dpbench.process.step import PhaseTimes
-
-            self._times = PhaseTimes(torch.device("cuda" if on_cuda() else "cpu"))
-            if self._times.on_cuda:
-                torch.cuda.reset_peak_memory_stats()
-        self._times.start_step()
-
-    def switch(self, phase: str) -> None:
-        if self._times:
-            self._times.switch(phase)
+        times = PhaseTimes(torch.device("cuda" if on_cuda() else "cpu"))
+        if times.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        return times
 
     def end_step(self) -> None:
-        if self._times:
-            self._times.end_step()
-            if self._times.on_cuda:  # now: the script may go on
-                import torch
-
-                self._peak = torch.cuda.max_memory_allocated()
         super().end_step()
+        if self.listener.on_cuda:  # now: the script may go on
+            import torch
+
+            self.peak = torch.cuda.max_memory_allocated()
 
     def record(self) -> dict[str, Any]:
         """What `timing_rows` takes."""
-        if self._times is None:
+        if not self.heard:
             return {"device": "cpu", "torch": "", "phase_seconds": [], "peak_memory_bytes": None}
         import torch
 
-        seconds = self._times.seconds()[: self.heard]
         return {
-            "device": torch.cuda.get_device_name() if self._times.on_cuda else "cpu",
+            "device": torch.cuda.get_device_name() if self.listener.on_cuda else "cpu",
             "torch": torch.__version__,
-            "phase_seconds": seconds,
-            "peak_memory_bytes": self._peak,
+            "phase_seconds": self.listener.seconds()[: self.heard],
+            "peak_memory_bytes": self.peak,
         }
 
     def rows(self, case: Case) -> list[Measurement]:
@@ -138,37 +141,22 @@ class LogicalRecorder(Recorder):
 
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
-        self._counter: RunningCounter | None = None
         self._steps: list[tuple[dict[tuple[str, str], Count], dict[str, int]]] = []
-        self._counting = False
-        self._notes: dict[str, int] = {}
+        self._notes = Counter[str]()
 
-    def start_step(self) -> None:
+    @cached_property
+    def listener(self) -> RunningCounter:
         from dpbench.instruments.logical.counter import RunningCounter
 
-        if not self._counting:
-            self._counter = self._counter or RunningCounter()
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
-            self._counting = True
-        assert self._counter
-        self._counter.start_step()
-
-    def switch(self, phase: str) -> None:
-        if self._counter:
-            self._counter.switch(phase)
+        return self.held.enter_context(RunningCounter())
 
     def end_step(self) -> None:
         super().end_step()
-        if self._counter:
-            self._counter.end_step()
-            self._steps.append((self._counter.counts, self._counter.peaks))
-            for note, times in self._counter.notes.items():
-                self._notes[note] = self._notes.get(note, 0) + times
-        if self.finished:
-            self.close()
+        self._steps.append((self.listener.counts, self.listener.peaks))
+        self._notes.update(self.listener.notes)
 
     def rows(self, case: Case) -> list[Measurement]:
-        return [row for repeat in range(self.heard) for row in self._rows(case, repeat)]
+        return [row for repeat in range(len(self._steps)) for row in self._rows(case, repeat)]
 
     def _rows(self, case: Case, repeat: int) -> Iterator[Measurement]:
         import torch
@@ -187,9 +175,9 @@ class LogicalRecorder(Recorder):
 
     @property
     def operators(self) -> Sequence[OperatorCount]:
-        if not (self._steps and self._counter):
+        if not self._steps:
             return ()
-        guessed = self._counter.by_general_rule
+        guessed = self.listener.by_general_rule
         found = [
             OperatorCount(*where, **asdict(count), general_rule=where[1] in guessed)
             for where, count in self._steps[-1][0].items()
@@ -207,16 +195,11 @@ class LogicalRecorder(Recorder):
             said.append("PyTorch used nothing that torch.compile had made in this process")
         return said
 
-    def close(self) -> None:
-        if self._counting and self._counter:
-            self._counting = False
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
     def forked(self) -> None:
         self.close()
 
 
-class CuptiRecorder(TimingRecorder):
+class CuptiRecorder(Recorder):
     """Times of steps without counters; after these, as many counted ones as it takes.
 
     The steps of a script need not be alike, so only that is counted which one pass is enough for
@@ -227,46 +210,31 @@ class CuptiRecorder(TimingRecorder):
     name: ClassVar[str] = "cupti"
 
     def __init__(self, wanted: int | None = None) -> None:
-        self.timed = 5 if wanted is None else wanted
-        super().__init__(3 * self.timed)
+        timed = 5 if wanted is None else wanted
+        super().__init__(3 * timed)
+        self.timing = TimingRecorder(timed)
+        self._by_phase = [True] * timed + [False] * timed
         self._counter: StepCounter | None = None
 
-    @property
-    def _counts(self) -> bool:
-        return self.heard >= self.timed
+    @cached_property
+    def listener(self) -> PhaseListener:
+        return self.timing
 
     def start_step(self) -> None:
-        if not self._counts:
-            super().start_step()
-            return
-        if self._counter is None:
+        if self.timing.finished and self._counter is None:
             from dpbench.instruments.cupti.steps import StepCounter, Target
 
-            rounds = [True] * self.timed + [False] * self.timed
             self._target = Target.of_torch()
-            self._counter = StepCounter((), self._target, rounds)
-            self.wanted = self.timed + self._counter.steps
-        self._counter.start_step()
-
-    def switch(self, phase: str) -> None:
-        if not self._counts:
-            super().switch(phase)
-        elif self._counter:
-            self._counter.switch(phase)
-
-    def end_step(self) -> None:
-        if not self._counts:
-            super().end_step()
-            return
-        if self._counter:
-            self._counter.end_step()
-        self.heard += 1
+            self.listener = self._counter = StepCounter((), self._target, self._by_phase)
+            self.held.callback(self._counter.close)
+            self.wanted = self.timing.heard + self._counter.steps
+        super().start_step()
 
     def rows(self, case: Case) -> list[Measurement]:
         from dpbench.instruments.cupti.instrument import counted_rows, cupti_rows
 
-        record = self.record() | {"cupti": "", "counted_phases": {}, "counted_steps": []}
-        if self._times and record["device"] == "cpu":
+        record = self.timing.record() | {"cupti": "", "counted_phases": {}, "counted_steps": []}
+        if self.heard and record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
         steps = []
         if self._counter:  # older chips need two passes, and so steps that are alike
@@ -283,44 +251,22 @@ class CuptiRecorder(TimingRecorder):
         ]
         return [*cupti_rows(case, record), *counted_rows(case, record, counted)]
 
-    def close(self) -> None:
-        if self._counter:
-            self._counter.close()
-
 
 class NvtxRecorder(Recorder):
     """Marks phases as ranges for Nsight Compute, whose report has the numbers."""
 
     name: ClassVar[str] = "ncu"
 
-    def __init__(self, wanted: int | None = None) -> None:
-        super().__init__(wanted)
-        self._ranges: NvtxRanges | None = None
-
-    def start_step(self) -> None:
+    @cached_property
+    def listener(self) -> NvtxRanges:
         from dpbench.process.step import NvtxRanges
 
-        self._ranges = self._ranges or NvtxRanges()
-        self._ranges.start_step()
-
-    def switch(self, phase: str) -> None:
-        if self._ranges:
-            self._ranges.switch(phase)
-
-    def end_step(self) -> None:
-        super().end_step()
-        if self._ranges:
-            self._ranges.end_step()
-        if self.finished:
-            self.close()
+        ranges = NvtxRanges()
+        self.held.callback(ranges.finish)
+        return ranges
 
     def rows(self, case: Case) -> list[Measurement]:
         return []
-
-    def close(self) -> None:
-        if self._ranges:
-            self._ranges.finish()
-            self._ranges = None
 
 
 RECORDERS: dict[str, type[Recorder]] = {

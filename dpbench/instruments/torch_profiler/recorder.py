@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import Case
@@ -12,8 +13,6 @@ from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
-    from torch.profiler import profile
-
     from dpbench.process.profiled import PhaseAnnotations
 
 
@@ -32,56 +31,52 @@ class ProfileRecorder(Recorder):
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
         self.directory = Settings.profile_dir
-        self._annotations: PhaseAnnotations | None = None
-        self._profiler: profile | None = None  # while a step is recorded
+
+    @cached_property
+    def listener(self) -> PhaseAnnotations:
+        import torch
+
+        from dpbench.process.profiled import PhaseAnnotations
+
+        prepare(self.directory)
+        return PhaseAnnotations(torch.device("cuda" if on_cuda() else "cpu"))
 
     def start_step(self) -> None:
         import torch
 
-        from dpbench.process.profiled import PhaseAnnotations, profiler_of
+        from dpbench.process.profiled import profiler_of
 
         if torch._C._autograd._profiler_enabled():
             raise InstrumentError("the script runs the PyTorch profiler itself; there is only one")
-        if self._annotations is None:
-            self._annotations = PhaseAnnotations(torch.device("cuda" if on_cuda() else "cpu"))
-            prepare(self.directory)
-        self._profiler = profiler_of(self._annotations.on_cuda)
+        self._profiler = profiler_of(self.listener.on_cuda)
         self._profiler.start()
-        self._annotations.start_step()
-
-    def switch(self, phase: str) -> None:
-        if self._annotations:
-            self._annotations.switch(phase)
+        self.held.callback(self._stop)
+        super().start_step()
 
     def end_step(self) -> None:
         from dpbench.process.profiled import save
 
-        if self._annotations and self._profiler:
-            recorded = self._profiler
-            self._annotations.end_step()
-            self.close()
-            save(recorded, self.directory, self.heard)
         super().end_step()
+        self.close()
+        save(self._profiler, self.directory, self.heard - 1)
 
     def rows(self, case: Case) -> list[Measurement]:
-        if not (self.heard and self._annotations):
+        if not self.heard:
             return []
         import torch
 
-        on_cuda = self._annotations.on_cuda
+        on_cuda = self.listener.on_cuda
         record: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if on_cuda else "cpu",
             "torch": torch.__version__,
             "schedule": {"active": 1, "repeat": self.heard},
-            "phase_peaks": self._annotations.peaks if on_cuda else None,
+            "phase_peaks": self.listener.peaks if on_cuda else None,
         }
         return write_summary(case, record, self.directory).rows
 
-    def close(self) -> None:
-        if self._profiler and self._annotations:
-            if self._annotations.on_cuda:  # what still runs belongs to this step
-                import torch
+    def _stop(self) -> None:
+        if self.listener.on_cuda:  # what still runs belongs to this step
+            import torch
 
-                torch.cuda.synchronize()
-            self._profiler.stop()
-            self._profiler = None
+            torch.cuda.synchronize()
+        self._profiler.stop()
