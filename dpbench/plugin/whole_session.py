@@ -143,7 +143,7 @@ class WholeSession:
 
     def _report_step(self, step: Step, names: Sequence[str], steps: Steps) -> CaseReport:
         """The report of a function that does one step, in this process."""
-        from dpbench.instruments.own_step import OwnStep
+        from dpbench.instruments.observe import OwnStep
         from dpbench.instruments.recorders import RECORDERS
 
         case = self.each_test.case_of_step(step)
