@@ -29,9 +29,8 @@ from dpbench.files import check_is_file, write_text
 from dpbench.instruments.base import Instrument, InstrumentError, Running, check_place
 from dpbench.instruments.child import describe_exit
 from dpbench.instruments.ncu.instrument import Ncu
-from dpbench.instruments.ncu.metrics import counters, resolve
-from dpbench.instruments.ncu.program import diagnose, find_ncu
-from dpbench.instruments.ncu.range_report import NothingProfiled, read
+from dpbench.instruments.ncu.metrics import resolve
+from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import RECORDERS, NvtxRecorder, Recorder, recorder
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
@@ -144,13 +143,12 @@ class RunningScript(Running):
         options["folder"] = str(script.folder(case) or "")
         command = [sys.executable, "-m", __name__, json.dumps(options), *script.program]
         if script.ncu:
-            self._report = script.ncu.report(case)
-            self._report.parent.mkdir(parents=True, exist_ok=True)
-            self._report.unlink(missing_ok=True)
-            self._log = self._report.with_suffix(".log")
-            what = ("--metrics", ",".join(counters(script.ncu.metrics)))
-            said = ("--log-file", str(self._log))
-            command = [*script.ncu.before_program(case, (*what, *said)), *command]
+            report = script.ncu.report(case)
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.unlink(missing_ok=True)
+            self._log = report.with_suffix(".log")
+            log = ("--log-file", str(self._log))
+            command = [*script.ncu.before_program(case, *log), *command]
         self._process = subprocess.Popen(command, env={**os.environ, **gpu.child_environment()})
 
     def rows(self) -> list[Measurement]:
@@ -162,7 +160,8 @@ class RunningScript(Running):
             record = {"error": f"the script {how}, and nothing was counted"}
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]
         if self.script.ncu and not interrupted and not record.get("error"):
-            rows = self._read_report(self.script.ncu, record)
+            self.script.ncu.check_report(self.case, self._log)
+            rows = self.script.ncu.rows(self.case, record)
         self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
         self.notes = tuple(record.get("notes", ()))
         error = record.get("error")
@@ -174,12 +173,6 @@ class RunningScript(Running):
             failure.rows = rows
             raise failure
         return rows
-
-    def _read_report(self, ncu: Ncu, record: dict[str, Any]) -> list[Measurement]:
-        if not self._report.exists():
-            said = diagnose(self.case, self._log) if self._log.exists() else None
-            raise said or NothingProfiled(f"{self.case.id}: ncu left no report", log=self._log)
-        return read(self._report, self.case, ncu.metrics, tool=ncu.tool(record))
 
     def _wait(self) -> tuple[int, bool]:
         """How the process ended, and whether it was interrupted: by Ctrl-C it is by itself."""

@@ -19,6 +19,7 @@ from typing import Any
 from dpbench.case import ALL_PHASES, OUTSIDE
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.child import log_lines
+from dpbench.instruments.ncu.metrics import NcuMetric, on_chip
 from dpbench.instruments.ncu.range_report import (
     DEVICE,
     ForeignReport,
@@ -50,14 +51,14 @@ PART = 700
 """How many kernels are worth a process of their own, which takes 0.2 s to start."""
 
 
-def kernel_counters(chip: str = "") -> tuple[str, ...]:
+def kernel_metrics(chip: str = "") -> tuple[NcuMetric, ...]:
     """What is counted of each kernel on a chip; on GH100 in one pass, so nothing is run again."""
-    counted = {metric: METRICS[metric].on(chip) for metric in METRIC_OF.values()}
-    if lacking := [metric for metric, names in counted.items() if not names]:
+    there = on_chip(chip)
+    if lacking := [metric for metric in METRIC_OF.values() if metric not in there]:
         raise ConfigurationError(
             f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
         )
-    return (*chain.from_iterable(counted.values()), TIME)
+    return (*(there[metric] for metric in METRIC_OF.values()), NcuMetric(TIME, (TIME,)))
 
 
 @dataclass(frozen=True)
