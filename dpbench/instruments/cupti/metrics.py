@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from dpbench.instruments.cupti.chip import Chip
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, counters, resolve
+from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, counters, having, resolve
 from dpbench.metrics import METRICS
 
 LINKS = ("nvlink_received_bytes", "nvlink_sent_bytes", "pcie_read_bytes", "pcie_write_bytes")
@@ -16,13 +16,6 @@ _OWN = [m.name for m in METRICS.counted("cupti") if m.by == ("cupti",)]
 
 BASIC = (*ALWAYS, *(name for name in _OWN if name not in LINKS))
 """DRAM bytes, time and how busy the GPU is: one pass on every chip that counts DRAM bytes."""
-
-
-def on_chip(chip: Chip) -> dict[str, NcuMetric]:
-    """Every metric that a chip has counters for, in whichever spelling it has them."""
-    spelled = [NcuMetric.of(m, names) for m in METRICS.counted("cupti") for names in m.spellings]
-    having = [metric for metric in reversed(spelled) if chip.has(metric.counters)]
-    return {metric.name: metric for metric in having[::-1]}
 
 
 def chosen(
@@ -35,7 +28,7 @@ def chosen(
         names: of ours, of nvprof, or of counters.
         peers: whether there are other GPUs, so that everything includes `LINKS`.
     """
-    ours = on_chip(chip)
+    ours = having(chip.has, "cupti")
     if names is None:
         return [metric for metric in ours.values() if peers or metric.name not in LINKS]
     parts = [part for name in names for part in _parts(name)]

@@ -19,7 +19,7 @@ from typing import Any
 from dpbench.case import ALL_PHASES, OUTSIDE
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.child import log_lines
-from dpbench.instruments.ncu.metrics import NcuMetric, on_chip
+from dpbench.instruments.ncu.metrics import NcuMetric, having, on_chip
 from dpbench.instruments.ncu.range_report import (
     DEVICE,
     ForeignReport,
@@ -31,7 +31,6 @@ from dpbench.instruments.ncu.range_report import (
     label,
     load_actions,
 )
-from dpbench.metrics import METRICS, Metric
 from dpbench.results.kernels import KernelLaunch
 
 METRIC_OF = {
@@ -111,7 +110,8 @@ def check_complete(path: Path) -> int:
 
 def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> KernelReport:
     """The launches behind actions of a report, ``first`` if it begins with them."""
-    counters = {field: _spelled(METRICS[name], actions[0]) for field, name in METRIC_OF.items()}
+    spelled = on_chip() | having(lambda names: all(map(actions[0].metric_by_name, names)))
+    counters = {field: spelled[name].counters for field, name in METRIC_OF.items()}
     names = [*chain.from_iterable(counters.values()), TIME, *GRID, DEVICE]
     launches: list[KernelLaunch] = []
     device = ""
@@ -135,12 +135,6 @@ def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> Ker
             KernelLaunch(repeat, phase, full_name(action), (x, y, z), seconds=seconds, **sums)
         )
     return KernelReport(device, tuple(launches))
-
-
-def _spelled(metric: Metric, action: Any) -> tuple[str, ...]:
-    """The counters of a metric as the chip of a report has them."""
-    there = (names for names in metric.spellings if all(map(action.metric_by_name, names)))
-    return next(there, metric.counters)
 
 
 def full_name(action: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dpbench.errors import ConfigurationError, unknown
@@ -40,12 +40,16 @@ def lacking(chip: str) -> list[str]:
     return [metric.name for metric in METRICS.counted("ncu") if not metric.on(chip)]
 
 
-def in_report(names: Iterable[str]) -> list[NcuMetric]:
-    """The metrics of which a report with these counters holds all, on whichever chip."""
-    present = set(names)
-    spelled = [NcuMetric.of(m, names) for m in METRICS.counted("ncu") for names in m.spellings]
-    whole = [metric for metric in reversed(spelled) if present.issuperset(metric.counters)]
-    return list({metric.name: metric for metric in whole}.values())[::-1]
+def having(
+    are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu"
+) -> dict[str, NcuMetric]:
+    """The metrics of which all counters are there, in the first such spelling."""
+    spelled = [
+        NcuMetric.of(metric, names)
+        for metric in METRICS.counted(instrument)
+        for names in reversed(metric.spellings)
+    ]
+    return {metric.name: metric for metric in spelled if are_there(metric.counters)}
 
 
 def resolve(

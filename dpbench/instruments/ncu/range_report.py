@@ -13,7 +13,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti.library import load_helpers_first
-from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
+from dpbench.instruments.ncu.metrics import NcuMetric, counters, having
 from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.results.rows import STEP, Measurement
 
@@ -68,7 +68,7 @@ def read(
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
-    metrics = in_report(first) if metrics is None else list(metrics)
+    metrics = list(having({*first}.issuperset).values() if metrics is None else metrics)
     device = str(counter(first, DEVICE, path).value())
     # A phase may be entered more than once in a step: its ranges add up.
     sums: dict[tuple[int, str, NcuMetric], float] = defaultdict(float)
