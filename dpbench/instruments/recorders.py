@@ -231,9 +231,9 @@ class CuptiRecorder(Recorder):
         super().start_step()
 
     def rows(self, case: Case) -> list[Measurement]:
-        from dpbench.instruments.cupti.instrument import counted_rows, cupti_rows
+        from dpbench.instruments.cupti.instrument import counted_rows
 
-        record = self.timing.record() | {"cupti": "", "counted_phases": {}, "counted_steps": []}
+        record = self.timing.record() | {"cupti": ""}
         if self.heard and record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
         steps = []
@@ -241,15 +241,7 @@ class CuptiRecorder(Recorder):
             one_pass = self._counter.passes == 1
             steps = self._counter.each() if one_pass else self._counter.rounds()
             record["cupti"] = "{}.{}".format(*self._target.library.cuda_version)
-        by_phase = [step for step in steps if STEP not in step]
-        whole = [step for step in steps if STEP in step]
-        counted = [
-            (phase, values, repeat)
-            for alike in (by_phase, whole)
-            for repeat, step in enumerate(alike)
-            for phase, values in step.items()
-        ]
-        return [*cupti_rows(case, record), *counted_rows(case, record, counted)]
+        return list(counted_rows(case, record, steps))
 
 
 class NvtxRecorder(Recorder):
