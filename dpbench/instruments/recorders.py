@@ -148,7 +148,9 @@ class LogicalRecorder(Recorder):
     def listener(self) -> RunningCounter:
         from dpbench.instruments.logical.counter import RunningCounter
 
-        return self.held.enter_context(RunningCounter())
+        counter = RunningCounter()
+        self.held.enter_context(counter)
+        return counter
 
     def end_step(self) -> None:
         super().end_step()

@@ -1,7 +1,7 @@
 """A script's steps by one instrument: a process that runs it and hears them, and its rows.
 
-``python -m dpbench.instruments.script OPTIONS PROGRAM …`` is that process; the options are JSON.
-The program has the terminal, so what is found goes to a file.
+``python -m dpbench.instruments.script WHAT PROGRAM …`` is that process, which takes all from the
+first argument, JSON. The program has the terminal, so what is found goes to a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -49,9 +49,6 @@ HEARD: dict[str, type[Recorder]] = {
 """What can hear the steps of a script, by instrument."""
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-
-OPTIONS = ("name", "is_module", "skip", "steps", "go_on")
-"""The fields of `ScriptRun` that the script's process is told."""
 
 
 class ScriptFailed(InstrumentError):
@@ -138,10 +135,8 @@ class RunningScript(Running):
         self.script, self.case = script, case
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
         self._record = Path(self._directory.name) / "record.json"
-        options = {name: getattr(script, name) for name in OPTIONS}
-        options |= {"case": asdict(case), "record": str(self._record)}
-        options["folder"] = str(script.folder(case) or "")
-        command = [sys.executable, "-m", __name__, json.dumps(options), *script.program]
+        what = {"script": asdict(script), "case": asdict(case), "record": self._record}
+        command = [sys.executable, "-m", __name__, json.dumps(what, default=str), *script.program]
         if script.ncu:
             report = script.ncu.report(case)
             report.parent.mkdir(parents=True, exist_ok=True)
@@ -197,38 +192,35 @@ class RunningScript(Running):
 
 
 def run(
-    options: dict[str, Any], program: Sequence[str], stopped: Callable[[], object] = lambda: None
+    script: ScriptRun, case: Case, record: Path, stopped: Callable[[], object] = lambda: None
 ) -> int | str | None:
     """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`.
 
     ``stopped`` is called at the end if the script was ended before its own.
     """
-    case, process = Case(**options["case"]), os.getpid()
-    heard = recorder(options["name"], options["steps"], HEARD)
-    if isinstance(heard, ProfileRecorder):
-        heard.directory = Path(options["folder"])
-    finder = StepFinder(heard, skip=options["skip"], go_on=options["go_on"])
+    process, raised = os.getpid(), ""
     code: int | str | None = 0
-    raised = ""
+    heard = recorder(script.name, script.steps, HEARD)
+    if isinstance(heard, ProfileRecorder) and (folder := script.folder(case)):
+        heard.directory = folder
+    finder = StepFinder(heard, skip=script.skip, go_on=script.go_on)
     with ExitStack() as held:
         for card in gpu.visible_gpus()[:1]:
             held.enter_context(gpu.exclusive(card, case.id, _say_who_holds))
         held.callback(heard.close)
         watch(finder)
-        write_down = partial(_write_down, options, finder, heard)
+        write_down = partial(_write_down, record, case, finder, heard)
         held.enter_context(_before_exit_at_once(partial(write_down, "")))
         try:
-            run_program(program, is_module=options["is_module"])
+            run_program(script.program, is_module=script.is_module)
         except Stop:
             held.callback(stopped)
         except SystemExit as error:
             code = error.code
-        except KeyboardInterrupt as error:
-            print_error(error)
-            code, raised = 130, "KeyboardInterrupt"
         except BaseException as error:
             print_error(error)
-            code, raised = 1, f"{type(error).__name__}: {error}".partition("\n")[0]
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         if os.getpid() != process:  # a fork of the script's own: all that is held is its parent's
             held.pop_all()
             return code
@@ -255,25 +247,21 @@ def _before_exit_at_once(write_down: Callable[[int], object]) -> Iterator[None]:
 
 
 def _write_down(
-    options: dict[str, Any],
-    finder: StepFinder,
-    heard: Recorder,
-    raised: str,
-    code: int | str | None,
+    path: Path, case: Case, finder: StepFinder, heard: Recorder, raised: str, code: int | str | None
 ) -> None:
     """Leave the rows of the steps, and what was wrong, for the process that started this one."""
     finder.close()
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
     found: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
     try:
-        rows = heard.rows(Case(**options["case"]))
+        rows = heard.rows(case)
         found["rows"] = as_rows(rows)
         found["operators"] = [count.as_row() for count in heard.operators]
         found["notes"] = [*heard.notes, *_notes(finder, heard, {row.phase for row in rows})]
-        found["error"] = _what_is_wrong(finder, heard, options, raised, code)
+        found["error"] = _what_is_wrong(finder, heard, raised, code)
     except DpbenchError as error:
         found["error"] = str(error)
-    write_text(Path(options["record"]), json.dumps(found))
+    write_text(path, json.dumps(found))
 
 
 def _say_who_holds(holder: str) -> None:
@@ -297,11 +285,7 @@ def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list
 
 
 def _what_is_wrong(
-    finder: StepFinder,
-    heard: Recorder,
-    options: dict[str, Any],
-    raised: str,
-    code: int | str | None,
+    finder: StepFinder, heard: Recorder, raised: str, code: int | str | None
 ) -> str | None:
     """Why nothing was counted, or not what was asked for, in one line."""
     kept = f"; {heard.heard} steps were counted until then" if heard.heard else ""
@@ -316,8 +300,8 @@ def _what_is_wrong(
         return None
     if finder.steps:
         return (
-            f"the script ended after {finder.steps} steps, and the first {options['skip']} do not "
-            f"count: let it take more, or give --skip {max(0, finder.steps - options['steps'])}"
+            f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
+            f"count: let it take more, or give --skip {max(0, finder.steps - (heard.wanted or 0))}"
         )
     if finder.steps_elsewhere:
         return (
@@ -333,12 +317,6 @@ def _what_is_wrong(
         "the script took no step that can be found: no torch.optim optimizer stepped after a "
         "backward in its main thread, outside torch.compile"
     )
-
-
-def _end_with_parent() -> None:
-    """Let the system end this process with the one that started it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def leave_threads(seconds: float = GRACE_SECONDS) -> None:
@@ -360,5 +338,9 @@ def leave_threads(seconds: float = GRACE_SECONDS) -> None:
 
 
 if __name__ == "__main__":
-    _end_with_parent()
-    sys.exit(run(json.loads(sys.argv[1]), sys.argv[2:], stopped=leave_threads))
+    if sys.platform == "linux":  # this process shall end with its parent, however that ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    what = json.loads(sys.argv[1])
+    directory = {"directory": Path(what["script"]["directory"] or "")}
+    script, case = ScriptRun(**what["script"] | directory), Case(**what["case"])
+    sys.exit(run(script, case, Path(what["record"]), stopped=leave_threads))
