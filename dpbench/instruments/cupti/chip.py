@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from dpbench.errors import unknown
+from dpbench.instruments.base import CountersDoNotCombine, CounterUnknown, RangesLost
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import COUNTER, USER_RANGE, USER_REPLAY
-from dpbench.instruments.errors import CountersDoNotCombine, CounterUnknown, RangesLost
 
 Image = ctypes.Array[ctypes.c_uint8]
 """A block of bytes that means something to CUPTI alone."""

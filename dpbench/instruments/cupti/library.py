@@ -11,9 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.cupti.structures import c_function, struct_size, structure
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersBusy,
     CountersDoNotCombine,
     CountersForbidden,
@@ -23,8 +21,10 @@ from dpbench.instruments.errors import (
     CuptiNotFound,
     CuptiTooOld,
     DriverTooOld,
+    InstrumentError,
     ProfilerNotLoaded,
 )
+from dpbench.instruments.cupti.structures import c_function, struct_size, structure
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 """What libcupti opens by name, so that it must be loaded from beside it before. ncu-report loads

@@ -7,15 +7,15 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
-from dpbench.instruments.cupti.library import Library, load_library
-from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersDoNotCombine,
     CuptiError,
     ProfilerNotLoaded,
     StepsDiffer,
 )
+from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
+from dpbench.instruments.cupti.library import Library, load_library
+from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
 from dpbench.instruments.ncu.metrics import ALWAYS, counters
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step

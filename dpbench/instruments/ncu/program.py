@@ -9,14 +9,14 @@ from functools import cache
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.child import log_lines
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
+    InstrumentError,
     ProfilerNotLoaded,
 )
+from dpbench.instruments.child import log_lines
 from dpbench.instruments.ncu.range_report import NothingProfiled
 from dpbench.instruments.processes import output_of
 

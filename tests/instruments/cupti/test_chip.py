@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dpbench.errors import ConfigurationError
+from dpbench.instruments.base import CountersDoNotCombine, CounterUnknown
 from dpbench.instruments.cupti.chip import Chip, Configuration, known_chips
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.metrics import BASIC, chosen
-from dpbench.instruments.errors import CountersDoNotCombine, CounterUnknown
 from dpbench.instruments.ncu.metrics import counters, having
 from tests.instruments.cupti.fake import ALL, FakeCupti, library
 from tests.instruments.cupti.wheels import usable_library

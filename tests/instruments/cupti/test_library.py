@@ -8,16 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.cupti.library import (
-    Driver,
-    Library,
-    call_error,
-    candidate_folders,
-    loaded_folders,
-    open_in,
-)
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersBusy,
     CountersForbidden,
     CountersUnsupported,
@@ -26,7 +17,16 @@ from dpbench.instruments.errors import (
     CuptiNotFound,
     CuptiTooOld,
     DriverTooOld,
+    InstrumentError,
     ProfilerNotLoaded,
+)
+from dpbench.instruments.cupti.library import (
+    Driver,
+    Library,
+    call_error,
+    candidate_folders,
+    loaded_folders,
+    open_in,
 )
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
 from tests.recorded import unpacked

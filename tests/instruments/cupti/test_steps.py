@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.cupti.metrics import LINKS
-from dpbench.instruments.cupti.steps import StepCounter, count_ranges
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersBusy,
     CountersDoNotCombine,
     CounterUnknown,
@@ -21,6 +19,8 @@ from dpbench.instruments.errors import (
     RangesLost,
     StepsDiffer,
 )
+from dpbench.instruments.cupti.metrics import LINKS
+from dpbench.instruments.cupti.steps import StepCounter, count_ranges
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
