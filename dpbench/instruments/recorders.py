@@ -240,8 +240,7 @@ class CuptiRecorder(Recorder):
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
         steps = []
         if self._counter:  # older chips need two passes, and so steps that are alike
-            one_pass = self._counter.passes == 1
-            steps = self._counter.each() if one_pass else self._counter.rounds()
+            steps = self._counter.rounds()
             record["cupti"] = "{}.{}".format(*self._target.library.cuda_version)
         return list(counted_rows(case, record, steps))
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from dpbench.case import OUTSIDE
 from dpbench.instruments.base import (
     CountersDoNotCombine,
-    CuptiError,
     ProfilerNotLoaded,
     StepsDiffer,
 )
@@ -147,15 +146,10 @@ class StepCounter:
         self._profiler.pop()
 
     def rounds(self) -> list[ByPhase]:
-        """The metrics that each round counted, by phase or of the whole step."""
-        if len(self._counted) < self.steps:
-            raise CuptiError(f"{len(self._counted)} of {self.steps} steps were counted")
+        """The metrics that each round has counted that is over, by phase or of the whole step."""
         rounds = self.steps // self.passes
-        return [self._metrics_of(self._counted[i::rounds]) for i in range(rounds)]
-
-    def each(self) -> list[ByPhase]:
-        """The metrics of each step so far; they need not be alike, if one pass is enough."""
-        return [self._metrics_of([step]) for step in self._counted]
+        over = range(len(self._counted) - self.steps + rounds)  # the last pass is what ends them
+        return [self._metrics_of(self._counted[i::rounds]) for i in over]
 
     def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
         """What the steps of a round counted, put together."""
