@@ -109,7 +109,6 @@ class OwnStep(Instrument):
 
     @property
     def hardware(self) -> bool:  # type: ignore[override]
-        """See `Instrument`."""
         return RECORDERS[self.name].hardware
 
     def start(self, case: Case) -> Running:

@@ -6,7 +6,7 @@ They work in the process that trains, on its own tensors and devices.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +18,7 @@ from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import unknown
 from dpbench.instruments.base import InstrumentError
 from dpbench.metrics import unit
+from dpbench.process.script import StepRecorder
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from dpbench.training.phases import PhaseListener
 
 
-class Recorder(ABC):
-    """A `dpbench.process.script.StepRecorder`: hears steps, and makes rows of those that ended.
+class Recorder(StepRecorder):
+    """Hears the steps of a loop, whoever runs it, and makes rows of those that ended.
 
     Args:
         wanted: how many steps it hears; None for as many as there are.
@@ -45,7 +46,6 @@ class Recorder(ABC):
 
     @property
     def finished(self) -> bool:
-        """See `StepRecorder`."""
         return self.wanted is not None and self.heard >= self.wanted
 
     @cached_property
@@ -54,15 +54,12 @@ class Recorder(ABC):
         """What is told of steps and phases; made when the first begins, and its device is known."""
 
     def start_step(self) -> None:
-        """See `PhaseListener`."""
         self.listener.start_step()
 
     def switch(self, phase: str) -> None:
-        """See `PhaseListener`."""
         self.listener.switch(phase)
 
     def end_step(self) -> None:
-        """See `PhaseListener`."""
         self.listener.end_step()
         self.heard += 1
         if self.finished:
@@ -86,8 +83,8 @@ class Recorder(ABC):
         """Give back what it holds."""
         self.held.close()
 
-    def forked(self) -> None:  # noqa: B027
-        """See `StepRecorder`."""
+    def forked(self) -> None:
+        return  # counters and ranges are the parent's
 
 
 class TimingRecorder(Recorder):

@@ -101,7 +101,6 @@ class ScriptRun(Instrument):
 
     @property
     def hardware(self) -> bool:  # type: ignore[override]
-        """See `Instrument`."""
         return HEARD[self.name].hardware
 
     def check(self) -> None:

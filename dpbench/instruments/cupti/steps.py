@@ -109,7 +109,6 @@ class StepCounter:
         self._counted: list[ByPhase] = []
 
     def start_step(self) -> None:
-        """See `PhaseListener`."""
         configuration, self._by_phase = self._plan[len(self._counted)]
         if configuration is not self._profiler.configuration:
             self._profiler.close()
@@ -119,13 +118,11 @@ class StepCounter:
         self._begin(OUTSIDE if self._by_phase else STEP)
 
     def switch(self, phase: str) -> None:
-        """See `PhaseListener`."""
         if self._by_phase:
             self._end()
             self._begin(phase)
 
     def end_step(self) -> None:
-        """See `PhaseListener`."""
         self._end()
         counted: ByPhase = {}
         for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
