@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from dpbench.instruments.cupti.chip import Chip
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, counters, having, resolve
-from dpbench.metrics import METRICS
+from dpbench.instruments.ncu.metrics import ALWAYS, counters, having, resolve
+from dpbench.metrics import METRICS, Metric
 
 LINKS = ("nvlink_received_bytes", "nvlink_sent_bytes", "pcie_read_bytes", "pcie_write_bytes")
 """One pass by themselves, which is spent only where the GPU has peers."""
@@ -18,9 +18,7 @@ BASIC = (*ALWAYS, *(name for name in _OWN if name not in LINKS))
 """DRAM bytes, time and how busy the GPU is: one pass on every chip that counts DRAM bytes."""
 
 
-def chosen(
-    chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False
-) -> list[NcuMetric]:
+def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False) -> list[Metric]:
     """What is counted: `BASIC`, and what is asked for; everything by default.
 
     Args:

@@ -17,7 +17,7 @@ from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.ncu.kernel_report import kernel_metrics, read_kernels
-from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
+from dpbench.instruments.ncu.metrics import counters, resolve
 from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu.range_report import (
     KERNELS,
@@ -27,6 +27,7 @@ from dpbench.instruments.ncu.range_report import (
     read,
     report_path,
 )
+from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.process.schedule import Steps
 from dpbench.results.kernels import fold, kernel_rows
@@ -51,7 +52,7 @@ class Ncu(Instrument):
     steps: Steps = Steps(warmup=1, active=1)
     timeout: float = Settings.timeout  # seconds after which a case is ended
     phases: tuple[str, ...] = ()  # profile these only; every one if there is none
-    metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
+    metrics: tuple[Metric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -152,7 +153,7 @@ class NcuKernels(Ncu):
     replay: ClassVar[str] = "kernel"  # tens of ms a kernel
     folder: ClassVar[str] = KERNELS
 
-    metrics: tuple[NcuMetric, ...] = field(default_factory=kernel_metrics)
+    metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:

@@ -19,7 +19,7 @@ from typing import Any
 from dpbench.case import ALL_PHASES, OUTSIDE
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.child import log_lines
-from dpbench.instruments.ncu.metrics import NcuMetric, having, on_chip
+from dpbench.instruments.ncu.metrics import having, on_chip
 from dpbench.instruments.ncu.range_report import (
     DEVICE,
     ForeignReport,
@@ -31,6 +31,7 @@ from dpbench.instruments.ncu.range_report import (
     label,
     load_actions,
 )
+from dpbench.metrics import Metric
 from dpbench.results.kernels import KernelLaunch
 
 METRIC_OF = {
@@ -50,14 +51,14 @@ PART = 700
 """How many kernels are worth a process of their own, which takes 0.2 s to start."""
 
 
-def kernel_metrics(chip: str = "") -> tuple[NcuMetric, ...]:
+def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
     """What is counted of each kernel on a chip; on GH100 in one pass, so nothing is run again."""
     there = on_chip(chip)
     if lacking := [metric for metric in METRIC_OF.values() if metric not in there]:
         raise ConfigurationError(
             f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
         )
-    return (*(there[metric] for metric in METRIC_OF.values()), NcuMetric(TIME, (TIME,)))
+    return (*(there[metric] for metric in METRIC_OF.values()), Metric(TIME, counters=(TIME,)))
 
 
 @dataclass(frozen=True)

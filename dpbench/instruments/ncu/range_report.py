@@ -13,7 +13,8 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti.library import load_helpers_first
-from dpbench.instruments.ncu.metrics import NcuMetric, counters, having
+from dpbench.instruments.ncu.metrics import counters, having
+from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.results.rows import STEP, Measurement
 
@@ -60,7 +61,7 @@ class MetricMissing(InstrumentError):
 
 
 def read(
-    path: Path, case: Case, metrics: Iterable[NcuMetric] | None = None, *, tool: str = "ncu"
+    path: Path, case: Case, metrics: Iterable[Metric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
     """The rows of a case's report: each metric by phase and step, and for the whole step.
 
@@ -71,7 +72,7 @@ def read(
     metrics = list(having({*first}.issuperset).values() if metrics is None else metrics)
     device = str(counter(first, DEVICE, path).value())
     # A phase may be entered more than once in a step: its ranges add up.
-    sums: dict[tuple[int, str, NcuMetric], float] = defaultdict(float)
+    sums: dict[tuple[int, str, Metric], float] = defaultdict(float)
     for step, phase, action in ranges:
         counted = {name: counter(action, name, path).value() for name in counters(metrics)}
         for metric in metrics:
@@ -80,7 +81,10 @@ def read(
                 raise MetricMissing(f"{path}: {metric.name} of {step}.{phase} is {value}")
             sums[step, phase, metric] += value
             sums[step, STEP, metric] += value
-    units = {metric: metric.unit or counter(first, metric.name, path).unit() for metric in metrics}
+    units = {
+        metric: counter(first, metric.name, path).unit() if "__" in metric.name else metric.unit
+        for metric in metrics
+    }
     return [
         Measurement(case, "ncu", phase, metric.name, value, units[metric], step, device, tool)
         for (step, phase, metric), value in sums.items()

@@ -9,7 +9,7 @@ import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
 from dpbench.instruments.ncu.kernel_report import read_kernels
-from dpbench.instruments.ncu.metrics import NcuMetric, on_chip, resolve
+from dpbench.instruments.ncu.metrics import on_chip, resolve
 from dpbench.instruments.ncu.range_report import (
     ForeignReport,
     MetricMissing,
@@ -18,6 +18,7 @@ from dpbench.instruments.ncu.range_report import (
     load_actions,
     read,
 )
+from dpbench.metrics import Metric
 from dpbench.results.rows import STEP
 
 DATA = Path(__file__).parents[2] / "data" / "tiny-fp32"
@@ -92,7 +93,7 @@ def test_a_missing_counter_is_an_error_and_never_a_zero() -> None:
 
 
 def test_a_counter_without_a_value_is_an_error_and_never_saved() -> None:
-    empty = NcuMetric("rate_of_nothing", ("dram__bytes_read.sum",), scale=math.nan)
+    empty = Metric("rate_of_nothing", counters=("dram__bytes_read.sum",), scale=math.nan)
     with pytest.raises(MetricMissing, match=r"rate_of_nothing of 0\.outside is nan"):
         read(DPSGD, case_of(DPSGD), [empty])
 
