@@ -28,7 +28,7 @@ from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
+from dpbench.instruments.logical.as_on_cuda import untraced
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.stand_ins import users_line
 from dpbench.process.build import build
@@ -102,7 +102,6 @@ class Logical(Instrument):
 
     def _run(self, case: Case, counter: ByteCounter) -> None:
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
-        choose_as_on_cuda(trainer.plain_optimizer)
         after = alive(counter)
         for batch in batches:
             before = after
