@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from dpbench.case import Case
+from dpbench.errors import own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.recorders import RECORDERS, on_cuda, recorder
 from dpbench.process.schedule import Steps
@@ -70,14 +71,12 @@ class OwnSteps(Running):
         return heard.rows(self.case)
 
     def _take(self, finder: StepFinder) -> None:
-        from dpbench.instruments.logical.stand_ins import users_line
-
         finder.begin_step()
         try:
             self.instrument.step()
         except Exception as error:
             finder.give_up_step()
-            where = users_line(error.__traceback__)
+            where = own_line(error.__traceback__)
             what = f"{type(error).__name__}: {error}"
             raise CaseFailed(f"{self.case.id}: {what}{where and f' ({where})'}") from error
         finder.end_step()
