@@ -212,7 +212,7 @@ OPTIMIZERS = Registry(
     "optimizer",
     {
         "sgd": "torch.optim:SGD",
-        "momentum": "dpbench.training.optimizers:Momentum",
+        "momentum": "dpbench.training.base:Momentum",
         "adamw": "torch.optim:AdamW",
     },
 )

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from dpbench.case import Case, script_case
-from dpbench.errors import ConfigurationError
+from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.recorders import RECORDERS, Recorder, on_cuda, recorder
 from dpbench.process.schedule import Steps
@@ -142,11 +142,9 @@ class OwnSteps(Running):
         return seen.heard.rows(self.case)
 
     def _take(self) -> None:
-        from dpbench.instruments.logical.stand_ins import users_line
-
         try:
             self.instrument.step()
         except Exception as error:
-            where = users_line(error.__traceback__)
+            where = own_line(error.__traceback__)
             what = f"{type(error).__name__}: {error}"
             raise CaseFailed(f"{self.case.id}: {what}{where and f' ({where})'}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.utils import _pytree as pytree
 from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in
 from dpbench.workloads.transformer import Transformer, mean_cross_entropy
 
-__all__ = ["Batch", "TrainerBase", "mean_cross_entropy"]
+__all__ = ["Batch", "Momentum", "TrainerBase", "mean_cross_entropy"]
+
+Momentum = partial(torch.optim.SGD, momentum=0.9)
 
 
 class TrainerBase(ABC):

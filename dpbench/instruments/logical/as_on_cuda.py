@@ -20,15 +20,15 @@ Transformers (Hugging Face)
     believes that it is being traced, and makes them.
 
 What would change the bytes, and cannot be followed here, is refused: torch.compile, and shared
-keys in the flash kernel where torch's own for the CPU does not take them (before torch 2.9).
+keys in the flash kernel before torch 2.9.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 from torch._dynamo import eval_frame
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer
 
 from dpbench.instruments.logical.autocast import autocast_as_on_cuda
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
@@ -45,6 +46,7 @@ _aten = torch.ops.aten
 _attention = _aten.scaled_dot_product_attention.default
 _attention_as_products = _aten._scaled_dot_product_attention_math.default
 _efficient_attention = _aten._scaled_dot_product_efficient_attention.default
+_flash_attention = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_rms_norm = getattr(getattr(_aten, "_fused_rms_norm", None), "default", None)
 """None where torch has no such operator yet: CUDA decomposes RMSNorm there, too."""
 
@@ -67,6 +69,8 @@ def as_on_cuda() -> Iterator[None]:
         replaced: list[tuple[Any, str, Any]] = [
             (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),
             (eval_frame, "_callback_from_stance", _refuse_compiled),
+            (optimizer, "_foreach_supported_types", [FakeTensor, torch.nn.Parameter]),
+            (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
         ]
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value, create=True))
@@ -74,23 +78,12 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was not told otherwise use ``foreach``, its default on CUDA."""
-    for group in optimizer.param_groups:
-        undecided = "foreach" in group and group["foreach"] is None
-        unfit = group.get("fused") or group.get("differentiable")
-        if undecided and not (unfit or isinstance(group.get("lr"), Tensor)):
-            group["foreach"] = True
-
-
-@contextmanager
-def untraced() -> Iterator[None]:
+def untraced() -> AbstractContextManager[object]:
     """Let Hugging Face's transformers, if they are loaded, not take counting for tracing."""
-    with ExitStack() as stack:
-        if library := sys.modules.get("transformers.utils.import_utils"):
-            never = patch.object(library, "is_fake_tensor", lambda tensor: False, create=True)
-            stack.enter_context(never)
-        yield
+    library = sys.modules.get("transformers.utils.import_utils")
+    if library is None:
+        return nullcontext()
+    return patch.object(library, "is_fake_tensor", lambda tensor: False, create=True)
 
 
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -137,11 +130,10 @@ def _scaled_dot_product_attention(
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
-    if not same_heads and not shared_keys_are_fused():
-        raise UnsupportedOperation(
-            "this torch cannot follow shared keys (enable_gqa) in half precision without a GPU; "
-            "count with torch 2.9 or newer"
-        )
+    if enable_gqa and not same_heads:  # as the CPU's fused kernel takes them as well, since 2.9
+        if torch.__version__ < "2.9":
+            raise UnsupportedOperation("shared keys in half precision are counted by torch >= 2.9")
+        return _flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
         return _as_composed(_attention, *operands, 0.0, is_causal, **options)
@@ -150,14 +142,6 @@ def _scaled_dot_product_attention(
         bias = torch.zeros_like(attn_mask, dtype=query.dtype)
         bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
     return _efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
-
-
-@cache
-def shared_keys_are_fused() -> bool:
-    """Whether the CPU's flash kernel takes fewer key than query heads, as CUDA's does."""
-    query = torch.empty(1, 2, 1, 8, dtype=torch.bfloat16)
-    key = query[:, :1]
-    return bool(torch._fused_sdp_choice(query, key, key, enable_gqa=True))
 
 
 INSTEAD: dict[OpOverload, Callable[..., Any]] = {

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._library.utils import lookup_op
 from torch._ops import OpOverload
 from torch.amp import GradScaler, autocast
 from torch.utils import _pytree as pytree
@@ -116,8 +117,8 @@ def autocast_as_on_cuda() -> Iterator[None]:
     """In here regions of autocast, and scalers, are as on CUDA; each step of a scaler is finite."""
     casts, library = Casts(), torch.library.Library("aten", "IMPL")
     of_cuda, of_cpu = (
-        torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
-        for device in ("CUDA", "CPU")
+        set(map(lookup_op, torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{of}")))
+        for of in ("CUDA", "CPU")
     )
     begin: Any = autocast.__init__
     enter: Any = autocast.__enter__
@@ -140,30 +141,18 @@ def autocast_as_on_cuda() -> Iterator[None]:
     def scaler(self: GradScaler, device: str = "cuda", *args: Any, **named: Any) -> None:
         scale(self, "cpu", *args, **named)
 
+    def step(self: GradScaler, optimizer: Any, state: object, *args: Any, **named: Any) -> Any:
+        return optimizer.step(*args, **named)  # it would skip this if gradients had overflowed
+
     with ExitStack() as stack:
         stack.callback(library._destroy)
         with warnings.catch_warnings():  # that these replace the CPU's
             warnings.filterwarnings("ignore", "Warning only once for all operators")
-            for name in of_cuda:
-                library.impl(_overload(name), partial(casts.run, _overload(name)), _CPU)
-            for name in set(of_cpu) - set(of_cuda):
-                library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, _CPU)
-        stack.enter_context(
-            patch.multiple(autocast, __init__=region, __enter__=entered, __exit__=left)
-        )
-        stack.enter_context(patch.multiple(GradScaler, __init__=scaler, _maybe_opt_step=_step))
+            for operator in of_cuda:
+                library.impl(operator, partial(casts.run, operator), _CPU)
+            for operator in of_cpu - of_cuda:
+                library.impl(operator, torch.library.fallthrough_kernel, _CPU)
+        methods = {"__init__": region, "__enter__": entered, "__exit__": left}
+        stack.enter_context(patch.multiple(autocast, **methods))
+        stack.enter_context(patch.multiple(GradScaler, __init__=scaler, _maybe_opt_step=step))
         yield
-
-
-def _overload(name: str) -> OpOverload:
-    """The operator of a name such as ``aten::sum.dim_IntList``."""
-    packet, _, overload = name.removeprefix("aten::").partition(".")
-    found: OpOverload = getattr(getattr(_aten, packet), overload or "default")
-    return found
-
-
-def _step(
-    scaler: GradScaler, optimizer: torch.optim.Optimizer, state: object, *args: Any, **named: Any
-) -> Any:
-    """The optimizer's step, which a scaler would skip if gradients had overflowed."""
-    return optimizer.step(*args, **named)
