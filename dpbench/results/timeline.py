@@ -99,7 +99,9 @@ class Timeline:
         ]
         times = ["timeline_seconds", "timeline_busy_seconds"]
         table = pd.DataFrame(rows, columns=["step", "phase", *times, "timeline_launches"])
-        return table.groupby(["step", "phase"], sort=False).sum() / [1e9, 1e9, 1]
+        sums = table.groupby(["step", "phase"], sort=False, as_index=False).sum()
+        sums[times] /= 1e9
+        return sums
 
     def gaps(self) -> pd.DataFrame:
         """When nothing ran on the GPU in whole steps, in order.

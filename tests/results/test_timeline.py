@@ -21,7 +21,7 @@ def timeline(tmp_path_factory: pytest.TempPathFactory) -> Timeline:
 
 def used(timeline: Timeline) -> dict[tuple[int, str], list[float]]:
     """Seconds, busy seconds and launches by step and phase."""
-    usages = timeline.usages()
+    usages = timeline.usages().set_index(["step", "phase"])
     assert list(usages) == ["timeline_seconds", "timeline_busy_seconds", "timeline_launches"]
     return dict(zip(usages.index, usages.to_numpy().tolist(), strict=True))
 

@@ -118,8 +118,9 @@ def timeline_of(path: Path) -> Timeline:
 def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:
     """The rows of a timeline; the step by phase is the first, whole ones are counted from 0."""
     whole = [each.step for each in timeline.whole_steps]
-    for (step, phase), usage in timeline.usages().iterrows():
+    for usage in timeline.usages().to_dict("records"):
+        step, phase = usage.pop("step"), usage.pop("phase")
         repeat = whole.index(step) if phase == STEP else 0
         for metric, value in usage.items():
-            numbers = phase, metric, value, unit(metric), repeat
+            numbers = phase, str(metric), value, unit(str(metric)), repeat
             yield Measurement(case, Nsys.name, *numbers, device, tool)

@@ -84,7 +84,7 @@ class _Export:
             names.pop() if len(names) == 1 else "a GPU",
             f"nsys {self._version()}",
             sorted(self._ranges(), key=lambda each: (each.start, -each.end)),
-            sorted(max(found.values(), key=len)),
+            sorted(found[max(found, key=lambda device: len(found[device]))]),
             sorted(calls),
         )
 
