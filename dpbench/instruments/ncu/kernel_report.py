@@ -31,17 +31,12 @@ from dpbench.instruments.ncu.range_report import (
     load_actions,
 )
 from dpbench.metrics import METRICS, Metric
-from dpbench.results.kernels import KernelLaunch
+from dpbench.results.kernels import KernelCount
 
-METRIC_OF = {
-    "read_bytes": "dram_read_bytes",
-    "write_bytes": "dram_write_bytes",
-    "l2_bytes": "l2_total_bytes",
-}
-"""The metric of ranges whose counters are behind each number of a `KernelLaunch`."""
+COUNTED = ("dram_read_bytes", "dram_write_bytes", "l2_total_bytes")
+"""The metrics of ranges whose counters are behind the bytes of a `KernelCount`."""
 
 TIME = "gpu__time_duration.sum"  # how long an action took, ns
-GRID = tuple(f"launch__grid_dim_{axis}" for axis in "xyz")
 
 PROFILING = '==PROF== Profiling "'
 """What ncu prints at each kernel, before its name and how far it has come."""
@@ -52,7 +47,7 @@ PART = 700
 
 def kernel_counters(chip: str = "") -> tuple[str, ...]:
     """What is counted of each kernel on a chip; on GH100 in one pass, so nothing is run again."""
-    counted = {metric: METRICS[metric].on(chip) for metric in METRIC_OF.values()}
+    counted = {metric: METRICS[metric].on(chip) for metric in COUNTED}
     if lacking := [metric for metric, names in counted.items() if not names]:
         raise ConfigurationError(
             f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
@@ -65,7 +60,7 @@ class KernelReport:
     """The name of a GPU, and what it launched in the order of the run."""
 
     device: str
-    launches: tuple[KernelLaunch, ...]
+    launches: tuple[KernelCount, ...]
 
 
 def read_kernels(path: Path) -> KernelReport:
@@ -110,9 +105,9 @@ def check_complete(path: Path) -> int:
 
 def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> KernelReport:
     """The launches behind actions of a report, ``first`` if it begins with them."""
-    counters = {field: _spelled(METRICS[name], actions[0]) for field, name in METRIC_OF.items()}
-    names = [*chain.from_iterable(counters.values()), TIME, *GRID, DEVICE]
-    launches: list[KernelLaunch] = []
+    counters = [_spelled(METRICS[name], actions[0]) for name in COUNTED]
+    names = [*chain.from_iterable(counters), TIME, DEVICE]
+    launches: list[KernelCount] = []
     device = ""
     for action in actions:
         if not is_kernel(action):
@@ -127,12 +122,9 @@ def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> Ker
         values = {name: metric.value() for name, metric in metrics.items()}
         device = str(values[DEVICE])
         repeat, phase = phase_of(label(action))
-        x, y, z = (int(values[name]) for name in GRID)
-        sums = {field: float(sum(values[name] for name in of)) for field, of in counters.items()}
-        seconds = 1e-9 * values[TIME]
-        launches.append(
-            KernelLaunch(repeat, phase, full_name(action), (x, y, z), seconds=seconds, **sums)
-        )
+        read, written, l2 = (float(sum(values[name] for name in of)) for of in counters)
+        moved = read, written, l2, 1e-9 * values[TIME]
+        launches.append(KernelCount(repeat, phase, full_name(action), 1, *moved))
     return KernelReport(device, tuple(launches))
 
 
