@@ -182,7 +182,8 @@ class Material:
     def peaks(self) -> pd.DataFrame:
         """Peak memory of each case, by the same premise as the bytes."""
         rows = self.summary[self.summary.metric == "peak_memory_bytes"]
-        return rows[rows.measured == (self.basis is DRAM)].drop_duplicates(KEYS)
+        rows = rows[(rows.phase == STEP) & (rows.measured == (self.basis is DRAM))]
+        return rows.drop_duplicates(KEYS)
 
 
 def pivot(rows: pd.DataFrame, columns: str, values: str = "value") -> pd.DataFrame:
