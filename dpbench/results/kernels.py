@@ -118,37 +118,22 @@ def short_name(name: str) -> str:
     becomes ``vectorized_elementwise_kernel<FillFunctor>``, and of cuBLAS's names the tile sizes
     go, which are template arguments by another spelling.
     """
-    cleaned = re.sub(r"(<unnamed>|\(anonymous namespace\)|\{anonymous\})::", "", name)
-    path, arguments = _split(cleaned)
-    base = re.sub(r"_tilesize\w*?_execute(_split_k)?_kernel\w*", r"\1", path.rpartition("::")[2])
+    name = re.sub(r"(<unnamed>|\(anonymous namespace\)|\{anonymous\})::", "", name)
+    path = name
+    while (shorter := re.sub(r"<[^<>]*>", "", path)) != path:
+        path = shorter
+    path = path.partition("(")[0].rpartition(" ")[2]
+    base = path.rpartition("::")[2]
+    arguments = name.partition(f"{base}<")[2]
     if base in _GENERIC:
         if library := re.match(r"\s*(cutlass_\w+)", arguments):
             return library[1]
         return "::".join(path.split("::")[-2:])
+    base = re.sub(r"_tilesize\w*?_execute(_split_k)?_kernel\w*", r"\1", base)
     for word in re.findall(r"[A-Za-z_]\w*", arguments):
         if _TELLING.fullmatch(word) and not _WRAPPERS.fullmatch(word):
             return f"{base}<{word}>"
-    return base
-
-
-def _split(name: str) -> tuple[str, str]:
-    """The path of a kernel, ``a::b::kernel``, and what stands between its angle brackets."""
-    path, arguments, depth, start = "", "", 0, 0
-    for i, character in enumerate(name):
-        if character == "<":
-            start = start if depth else i + 1
-            depth += 1
-        elif character == ">" and depth:
-            depth -= 1
-            arguments = arguments if depth else name[start:i]
-        elif depth == 0:
-            if character == "(":
-                break
-            if character == " ":  # before it stood the return type
-                path = arguments = ""
-            else:
-                path += character
-    return path or name, arguments
+    return base or name
 
 
 ADDED_UP = ("launches", "read_bytes", "write_bytes", "l2_bytes", "seconds")

@@ -59,9 +59,8 @@ def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profil
     The record is that of `dpbench.process.profiled.profile_case`.
     """
     traces = [trace.read(path) for path in _in_order(directory, "trace_*.json.gz")]
-    calls = frozenset[str]().union(*(recorded.calls for recorded in traces))
     operators = [
-        {**line, "kind": "call"} if line["name"] in calls else line
+        line
         for path in _in_order(directory, "operators_*.json")
         for line in json.loads(path.read_text(encoding="utf-8"))
     ]
