@@ -43,6 +43,7 @@ from dpbench.results.roofline import CARDS, Roofs, find_card, read_ceilings
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
+    from dpbench.results.kernels import KernelCount
     from dpbench.results.run import Run
     from dpbench.show.layout import Table
     from dpbench.show.view import View
@@ -219,18 +220,14 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     from dpbench.show.kernels import kernel_tables
 
     report = read_kernels(path)
-    operators: list[str | None] = [None] * len(report.launches)
+    launches: Sequence[KernelCount] = report.launches
     if options.profile:
-        from dpbench.instruments.torch_profiler.files import operators_of
+        from dpbench.instruments.torch_profiler.files import with_operators
 
-        operators = operators_of(options.profile, report.launches)
-    chosen = [
-        (launch, operator)
-        for launch, operator in zip(report.launches, operators, strict=True)
-        if options.phase in (None, launch.phase)
-    ]
+        launches = with_operators(options.profile, launches)
+    chosen = [launch for launch in launches if options.phase in (None, launch.phase)]
     if not chosen:
-        present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
+        present = ", ".join(dict.fromkeys(launch.phase for launch in launches))
         raise ConfigurationError(
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )
@@ -238,8 +235,7 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     if path.resolve().parent.name == KERNELS and ranges.exists():
         step_bytes = dram_bytes_of_step(read(ranges, case_of(ranges)))
     title, roofs = f"{_title(path)}, {report.device}", known_roofs(report.device)
-    counts = fold(*zip(*chosen, strict=True))
-    return kernel_tables(counts, title, step_bytes, roofs, top=options.top)
+    return kernel_tables(fold(chosen), title, step_bytes, roofs, top=options.top)
 
 
 def _title(path: Path) -> str:

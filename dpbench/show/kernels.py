@@ -157,10 +157,10 @@ def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
         "GB": ("bytes", gigabytes),
         "FLOP\n/ B": ("intensity", "{:.1f}".format),
         "bound by": ("bound_by", str),
-        "least\nms": ("least_seconds", _milliseconds),
+        "least\nms": ("least_seconds", step_milliseconds),
     }
     if rows.seconds.notna().any():
-        columns["time\nms"] = ("seconds", _milliseconds)
+        columns["time\nms"] = ("seconds", step_milliseconds)
         columns["% of\nroof"] = ("share", "{:.0%}".format)
     precision = str(rows.precision.iloc[0])
     note = (
@@ -172,6 +172,6 @@ def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
     return Table.of(title, lines, columns, [note])
 
 
-def _milliseconds(seconds: float) -> str:
+def step_milliseconds(seconds: float) -> str:
     """Seconds in milliseconds, with one digit after the point or three in all."""
     return f"{seconds * 1e3:.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:.3g}"

@@ -11,7 +11,7 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.timeline import Timeline
+from dpbench.results.timeline import Activity, Timeline
 from dpbench.show.kernels import wrapped
 from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
 from dpbench.show.tables import title_of
@@ -91,7 +91,7 @@ def profile_report(
 
     ``launches`` are what the device did, folded: sums over the recorded steps. ``operators`` are
     sums by operator, and by operator and input shapes, of each cycle; their ``kind`` is
-    ``operator``, ``call`` (of CUDA), ``kernel`` or ``annotation``. An operator that takes
+    ``operator`` (or a call of CUDA), ``kernel`` or ``annotation``. An operator that takes
     ``threshold`` milliseconds of a step is a bottleneck.
     """
     frame = to_frame(rows)
@@ -104,14 +104,13 @@ def profile_report(
     per_step = (cycles.groupby(keys, dropna=False, sort=False).sum() / steps).reset_index()
     shapeless, of_operators = per_step.input_shapes.isna(), per_step.kind == "operator"
     by_name, by_shape = per_step[of_operators & shapeless], per_step[of_operators & ~shapeless]
-    calls = per_step[shapeless & per_step.kind.isin(["operator", "call"])]
     device, column = ("GPU", "device") if record["device"] != "cpu" else ("CPU", "cpu")
     found = [
         *recorded_tables(frame),
         *copies_table(launches, steps),
         _bottlenecks(by_name, device, f"self_{column}_seconds", threshold),
         _by(by_name, "self_device_seconds", "Operators by GPU time"),
-        _by(calls, "self_cpu_seconds", "Operators and CUDA calls by CPU time"),
+        _by(by_name, "self_cpu_seconds", "Operators and CUDA calls by CPU time"),
         _by(by_name, f"self_{column}_memory_bytes", f"Operators by {device} memory"),
         _by(by_shape, f"self_{column}_seconds", f"Operators and input shapes by {device} time"),
     ]
@@ -172,19 +171,10 @@ def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
     """Every table of one timeline."""
     head = f"{title}, {timeline.device}, {timeline.tool}"
     steps = max(len(timeline.whole_steps), 1)
-    gaps = pd.DataFrame(
-        [
-            {**vars(gap), "seconds": gap.seconds, "called": gap.call_seconds}
-            for gap in timeline.gaps()
-        ],
-        columns=["step", "start", "end", "phase", "waited_for", "calls", "seconds", "called"],
-    )
-    usages = pd.DataFrame(map(vars, timeline.usages()))
-    usages = usages.groupby(["step", "phase"]).sum().groupby("phase").median()
-    usages = usages.add_prefix("timeline_")
+    gaps, usages = timeline.gaps(), timeline.usages()
     usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds
     found = [
-        _usage_table(f"{head}: per step", usages),
+        _usage_table(f"{head}: per step", usages.groupby("phase").median()),
         _waits(gaps, "phase", f"{head}: waits by phase, per step", steps),
         _waits(gaps, "waited_for", f"{head}: what the GPU waited for, per step", steps),
         _longest(timeline, gaps, f"{head}: the longest gaps"),
@@ -250,13 +240,8 @@ def _meanwhile(seconds: float, calls: dict[str, int]) -> str:
 
 def _activities(timeline: Timeline, title: str, steps: int) -> Table:
     """What ran in whole steps, by name."""
-    rows = pd.DataFrame(
-        [
-            (each.name, each.kind, each.end - each.start, each.bytes)
-            for each in timeline.during(timeline.whole_steps)
-        ],
-        columns=["name", "kind", "time", "bytes"],
-    )
+    rows = pd.DataFrame(timeline.of_whole_steps(), columns=Activity._fields)
+    rows["time"] = rows.end - rows.start
     sums = rows.groupby(["name", "kind"], sort=False).agg(
         count=("time", "size"), time=("time", "sum"), bytes=("bytes", "sum")
     )

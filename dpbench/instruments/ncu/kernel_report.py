@@ -32,17 +32,12 @@ from dpbench.instruments.ncu.range_report import (
     load_actions,
 )
 from dpbench.metrics import Metric
-from dpbench.results.kernels import KernelLaunch
+from dpbench.results.kernels import KernelCount
 
-METRIC_OF = {
-    "read_bytes": "dram_read_bytes",
-    "write_bytes": "dram_write_bytes",
-    "l2_bytes": "l2_total_bytes",
-}
-"""The metric of ranges whose counters are behind each number of a `KernelLaunch`."""
+COUNTED = ("dram_read_bytes", "dram_write_bytes", "l2_total_bytes")
+"""The metrics of ranges whose counters are behind the bytes of a `KernelCount`."""
 
 TIME = "gpu__time_duration.sum"  # how long an action took, ns
-GRID = tuple(f"launch__grid_dim_{axis}" for axis in "xyz")
 
 PROFILING = '==PROF== Profiling "'
 """What ncu prints at each kernel, before its name and how far it has come."""
@@ -54,11 +49,11 @@ PART = 700
 def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
     """What is counted of each kernel on a chip; on GH100 in one pass, so nothing is run again."""
     there = on_chip(chip)
-    if lacking := [metric for metric in METRIC_OF.values() if metric not in there]:
+    if lacking := [metric for metric in COUNTED if metric not in there]:
         raise ConfigurationError(
             f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
         )
-    return (*(there[metric] for metric in METRIC_OF.values()), Metric(TIME, counters=(TIME,)))
+    return (*(there[metric] for metric in COUNTED), Metric(TIME, counters=(TIME,)))
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class KernelReport:
     """The name of a GPU, and what it launched in the order of the run."""
 
     device: str
-    launches: tuple[KernelLaunch, ...]
+    launches: tuple[KernelCount, ...]
 
 
 def read_kernels(path: Path) -> KernelReport:
@@ -112,9 +107,9 @@ def check_complete(path: Path) -> int:
 def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> KernelReport:
     """The launches behind actions of a report, ``first`` if it begins with them."""
     spelled = on_chip() | having(lambda names: all(map(actions[0].metric_by_name, names)))
-    counters = {field: spelled[name].counters for field, name in METRIC_OF.items()}
-    names = [*chain.from_iterable(counters.values()), TIME, *GRID, DEVICE]
-    launches: list[KernelLaunch] = []
+    counters = [spelled[name].counters for name in COUNTED]
+    names = [*chain.from_iterable(counters), TIME, DEVICE]
+    launches: list[KernelCount] = []
     device = ""
     for action in actions:
         if not is_kernel(action):
@@ -129,12 +124,9 @@ def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> Ker
         values = {name: metric.value() for name, metric in metrics.items()}
         device = str(values[DEVICE])
         repeat, phase = phase_of(label(action))
-        x, y, z = (int(values[name]) for name in GRID)
-        sums = {field: float(sum(values[name] for name in of)) for field, of in counters.items()}
-        seconds = 1e-9 * values[TIME]
-        launches.append(
-            KernelLaunch(repeat, phase, full_name(action), (x, y, z), seconds=seconds, **sums)
-        )
+        read, written, l2 = (float(sum(values[name] for name in of)) for of in counters)
+        moved = read, written, l2, 1e-9 * values[TIME]
+        launches.append(KernelCount(repeat, phase, full_name(action), 1, *moved))
     return KernelReport(device, tuple(launches))
 
 

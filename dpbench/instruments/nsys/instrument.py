@@ -118,13 +118,9 @@ def timeline_of(path: Path) -> Timeline:
 def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:
     """The rows of a timeline; the step by phase is the first, whole ones are counted from 0."""
     whole = [each.step for each in timeline.whole_steps]
-    for usage in timeline.usages():
-        repeat = whole.index(usage.step) if usage.phase == STEP else 0
-        for metric, value in {
-            "timeline_seconds": usage.seconds,
-            "timeline_busy_seconds": usage.busy_seconds,
-            "timeline_launches": usage.launches,
-        }.items():
-            yield Measurement(
-                case, Nsys.name, usage.phase, metric, value, unit(metric), repeat, device, tool
-            )
+    for usage in timeline.usages().to_dict("records"):
+        step, phase = usage.pop("step"), usage.pop("phase")
+        repeat = whole.index(step) if phase == STEP else 0
+        for metric, value in usage.items():
+            numbers = phase, str(metric), value, unit(str(metric)), repeat
+            yield Measurement(case, Nsys.name, *numbers, device, tool)

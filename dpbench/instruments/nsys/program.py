@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
-from dpbench.instruments.processes import ProcessGroup, output_of
+from dpbench.instruments.processes import ProcessGroup
 
 REPORT, RAW, EXPORTED = ".nsys-rep", ".qdstrm", ".sqlite"
 """What a file is by its suffix: a report, what the collector wrote for the importer, an export."""
@@ -77,11 +77,7 @@ def _candidates() -> Iterator[str]:
 @cache
 def nsys_version(path: str) -> str:
     """The version that an ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
-    try:
-        answer = output_of([path, "--version"], timeout=ANSWER_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    match = re.search(r"version (\d+\.\d+\.\d+)", answer)
+    match = re.search(r"version (\d+\.\d+\.\d+)", _run([path, "--version"], ANSWER_SECONDS)[1])
     return match[1] if match else "unknown"
 
 

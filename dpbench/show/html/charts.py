@@ -24,7 +24,6 @@ from dpbench.results.roofline import (
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import (
-    CASE,
     CELL,
     DRAM,
     KEYS,
@@ -32,19 +31,19 @@ from dpbench.show.html.data import (
     NEEDS_LOGICAL,
     UNMEASURED,
     Material,
-    has_case_of,
     pivot,
 )
 from dpbench.show.html.figures import (
+    CASE,
     NEUTRAL,
     PHASE_STYLES,
     Chart,
     Json,
     Key,
     Style,
-    milliseconds,
     times,
 )
+from dpbench.show.kernels import step_milliseconds
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, in_order, ordered
 
@@ -66,32 +65,26 @@ def phases(material: Material) -> Chart:
     shown = [n for n in ALL_PHASES if n in wide and (wide[n] > SHOWN_SHARE * wide[STEP]).any()]
     if not shown:
         return Chart("phases", title, missing="No bytes by phase were measured or counted.")
-    keys = ["run", "title", "batch_size", "seq_len", "trainer"]
+    keys = [name for name in KEYS if name != "device"]
     known = pd.MultiIndex.from_frame(wide[keys])
     failed = material.failed[~pd.MultiIndex.from_frame(material.failed[keys]).isin(known)]
-    failed = failed.drop(columns=[*PHASES], errors="ignore")
-    drawn = in_order(pd.concat([wide, failed], ignore_index=True), CELL) if len(failed) else wide
-    columns: dict[str, Shown] = {f"{name}, GB": (name, gigabytes) for name in (*shown, STEP)}
-    return Chart(
-        "phases",
-        title,
-        basis.premise,
-        figures.bar_panels(
-            drawn.assign(end=drawn[STEP], label=list(map(_end_of_bar, drawn.to_dict("records")))),
-            {name: PHASE_STYLES[name].colour for name in shown},
-            basis.short,
-            stacked=True,
-        ),
-        [Key("■", name, PHASE_STYLES[name].colour) for name in shown],
-        Table.of(
-            f"{basis.name} of one step by phase, {basis.premise}; ratio to {material.baseline}",
-            wide,
-            {**CASE, **columns, f"÷ {material.baseline}": ("ratio", times)},
-        ),
-        [
-            f"At the end of a bar: GB of the whole step, and how many times {material.baseline}'s.",
-            *material.cautions,
-        ],
+    if len(failed):
+        failed = failed.drop(columns=[*PHASES], errors="ignore")
+        wide = in_order(pd.concat([wide, failed], ignore_index=True), CELL)
+    notes = [
+        f"At the end of a bar: GB of the whole step, and how many times {material.baseline}'s."
+    ]
+    return figures.bar_chart(
+        Chart("phases", title, basis.premise, notes=[*notes, *material.cautions]),
+        wide.assign(end=wide[STEP], label=list(map(_end_of_bar, wide.to_dict("records")))),
+        {name: PHASE_STYLES[name].colour for name in shown},
+        basis.short,
+        f"{basis.name} of one step by phase, {basis.premise}; ratio to {material.baseline}",
+        columns={
+            f"{STEP}, GB": (STEP, gigabytes),
+            f"÷ {material.baseline}": ("ratio", times),
+        },
+        stacked=True,
     )
 
 
@@ -169,13 +162,17 @@ def memory(material: Material) -> Chart:
     premise = "measured by PyTorch's allocator"
     if material.basis is LOGICAL:
         premise = material.basis.premise
-    labels = [f" {gigabytes(peak)}" for peak in peaks.value]
-    drawn = peaks.assign(**{"peak memory": peaks.value}, end=peaks.value, label=labels)
-    unit = f"peak memory, GB ({material.basis.verb})"
-    columns: dict[str, Shown] = {**CASE, "peak memory, GB": ("value", gigabytes)}
-    table = Table.of(f"Peak memory of one step ({premise})", peaks, columns)
-    panels = figures.bar_panels(drawn, {"peak memory": COLOUR}, unit)
-    return Chart("memory", title, premise, panels, table=table)
+    return figures.bar_chart(
+        Chart("memory", title, premise),
+        peaks.assign(
+            **{"peak memory": peaks.value},
+            end=peaks.value,
+            label=[f" {gigabytes(peak)}" for peak in peaks.value],
+        ),
+        {"peak memory": COLOUR},
+        f"peak memory, GB ({material.basis.verb})",
+        f"Peak memory of one step ({premise})",
+    )
 
 
 def busy(material: Material) -> Chart | None:
@@ -186,38 +183,30 @@ def busy(material: Material) -> Chart | None:
     summary, keys = material.summary, [*KEYS, "phase"]
     if BUSY not in {*summary.metric}:
         return None
-    times = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
-    rows = summary[summary.metric == BUSY].join(times.rename("cycles"), on=keys)
+    elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
+    rows = summary[summary.metric == BUSY].join(elapsed.rename("cycles"), on=keys)
     longest = rows.groupby(KEYS).cycles.transform("max")
     rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin([*ALL_PHASES, STEP])]
     if rows.empty:
         return None
     colours = {name: style.colour for name, style in PHASE_STYLES.items()} | {STEP: COLOUR_OF_STEP}
-    shown = {name: colour for name, colour in colours.items() if name in set(rows.phase)}
     how_to_read = (
         f"Left of the line, at {LAUNCH_BOUND:.0%}, the GPU waits for the CPU to launch its work, "
         f"and bytes do not explain the time. {BUSY_OF}"
     )
-    percent: Shown = ("value", lambda share: f"{share * 100:.0f}")
-    return Chart(
-        "busy",
-        "How busy the GPU was, by phase",
-        "measured by hardware counters: the part of the time in which the GPU did anything",
-        figures.bar_panels(
-            pivot(rows, "phase").assign(end=1.0, label=""),
-            shown,
-            "busy, % of the time",
-            scale=0.01,
-            write="busy {:.0%}".format,
-            line=LAUNCH_BOUND,
+    return figures.bar_chart(
+        Chart(
+            "busy",
+            "How busy the GPU was, by phase",
+            "measured by hardware counters: the part of the time in which the GPU did anything",
+            notes=[how_to_read],
         ),
-        [Key("■", name, colour) for name, colour in shown.items()],
-        Table.of(
-            "Part of its time in which the GPU was busy, by phase",
-            in_order(rows),
-            {**CASE, "phase": ("phase", str), "busy, %": percent},
-        ),
-        [how_to_read],
+        pivot(rows, "phase").assign(end=1.0, label=""),
+        {name: colour for name, colour in colours.items() if name in set(rows.phase)},
+        "busy, % of the time",
+        "Part of its time in which the GPU was busy, by phase",
+        unit="%",
+        line=LAUNCH_BOUND,
     )
 
 
@@ -234,33 +223,25 @@ def against_logical(material: Material) -> Chart:
     if both.empty:
         why = "No DRAM bytes were measured in these runs." if dram.empty else NEEDS_LOGICAL
         return Chart("logical", title, missing=why)
-    bars = {"measured": COLOUR, "logical (counted)": NEUTRAL}
-    labels = ["" if pd.isna(times) else f" {times:.2f}" for times in both.over_logical]
-    drawn = both.assign(end=both[["value", "logical"]].max(axis=1), label=labels)
-    drawn = drawn.assign(**dict(zip(bars, (both.value, both.logical), strict=True)))
-    columns: dict[str, Shown] = {
-        "measured, GB": ("value", gigabytes),
-        "logical (counted), GB": ("logical", gigabytes),
-        "measured ÷ logical": ("over_logical", "{:.3f}".format),
-    }
-    return Chart(
-        "logical",
-        title,
-        "coloured bars are measured, grey ones are counted without hardware",
-        figures.bar_panels(drawn, bars, "GB per step"),
-        [
-            Key("■", "measured: DRAM bytes, by hardware counters", COLOUR),
-            Key("■", "counted: logical bytes, without hardware", NEUTRAL),
-        ],
-        Table.of(
-            "DRAM bytes of one step, measured, beside logical bytes, counted without hardware",
-            both,
-            {**CASE, **columns},
+    return figures.bar_chart(
+        Chart(
+            "logical",
+            title,
+            "DRAM bytes by hardware counters, and logical bytes counted without hardware",
+            notes=[
+                "At the right: measured ÷ logical. Logical bytes are what operators must move if "
+                "nothing stays in a cache between two of them."
+            ],
         ),
-        [
-            "At the right: measured ÷ logical. Logical bytes are what operators must move if "
-            "nothing stays in a cache between two of them."
-        ],
+        both.assign(
+            **{"measured": both.value, "logical (counted)": both.logical},
+            end=both[["value", "logical"]].max(axis=1),
+            label=["" if pd.isna(over) else f" {over:.2f}" for over in both.over_logical],
+        ),
+        {"measured": COLOUR, "logical (counted)": NEUTRAL},
+        "GB per step",
+        "DRAM bytes of one step, measured, beside logical bytes, counted without hardware",
+        columns={"measured ÷ logical": ("over_logical", "{:.3f}".format)},
     )
 
 
@@ -303,6 +284,8 @@ def roofline(material: Material) -> Chart:
     ]
     keys = [Key("■", key.text, key.colour) for key in material.keys(table.trainer)]
     keys += [Key(s.glyph, name) for name, s in PHASE_STYLES.items() if name in set(placed.phase)]
+    if (placed.busy < LAUNCH_BOUND).any():
+        keys.append(Key("·", f"in a mark: GPU busy below {LAUNCH_BOUND:.0%}, waits for launches"))
     used = []
     for device, card in cards.items():
         precisions = sorted(set(table.precision[table.device == device]))
@@ -314,8 +297,8 @@ def roofline(material: Material) -> Chart:
         "TFLOP (counted)": ("flops", lambda flops: gigabytes(flops / 1e3)),
         "DRAM GB (measured)": ("bytes", gigabytes),
         "FLOP/B": ("intensity", "{:.1f}".format),
-        "ms (measured)": ("seconds", milliseconds),
-        "least ms": ("least_seconds", milliseconds),
+        "ms (measured)": ("seconds", step_milliseconds),
+        "least ms": ("least_seconds", step_milliseconds),
         "bound by": ("bound_by", str),
         "% of roof": ("percent", "{:.0f}".format),
     }
@@ -345,13 +328,17 @@ def _with_operations(material: Material) -> Iterator[tuple[str, str, pd.DataFram
     for run in material.runs:
         measured = run.frame[run.frame.instrument != UNMEASURED]
         for device, rows in measured.groupby("device", sort=False):
-            complete = has_case_of(rows, counted)
             for metric in ("dram_read_bytes", "step_time_seconds"):
-                complete &= has_case_of(rows, rows[rows.metric == metric])
-            if complete.any():
-                theirs = counted[has_case_of(counted, rows[complete])]
-                both = pd.concat([rows[complete], theirs], ignore_index=True)
+                rows = rows.merge(_cases(rows[rows.metric == metric]))
+            rows = rows.merge(_cases(counted))
+            if len(rows):
+                both = pd.concat([rows, counted.merge(_cases(rows))], ignore_index=True)
                 yield run.name, str(device), both
+
+
+def _cases(rows: pd.DataFrame) -> pd.DataFrame:
+    """The cases of rows, once each; a frame that is merged with them keeps those alone."""
+    return rows[list(AXES)].drop_duplicates()
 
 
 def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
@@ -380,7 +367,10 @@ def _marks_under(placed: pd.DataFrame, look: Mapping[str, Style]) -> Iterator[Js
     for name, size in zip(present, np.linspace(15, 4.5, len(present)), strict=True):
         group = placed[placed.trainer == name]
         marker = {
-            "symbol": [f"{PHASE_STYLES[phase].symbol}-open" for phase in group.phase],
+            "symbol": [
+                f"{PHASE_STYLES[phase].symbol}-open{'-dot' * waits}"
+                for phase, waits in zip(group.phase, group.busy < LAUNCH_BOUND, strict=True)
+            ],
             "size": float(size),
             "color": look[name].colour,
             "line": {"width": 1.5},
@@ -393,4 +383,4 @@ def _marks_under(placed: pd.DataFrame, look: Mapping[str, Style]) -> Iterator[Js
 
 def _under(row: Mapping[Any, Any]) -> str:
     speed = f"{row['intensity']:.1f} FLOP/B, {row['flops_per_second'] / TERA:.1f} TFLOP/s"
-    return f"{row['trainer']}: {speed}, {row['share']:.0%} of the roof"
+    return f"{row['trainer']}: {speed}, {row['share']:.0%} of the roof, bound by {row['bound_by']}"

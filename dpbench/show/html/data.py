@@ -23,7 +23,6 @@ from dpbench.results.frame import (
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 from dpbench.show.html.figures import Key, Style, styles
-from dpbench.show.layout import Shown
 from dpbench.show.tables import in_order, title_parts
 
 UNMEASURED = "logical"
@@ -34,14 +33,6 @@ CELL = [axis for axis in CONFIGURATION if axis not in PHASES]
 
 KEYS = ["run", "title", "device", *CELL, "trainer"]
 """What tells a case on the page from every other; its optimizer is in the title."""
-
-CASE: Mapping[str, Shown] = {
-    "configuration": ("title", str),
-    "batch": ("batch_size", str),
-    "sequence": ("seq_len", str),
-    "trainer": ("trainer", str),
-}
-"""The columns of a table that name a case."""
 
 NEEDS_LOGICAL = (
     "These runs hold no logical counts of the measured cases. dpbench run --instrument logical "
@@ -63,12 +54,6 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
         label = name if seen[name] == 1 else f"{name} ({seen[name]})"
         runs.append(Run(Path(label), document, label))
     return runs
-
-
-def has_case_of(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are of a case of which the others have a row."""
-    cases, known = (pd.MultiIndex.from_frame(frame[list(AXES)]) for frame in (rows, others))
-    return pd.Series(cases.isin(known), index=rows.index)
 
 
 class Basis(NamedTuple):
@@ -182,7 +167,8 @@ class Material:
     def peaks(self) -> pd.DataFrame:
         """Peak memory of each case, by the same premise as the bytes."""
         rows = self.summary[self.summary.metric == "peak_memory_bytes"]
-        return rows[rows.measured == (self.basis is DRAM)].drop_duplicates(KEYS)
+        rows = rows[(rows.phase == STEP) & (rows.measured == (self.basis is DRAM))]
+        return rows.drop_duplicates(KEYS)
 
 
 def pivot(rows: pd.DataFrame, columns: str, values: str = "value") -> pd.DataFrame:

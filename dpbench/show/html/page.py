@@ -21,8 +21,9 @@ from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS, STEP
 from dpbench.results.run import Run
 from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios, roofline
-from dpbench.show.html.data import CASE, KEYS, UNMEASURED, Material
-from dpbench.show.html.figures import Chart, milliseconds, times
+from dpbench.show.html.data import KEYS, UNMEASURED, Material
+from dpbench.show.html.figures import CASE, Chart, times
+from dpbench.show.kernels import step_milliseconds
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
 from dpbench.show.tables import in_order
 from dpbench.show.view import column, usual_columns
@@ -139,7 +140,7 @@ def cases(material: Material) -> Table:
         wide = wide.merge(rows, how="left")
         numbers.append(shown.name)
         header = shown.header.replace("\n", " ").replace("mem.", "memory")
-        write = {"B": gigabytes, "s": milliseconds}.get(unit(shown.name), "{:.2f}".format)
+        write = {"B": gigabytes, "s": step_milliseconds}.get(unit(shown.name), "{:.2f}".format)
         if shown.kind != "value":
             write, header = times, header.replace("÷ std", f"÷ {material.baseline}")
         columns[f"{header}, GB" if write is gigabytes else header] = (shown.name, write)

@@ -68,7 +68,6 @@ def test_a_launch_says_what_where_and_how_much(dpsgd: KernelReport) -> None:
     assert (last.repeat, last.phase) == (0, "optimizer")
     assert last.name.startswith("void at::native::<unnamed>::multi_tensor_apply_kernel<")
     assert "BinaryOpListAlphaFunctor<float" in last.name
-    assert last.grid[1:] == (1, 1)
     assert last.l2_bytes > last.read_bytes >= 0
     assert 1e-6 < last.seconds < 1e-3
 

@@ -18,13 +18,13 @@ from dpbench.instruments.torch_profiler.files import (
     DeviceActivityMissing,
     copy_metric,
     grouped,
-    operators_of,
     profile_rows,
     read_rows,
+    with_operators,
     write_summary,
 )
 from dpbench.instruments.torch_profiler.trace import read
-from dpbench.results.kernels import KernelLaunch, short_name
+from dpbench.results.kernels import KernelCount, short_name
 from dpbench.results.report import CaseReport
 from tests.recorded import unpacked
 
@@ -115,15 +115,14 @@ def test_kernels_under_ncu_find_their_operators_by_place(trainer: str, tmp_path:
         for found in (counted.launches, launched)
     )
     assert theirs == ours
-    operators = operators_of(DATA / trainer, counted.launches)
-    placed = zip(counted.launches, operators, strict=True)
+    placed = with_operators(DATA / trainer, counted.launches)
     expected = {(x.phase, short_name(x.name), x.operator) for x in launched}
-    assert {(x.phase, short_name(x.name), operator) for x, operator in placed} == expected
+    assert {(x.phase, short_name(x.name), x.operator) for x in placed} == expected
 
 
 def test_a_phase_with_another_number_of_kernels_has_no_operators() -> None:
-    def kernel(phase: str) -> KernelLaunch:
-        return KernelLaunch(0, phase, "k", (1, 1, 1), 0.0, 0.0, 0.0, 0.0)
+    def kernel(phase: str) -> KernelCount:
+        return KernelCount(0, phase, "k", 1, 0.0, 0.0, 0.0, 0.0)
 
-    found = operators_of(DATA / "standard", [kernel("optimizer"), kernel("forward")])
-    assert found == ["aten::_foreach_add_", None]
+    found = with_operators(DATA / "standard", [kernel("optimizer"), kernel("forward")])
+    assert [kernel.operator for kernel in found] == ["aten::_foreach_add_", None]

@@ -129,6 +129,14 @@ def test_peak_memory_is_of_the_premise_of_the_bytes() -> None:
     assert material(a=counted).peaks.value.tolist() == [6e9]
 
 
+def test_peak_memory_is_that_of_the_step_and_not_of_its_first_phase() -> None:
+    of = Material(labelled([("counted", COUNTED)]))
+    peaks = [r for r in COUNTED["rows"] if r["metric"] == "peak_memory_bytes"]
+    whole = {r["trainer"]: r["value"] for r in peaks if r["phase"] == STEP}
+    assert len(whole) < len(peaks)
+    assert dict(zip(of.peaks.trainer, of.peaks.value, strict=True)) == whole
+
+
 def test_logical_counts_of_another_run_stand_beside_measured_bytes() -> None:
     lines = exact(charts.against_logical(grid1()).table)
     assert [x["trainer"] for x in lines] == ["standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc"]

@@ -96,7 +96,7 @@ def test_how_busy_the_gpu_was_is_drawn_where_it_is_known() -> None:
     bars = {trace["name"]: trace for trace in panel.figure["data"] if trace["type"] == "bar"}
     assert list(bars) == ["forward", "clip", "noise", "step"]
     assert [trace["x"][1] for trace in bars.values()] == pytest.approx([100, 10, 0, 7200 / 91])
-    assert bars["clip"]["hovertext"][1] == "dpsgd<br>clip: busy 10%"
+    assert bars["clip"]["hovertext"][1] == "dpsgd<br>clip: 10 %"
     assert panel.figure["layout"]["shapes"][0]["x0"] == pytest.approx(70)
     assert "busy" not in charts_of(cell())
 
@@ -149,6 +149,17 @@ def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers()
     assert all(f"<br>{name}: " in marks[0]["hovertext"][0] for name in OURS)
 
 
+def test_a_phase_that_waits_for_its_launches_is_marked_under_its_roof() -> None:
+    roofline = charts_of(with_busy_shares(), COUNTED)["roofline"]
+    for trace in roofline.panels[0].figure["data"][1:]:
+        said = [text.partition("<br>")[0] for text in trace["hovertext"]]
+        dotted = [symbol.endswith("-open-dot") for symbol in trace["marker"]["symbol"]]
+        assert dotted == [phase == "clip" for phase in said]
+    assert "bound by launches, busy 10%" in str(roofline.panels[0].figure)
+    assert "waits for launches" in roofline.keys[-1].text
+    assert "waits" not in str(charts_of(cell(), COUNTED)["roofline"])
+
+
 def test_two_runs_of_one_cell_are_drawn_apart() -> None:
     charts = charts_of(cell(), cell(), COUNTED)
     once = charts_of(cell(), COUNTED)["roofline"]
@@ -166,6 +177,8 @@ def test_one_cell_says_why_there_are_no_lines() -> None:
     charts = charts_of(cell())
     assert "in more than one cell" in charts["ratios"].missing
     assert len(charts["phases"].panels) == 1
+    drawn = [trace for chart in charts.values() for p in chart.panels for trace in p.figure["data"]]
+    assert {trace["type"] for trace in drawn} == {"bar", "scatter"}  # no heat map of one cell
 
 
 def test_without_a_baseline_bytes_are_drawn_and_ratios_are_not() -> None:
