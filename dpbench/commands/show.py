@@ -188,7 +188,7 @@ def _of_reports(
     reports: Iterable[Path], view: View, options: argparse.Namespace
 ) -> Iterator[Table]:
     """Tables of ranges, all together, then those of each report of kernels."""
-    from dpbench.instruments.ncu.range_report import case_of, holds_kernels, read
+    from dpbench.instruments.ncu.report import case_of, holds_kernels, read
     from dpbench.results.frame import to_frame
     from dpbench.show.tables import tables
 
@@ -213,8 +213,7 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
 
     These are in a report that lies where it should, see `dpbench.instruments.ncu`.
     """
-    from dpbench.instruments.ncu.kernel_report import read_kernels
-    from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
+    from dpbench.instruments.ncu.report import KERNELS, case_of, read, read_kernels
     from dpbench.results.kernels import dram_bytes_of_step, fold
     from dpbench.results.roofline import known_roofs
     from dpbench.show.kernels import kernel_tables
@@ -240,7 +239,7 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
 
 def _title(path: Path) -> str:
     """The case that a report is of, or the report's own name if dpbench did not make it."""
-    from dpbench.instruments.ncu.range_report import ForeignReport, case_of
+    from dpbench.instruments.ncu.report import ForeignReport, case_of
 
     try:
         return case_of(path).id

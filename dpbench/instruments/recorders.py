@@ -8,23 +8,21 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpbench.case import ALL_PHASES, Case
+from dpbench.case import Case
 from dpbench.errors import unknown
 from dpbench.instruments.base import InstrumentError
-from dpbench.metrics import unit
 from dpbench.process.script import StepRecorder
 from dpbench.results.kernels import OperatorCount
-from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
     from dpbench.instruments.cupti.steps import StepCounter
-    from dpbench.instruments.logical.counter import Count, RunningCounter
+    from dpbench.instruments.logical.counter import RunningCounter
     from dpbench.process.step import NvtxRanges, PhaseTimes
     from dpbench.training.phases import PhaseListener
 
@@ -138,7 +136,7 @@ class LogicalRecorder(Recorder):
 
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
-        self._steps: list[tuple[dict[tuple[str, str], Count], dict[str, int]]] = []
+        self._steps: list[tuple[Sequence[OperatorCount], Sequence[str]]] = []  # and their phases
         self._notes = Counter[str]()
 
     @cached_property
@@ -151,37 +149,21 @@ class LogicalRecorder(Recorder):
 
     def end_step(self) -> None:
         super().end_step()
-        self._steps.append((self.listener.counts, self.listener.peaks))
+        self._steps.append((self.listener.operators, [*self.listener.peaks]))
         self._notes.update(self.listener.notes)
 
     def rows(self, case: Case) -> list[Measurement]:
-        return [row for repeat in range(len(self._steps)) for row in self._rows(case, repeat)]
+        from dpbench.instruments.logical.counter import logical_rows
 
-    def _rows(self, case: Case, repeat: int) -> Iterator[Measurement]:
-        import torch
-
-        counts, phases = self._steps[repeat]
-        tool = f"torch {torch.__version__}"
-        for phase in (*(phase for phase in ALL_PHASES if phase in phases), STEP):
-            of_phase = [count for (where, _), count in counts.items() if phase in (where, STEP)]
-            for metric, value in (
-                ("logical_read_bytes", sum(count.read_bytes for count in of_phase)),
-                ("logical_write_bytes", sum(count.write_bytes for count in of_phase)),
-                ("flops", sum(count.flops for count in of_phase)),
-            ):
-                where = (unit(metric), repeat, NO_HARDWARE, tool)
-                yield Measurement(case, self.name, phase, metric, value, *where)
+        return [
+            row
+            for repeat, step in enumerate(self._steps)
+            for row in logical_rows(case, *step, repeat=repeat)
+        ]
 
     @property
     def operators(self) -> Sequence[OperatorCount]:
-        if not self._steps:
-            return ()
-        guessed = self.listener.by_general_rule
-        found = [
-            OperatorCount(*where, **asdict(count), general_rule=where[1] in guessed)
-            for where, count in self._steps[-1][0].items()
-        ]
-        return sorted(found, key=lambda count: -count.total_bytes)
+        return self._steps[-1][0] if self._steps else ()
 
     @property
     def notes(self) -> Sequence[str]:

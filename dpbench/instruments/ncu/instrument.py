@@ -16,15 +16,16 @@ from dpbench import gpu
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu.kernel_report import kernel_metrics, read_kernels
 from dpbench.instruments.ncu.metrics import counters, resolve
 from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
-from dpbench.instruments.ncu.range_report import (
+from dpbench.instruments.ncu.report import (
     KERNELS,
     NothingProfiled,
     ReportUnreadable,
+    kernel_metrics,
     launches_by_phase,
     read,
+    read_kernels,
     report_path,
 )
 from dpbench.metrics import Metric

@@ -17,7 +17,7 @@ from dpbench.instruments.base import (
     ProfilerNotLoaded,
 )
 from dpbench.instruments.child import log_lines
-from dpbench.instruments.ncu.range_report import NothingProfiled
+from dpbench.instruments.ncu.report import NothingProfiled
 from dpbench.instruments.processes import output_of
 
 

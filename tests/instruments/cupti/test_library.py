@@ -146,7 +146,7 @@ READS_A_REPORT_FIRST = """
 import sys
 from pathlib import Path
 from dpbench.instruments.cupti import library
-from dpbench.instruments.ncu.range_report import holds_kernels
+from dpbench.instruments.ncu.report import holds_kernels
 
 class Cuda:
     def cuDriverGetVersion(self, version):

@@ -11,23 +11,21 @@ from typing import Any
 import pytest
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.instruments.ncu import kernel_report as ncu_kernel_report
-from dpbench.instruments.ncu.kernel_report import (
-    KernelReport,
-    kernels_of,
-    phase_of,
-    read_kernels,
-)
-from dpbench.instruments.ncu.range_report import (
+from dpbench.instruments.ncu import report
+from dpbench.instruments.ncu.report import (
     KERNELS,
     ForeignReport,
+    KernelReport,
     MetricMissing,
     NothingProfiled,
     ReportUnreadable,
     case_of,
+    kernels_of,
     launches_by_phase,
     load_actions,
+    phase_of,
     read,
+    read_kernels,
     report_path,
 )
 from tests.recorded import RANGES, unpacked
@@ -88,7 +86,7 @@ def test_numbers_are_those_that_nsight_compute_saved(dpsgd: KernelReport, dpsgd_
 def test_parts_read_by_several_processes_are_the_whole(
     dpsgd: KernelReport, dpsgd_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ncu_kernel_report, "PART", 240)
+    monkeypatch.setattr(report, "PART", 240)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert read_kernels(dpsgd_path) == dpsgd
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
-from dpbench.instruments.ncu.kernel_report import read_kernels
 from dpbench.instruments.ncu.metrics import on_chip, resolve
-from dpbench.instruments.ncu.range_report import (
+from dpbench.instruments.ncu.report import (
     ForeignReport,
     MetricMissing,
     ReportUnreadable,
     case_of,
     load_actions,
     read,
+    read_kernels,
 )
 from dpbench.metrics import Metric
 from dpbench.results.rows import STEP
