@@ -180,25 +180,14 @@ class ProfilerNotLoaded(InstrumentError):
     )
 
 
-class DriverTooOld(InstrumentError):
-    """The driver is older than libcupti."""
-
-    remedy = "update the driver, or use a build of torch for the CUDA version that nvidia-smi shows"
-
-
-class CuptiNotFound(InstrumentError):
-    """There is no usable libcupti here."""
+class CuptiUnusable(InstrumentError):
+    """There is no libcupti here that can count ranges on this GPU with this driver."""
 
     remedy = (
-        "PyTorch's wheels for CUDA bring it (torch 2.6 or newer, built for CUDA 12.6 or newer); "
+        "PyTorch's wheels bring one: use a build of torch for CUDA 12.6.2 or newer that knows this "
+        "GPU, and no newer than the driver supports (nvidia-smi shows that), or update the driver; "
         "beside another build, install nvidia-cuda-cupti for its version of CUDA"
     )
-
-
-class CuptiTooOld(InstrumentError):
-    """A libcupti that cannot count ranges, or not on this GPU."""
-
-    remedy = "use a build of torch for a newer CUDA; ranges can be counted from CUDA 12.6.2 on"
 
 
 class CuptiError(InstrumentError):

@@ -26,7 +26,7 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import Instrument, InstrumentError, Running, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, Running, check_place
 from dpbench.instruments.child import describe_exit
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import resolve
@@ -51,11 +51,7 @@ HEARD: dict[str, type[Recorder]] = {
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-class ScriptFailed(InstrumentError):
-    """The script failed, or its steps could not be found."""
-
-
-class ScriptInterrupted(ScriptFailed):
+class ScriptInterrupted(CaseFailed):
     """Somebody pressed Ctrl-C."""
 
 
@@ -162,7 +158,7 @@ class RunningScript(Running):
         if interrupted:
             error = "interrupted; what was counted until then is kept"
         if error:
-            kind = ScriptInterrupted if interrupted else ScriptFailed
+            kind = ScriptInterrupted if interrupted else CaseFailed
             failure = kind(f"{self.case.id}: {error}")
             failure.rows = rows
             raise failure

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from dpbench.instruments.base import (
 )
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.ncu.report import NothingProfiled
-from dpbench.instruments.processes import output_of
+from dpbench.instruments.processes import run
 
 
 class NcuNotFound(InstrumentError):
@@ -79,7 +78,5 @@ def known_counters(path: str) -> frozenset[str]:
 
 def _answer(path: str, question: str) -> str:
     """What an ``ncu`` prints; nothing if it is made for another machine, say, or hangs."""
-    try:
-        return output_of([path, question], timeout=ANSWER_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    code, answer = run([path, question], timeout=ANSWER_SECONDS)
+    return "" if code else answer

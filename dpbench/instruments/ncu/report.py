@@ -21,7 +21,7 @@ from typing import Any
 
 from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.base import CounterUnknown, InstrumentError
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.cupti.library import load_helpers_first
 from dpbench.instruments.ncu.metrics import counters, having, on_chip
@@ -74,15 +74,6 @@ class NothingProfiled(InstrumentError):
     )
 
 
-class MetricMissing(InstrumentError):
-    """A counter is not in the report, or has no value there."""
-
-    remedy = (
-        "ncu drops a counter that it does not know without a word, so check the name with "
-        "ncu --query-metrics; if it is right, measure again with it in --ncu-metrics"
-    )
-
-
 def read(
     path: Path, case: Case, metrics: Iterable[Metric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
@@ -101,7 +92,7 @@ def read(
         for metric in metrics:
             value = metric.value(counted)
             if not math.isfinite(value):  # no document could hold it
-                raise MetricMissing(f"{path}: {metric.name} of {step}.{phase} is {value}")
+                raise CounterUnknown(f"{path}: {metric.name} of {step}.{phase} is {value}")
             sums[step, phase, metric] += value
             sums[step, STEP, metric] += value
     units = {
@@ -214,7 +205,7 @@ def counter(action: Any, name: str, path: Path) -> Any:
     """A counter of an action, which must be there."""
     metric = action.metric_by_name(name)
     if metric is None:
-        raise MetricMissing(f"{path}: the report has no {name}")
+        raise CounterUnknown(f"{path}: the report has no {name}")
     return metric
 
 
@@ -305,7 +296,7 @@ def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> Ker
                 raise ReportUnreadable(
                     f"{path}: the report of kernels is incomplete, it ends in a kernel"
                 )
-            raise MetricMissing(f"{path}: the report has no {missing[0]}")
+            raise CounterUnknown(f"{path}: the report has no {missing[0]}")
         values = {name: metric.value() for name, metric in metrics.items()}
         device = str(values[DEVICE])
         repeat, phase = phase_of(label(action))

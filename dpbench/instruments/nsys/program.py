@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
-from dpbench.instruments.processes import ProcessGroup
+from dpbench.instruments.processes import run
 
 REPORT, RAW, EXPORTED = ".nsys-rep", ".qdstrm", ".sqlite"
 """What a file is by its suffix: a report, what the collector wrote for the importer, an export."""
@@ -115,17 +114,6 @@ def exported(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
 
 def _run(command: Sequence[str], timeout: float) -> tuple[int, str]:
     """Exit code and last line of a program."""
-    try:
-        group = ProcessGroup(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-    except OSError as error:
-        return 1, str(error)
-    try:
-        output: str = group.process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        return 1, f"it took longer than {timeout:g} s"
-    finally:
-        group.end()
+    code, output = run(command, timeout=timeout)
     lines = [line.strip() for line in output.replace("\r", "\n").splitlines() if line.strip()]
-    return group.process.returncode, lines[-1] if lines else ""
+    return code, lines[-1] if lines else ""

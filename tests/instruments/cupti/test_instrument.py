@@ -17,7 +17,7 @@ from dpbench.instruments.base import (
     CaseFailed,
     CaseOutOfMemory,
     CountersForbidden,
-    CuptiTooOld,
+    CuptiUnusable,
     InstrumentError,
 )
 from dpbench.instruments.cupti import child
@@ -177,7 +177,7 @@ def test_rows_come_from_what_the_process_printed(
     ("raised", "kind"),
     [
         (CountersForbidden("not allowed"), CountersForbidden),
-        (CuptiTooOld("too old"), CuptiTooOld),
+        (CuptiUnusable("too old"), CuptiUnusable),
         (ValueError("odd"), CaseFailed),
     ],
 )
