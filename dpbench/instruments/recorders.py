@@ -19,10 +19,12 @@ from dpbench.instruments.base import InstrumentError
 from dpbench.process.script import StepRecorder
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.instruments.cupti.steps import StepCounter
     from dpbench.instruments.logical.counter import RunningCounter
+    from dpbench.process.profiled import PhaseAnnotations
     from dpbench.process.step import NvtxRanges, PhaseTimes
     from dpbench.training.phases import PhaseListener
 
@@ -241,10 +243,84 @@ class NvtxRecorder(Recorder):
         return []
 
 
+class ProfileRecorder(Recorder):
+    """Time, memory and copies by phase and operator, as of a case.
+
+    The profiler is started and stopped around each step that counts, so that nothing else, such
+    as an evaluation after the last of them, is in its sums.
+
+    Attributes:
+        directory: where the folder of the profile goes.
+    """
+
+    name: ClassVar[str] = "torch_profiler"
+
+    def __init__(self, wanted: int | None = None) -> None:
+        super().__init__(wanted)
+        self.directory = Settings.profile_dir
+
+    @cached_property
+    def listener(self) -> PhaseAnnotations:
+        import torch
+
+        from dpbench.instruments.torch_profiler.files import prepare
+        from dpbench.process.profiled import PhaseAnnotations
+
+        prepare(self.directory)
+        return PhaseAnnotations(torch.device("cuda" if on_cuda() else "cpu"))
+
+    def start_step(self) -> None:
+        import torch
+
+        from dpbench.process.profiled import profiler_of
+
+        if torch._C._autograd._profiler_enabled():
+            raise InstrumentError("the script runs the PyTorch profiler itself; there is only one")
+        self._profiler = profiler_of(self.listener.on_cuda)
+        self._profiler.start()
+        self.held.callback(self._stop)
+        super().start_step()
+
+    def end_step(self) -> None:
+        from dpbench.process.profiled import save
+
+        super().end_step()
+        self.close()
+        save(self._profiler, self.directory, self.heard - 1)
+
+    def rows(self, case: Case) -> list[Measurement]:
+        if not self.heard:
+            return []
+        import torch
+
+        from dpbench.instruments.torch_profiler.files import write_summary
+
+        on_cuda = self.listener.on_cuda
+        record: dict[str, Any] = {
+            "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+            "torch": torch.__version__,
+            "schedule": {"active": 1, "repeat": self.heard},
+            "phase_peaks": self.listener.peaks if on_cuda else None,
+        }
+        return write_summary(case, record, self.directory).rows
+
+    def _stop(self) -> None:
+        if self.listener.on_cuda:  # what still runs belongs to this step
+            import torch
+
+            torch.cuda.synchronize()
+        self._profiler.stop()
+
+
 RECORDERS: dict[str, type[Recorder]] = {
     recorder.name: recorder for recorder in (TimingRecorder, LogicalRecorder, CuptiRecorder)
 }
 """Those whose numbers the process that trains has itself, by instrument."""
+
+HEARD: dict[str, type[Recorder]] = RECORDERS | {
+    recorder.name: recorder for recorder in (NvtxRecorder, ProfileRecorder)
+}
+"""What can hear the steps of a script, by instrument."""
 
 
 def recorder(

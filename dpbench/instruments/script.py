@@ -32,21 +32,13 @@ from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import resolve
 from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
-from dpbench.instruments.recorders import RECORDERS, NvtxRecorder, Recorder, recorder
-from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
+from dpbench.instruments.recorders import HEARD, ProfileRecorder, Recorder, recorder
 from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.script import StepFinder, Stop
 from dpbench.process.watched import watch
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement, as_rows
-
-HEARD: dict[str, type[Recorder]] = {
-    **RECORDERS,
-    NvtxRecorder.name: NvtxRecorder,
-    ProfileRecorder.name: ProfileRecorder,
-}
-"""What can hear the steps of a script, by instrument."""
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
