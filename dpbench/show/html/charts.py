@@ -43,7 +43,7 @@ from dpbench.show.html.figures import (
     Style,
     times,
 )
-from dpbench.show.kernels import step_milliseconds
+from dpbench.show.kernels import ROOFLINE_COLUMNS, TIMED_COLUMNS, roofs_in_words
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, in_order, ordered
 
@@ -286,26 +286,21 @@ def roofline(material: Material) -> Chart:
     keys += [Key(s.glyph, name) for name, s in PHASE_STYLES.items() if name in set(placed.phase)]
     if (placed.busy < LAUNCH_BOUND).any():
         keys.append(Key("·", f"in a mark: GPU busy below {LAUNCH_BOUND:.0%}, waits for launches"))
-    used = []
-    for device, card in cards.items():
-        precisions = sorted(set(table.precision[table.device == device]))
-        peaks = [f"{gigabytes(card.flops[name] / 1e3)} TFLOP/s at {name}" for name in precisions]
-        roof = ", ".join([f"{gigabytes(card.bandwidth)} GB/s", *peaks])
-        used += [f"Roofs of {card.name}: {roof} ({card.premise})."] if peaks else []
+    used = [
+        roofs_in_words(card, sorted(precisions))
+        for device, card in cards.items()
+        if len(precisions := table.precision[table.device == device])
+    ]
     columns: dict[str, Shown] = {
+        **CASE,
         "phase": ("phase", str),
-        "TFLOP (counted)": ("flops", lambda flops: gigabytes(flops / 1e3)),
-        "DRAM GB (measured)": ("bytes", gigabytes),
-        "FLOP/B": ("intensity", "{:.1f}".format),
-        "ms (measured)": ("seconds", step_milliseconds),
-        "least ms": ("least_seconds", step_milliseconds),
-        "bound by": ("bound_by", str),
-        "% of roof": ("percent", "{:.0f}".format),
+        **ROOFLINE_COLUMNS,
+        **TIMED_COLUMNS,
     }
     as_text = Table.of(
-        "Phases under the roofs: operations counted, bytes and time measured",
-        table.assign(percent=table.share * 100),
-        {**CASE, **columns},
+        "Phases under the roofs: operations counted, DRAM bytes and time measured",
+        table,
+        {header.replace("\n", " "): shown for header, shown in columns.items()},
     )
     premise = (
         "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "

@@ -16,12 +16,12 @@ from plotly.offline import get_plotlyjs
 
 from dpbench.case import AXES
 from dpbench.files import write_text
-from dpbench.metrics import unit
+from dpbench.metrics import RATIO, unit
 from dpbench.registry import TRAINERS
-from dpbench.results.rows import COLUMNS, STEP
+from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios, roofline
-from dpbench.show.html.data import KEYS, UNMEASURED, Material
+from dpbench.show.html.data import KEYS, UNMEASURED, Material, pivot
 from dpbench.show.html.figures import CASE, Chart, times
 from dpbench.show.kernels import step_milliseconds
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
@@ -128,28 +128,24 @@ def failures(material: Material) -> Table | None:
 def cases(material: Material) -> Table:
     """Whole steps, one line per case and premise."""
     step = material.summary[material.summary.phase == STEP]
-    wide = step[[*KEYS, "measured"]].drop_duplicates()
+    wide = pivot(step, "metric").merge(
+        pivot(step, "metric", "ratio"), on=KEYS, suffixes=("", RATIO)
+    )
+    wide["premise"] = wide.device.map({NO_HARDWARE: "counted"}).fillna("measured")
     columns: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
     columns |= {**CASE, "premise": ("premise", str)}
     numbers = []
     for shown in dict.fromkeys([*usual_columns(), column("samples_per_second")]):
-        rows = step.loc[step.metric == shown.metrics[0], [*KEYS, "measured", shown.kind]]
-        if rows.empty:
-            continue
-        rows = rows.drop_duplicates([*KEYS, "measured"]).rename(columns={shown.kind: shown.name})
-        wide = wide.merge(rows, how="left")
-        numbers.append(shown.name)
-        header = shown.header.replace("\n", " ").replace("mem.", "memory")
-        write = {"B": gigabytes, "s": step_milliseconds}.get(unit(shown.name), "{:.2f}".format)
-        if shown.kind != "value":
-            write, header = times, header.replace("÷ std", f"÷ {material.baseline}")
-        columns[f"{header}, GB" if write is gigabytes else header] = (shown.name, write)
-    wide = wide.dropna(subset=numbers, how="all")
-    return Table.of(
-        "One step of each case: means over the steps, medians of times; exact when pointed at",
-        wide.assign(premise=wide.measured.map({True: "measured", False: "counted"})),
-        columns,
-    )
+        name, header = shown.metrics[0], shown.header.replace("\n", " ").replace("mem.", "memory")
+        write = {"B": gigabytes, "s": step_milliseconds}.get(unit(name), "{:.2f}".format)
+        if shown.kind == "ratio":
+            name, write = name + RATIO, times
+            header = header.replace("÷ std", f"÷ {material.baseline}")
+        if name in wide:
+            numbers.append(name)
+            columns[f"{header}, GB" if write is gigabytes else header] = (name, write)
+    title = "One step of each case: means over the steps, medians of times; exact when pointed at"
+    return Table.of(title, wide.dropna(subset=numbers, how="all"), columns)
 
 
 def every_row(runs: Sequence[Run]) -> Table:
