@@ -2,7 +2,8 @@
 
 PyTorch casts the arguments of some operators, and for the CPU of other ones than for CUDA: CUDA's
 layer norms are in single precision. Here CUDA's choice replaces the CPU's. Of the operators that
-CUDA lists, those of `LOWER` run in the 16-bit type, and those of no list below in float32.
+CUDA lists, those of `LOWER` run in the 16-bit type, and those of no list below in float32. What the
+CPU runs in 16 bits as well stays PyTorch's own: it casts each weight once in a region.
 
 Source of the lists: ``aten/src/ATen/autocast_mode.h`` of PyTorch.
 """
@@ -57,41 +58,20 @@ _SOFTMAX = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log
 """And these, but that only float16 is read so; bfloat16 is cast before."""
 
 
-class Casts:
-    """What autocast makes of operators; each weight is cast once in a region."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self._weights: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def leave(self) -> None:
-        """A region ends; with the outermost, what was kept for all of them."""
-        self.depth -= 1
-        if not self.depth:
-            self._weights.clear()
-
-    def run(self, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        """What an operator does in a region."""
-        with torch._C._ExcludeDispatchKeyGuard(_KEY):
-            name, low = operator.overloadpacket.__name__, torch.get_autocast_dtype("cpu")
-            if name in SUMS or operator in _NORMS or operator in _SOFTMAX:
-                return _in_float32(operator, args, kwargs)
-            dtype = low if name in LOWER else torch.float32
-            if name in WIDEST:
-                types = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if _is_cast(t)}
-                dtype = torch.float32 if torch.float32 in types else low
-            args, kwargs = pytree.tree_map(partial(self._cast, dtype), (args, kwargs))
-            return operator(*args, **kwargs)
-
-    def _cast(self, dtype: torch.dtype, value: Any) -> Any:
-        if not _is_cast(value) or value.dtype is dtype:
-            return value
-        is_weight = value.is_leaf and value.requires_grad and not value._is_view()
-        if dtype is torch.float32 or not is_weight or not torch.is_autocast_cache_enabled():
-            return value.to(dtype)
-        if id(value) not in self._weights:
-            self._weights[id(value)] = value, value.to(dtype)
-        return self._weights[id(value)][1]
+def _run(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What an operator does in a region, unless the CPU's autocast does the same."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEY):
+        name, low = operator.overloadpacket.__name__, torch.get_autocast_dtype("cpu")
+        if name in SUMS or operator in _NORMS or operator in _SOFTMAX:
+            return _in_float32(operator, args, kwargs)
+        dtype = low if name in LOWER else torch.float32
+        if name in WIDEST:
+            types = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if _is_cast(t)}
+            dtype = torch.float32 if torch.float32 in types else low
+        args, kwargs = pytree.tree_map(
+            lambda value: value.to(dtype) if _is_cast(value) else value, (args, kwargs)
+        )
+        return operator(*args, **kwargs)
 
 
 def _is_cast(value: Any) -> bool:
@@ -115,28 +95,19 @@ def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 @contextmanager
 def autocast_as_on_cuda() -> Iterator[None]:
     """In here regions of autocast, and scalers, are as on CUDA; each step of a scaler is finite."""
-    casts, library = Casts(), torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")
     of_cuda, of_cpu = (
         set(map(lookup_op, torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{of}")))
         for of in ("CUDA", "CPU")
     )
+    same = {operator for operator in of_cuda & of_cpu if operator.overloadpacket.__name__ in LOWER}
     begin: Any = autocast.__init__
-    enter: Any = autocast.__enter__
-    leave: Any = autocast.__exit__
     scale: Any = GradScaler.__init__
 
     def region(
         self: autocast, device_type: str, dtype: Any = None, *args: Any, **named: Any
     ) -> None:
         begin(self, "cpu", dtype or torch.float16, *args, **named)
-
-    def entered(self: autocast) -> Any:
-        casts.depth += 1
-        return enter(self)
-
-    def left(self: autocast, *error: Any) -> Any:
-        casts.leave()
-        return leave(self, *error)
 
     def scaler(self: GradScaler, device: str = "cuda", *args: Any, **named: Any) -> None:
         scale(self, "cpu", *args, **named)
@@ -148,11 +119,16 @@ def autocast_as_on_cuda() -> Iterator[None]:
         stack.callback(library._destroy)
         with warnings.catch_warnings():  # that these replace the CPU's
             warnings.filterwarnings("ignore", "Warning only once for all operators")
-            for operator in of_cuda:
-                library.impl(operator, partial(casts.run, operator), _CPU)
+            for operator in of_cuda - same:
+                library.impl(operator, partial(_run, operator), _CPU)
             for operator in of_cpu - of_cuda:
                 library.impl(operator, torch.library.fallthrough_kernel, _CPU)
-        methods = {"__init__": region, "__enter__": entered, "__exit__": left}
-        stack.enter_context(patch.multiple(autocast, **methods))
+        stack.enter_context(patch.object(autocast, "__init__", region))
         stack.enter_context(patch.multiple(GradScaler, __init__=scaler, _maybe_opt_step=step))
+        # With its outermost region PyTorch forgets which weights it has cast: none is around.
+        around = torch.autocast_increment_nesting() - 1
+        for _ in range(around + 1):
+            torch.autocast_decrement_nesting()
+        for _ in range(around):
+            stack.callback(torch.autocast_increment_nesting)
         yield
