@@ -193,7 +193,8 @@ def run(
     finder = StepFinder(heard, skip=script.skip, go_on=script.go_on)
     with ExitStack() as held:
         for card in gpu.visible_gpus()[:1]:
-            held.enter_context(gpu.exclusive(card, case.id, _say_who_holds))
+            say = partial(print, f"{WAITING} the GPU, held by", file=sys.stderr, flush=True)
+            held.enter_context(gpu.exclusive(card, case.id, say))
         held.callback(heard.close)
         watch(finder)
         write_down = partial(_write_down, record, case, finder, heard)
@@ -249,10 +250,6 @@ def _write_down(
     except DpbenchError as error:
         found["error"] = str(error)
     write_text(path, json.dumps(found))
-
-
-def _say_who_holds(holder: str) -> None:
-    print(f"{WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
 
 
 def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list[str]:
