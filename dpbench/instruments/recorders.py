@@ -34,10 +34,18 @@ class Recorder(StepRecorder):
 
     Args:
         wanted: how many steps it hears; None for as many as there are.
+
+    Attributes:
+        heard: how many it has heard.
+        operators: what each operator did in the last of them, if it sees operators.
+        notes: what was assumed.
     """
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
+
+    operators: Sequence[OperatorCount] = ()
+    notes: Sequence[str] = ()
 
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted
@@ -68,16 +76,6 @@ class Recorder(StepRecorder):
     @abstractmethod
     def rows(self, case: Case) -> list[Measurement]:
         """What was heard of the steps that are over."""
-
-    @property
-    def operators(self) -> Sequence[OperatorCount]:
-        """What each operator did in the last step, if it sees operators."""
-        return ()
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What was assumed."""
-        return ()
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -139,7 +137,7 @@ class LogicalRecorder(Recorder):
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
         self._steps: list[tuple[Sequence[OperatorCount], Sequence[str]]] = []  # and their phases
-        self._notes = Counter[str]()
+        self._assumed = Counter[str]()
 
     @cached_property
     def listener(self) -> RunningCounter:
@@ -151,8 +149,15 @@ class LogicalRecorder(Recorder):
 
     def end_step(self) -> None:
         super().end_step()
-        self._steps.append((self.listener.operators, [*self.listener.peaks]))
-        self._notes.update(self.listener.notes)
+        self.operators = self.listener.operators
+        self._steps.append((self.operators, [*self.listener.peaks]))
+        self._assumed.update(self.listener.notes)
+        self.notes = [f"{note} ({times}×)" for note, times in sorted(self._assumed.items())]
+        where = "CUDA" if on_cuda() else "the CPU"
+        self.notes.append(f"operators were counted as they ran on {where}")
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo and dynamo.counters["frames"]["total"]:
+            self.notes.append("PyTorch used nothing that torch.compile had made in this process")
 
     def rows(self, case: Case) -> list[Measurement]:
         from dpbench.instruments.logical.counter import logical_rows
@@ -162,21 +167,6 @@ class LogicalRecorder(Recorder):
             for repeat, step in enumerate(self._steps)
             for row in logical_rows(case, *step, repeat=repeat)
         ]
-
-    @property
-    def operators(self) -> Sequence[OperatorCount]:
-        return self._steps[-1][0] if self._steps else ()
-
-    @property
-    def notes(self) -> Sequence[str]:
-        said = [f"{note} ({times}×)" for note, times in sorted(self._notes.items())]
-        if self._steps:
-            where = "CUDA" if on_cuda() else "the CPU"
-            said.append(f"operators were counted as they ran on {where}")
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo and dynamo.counters["frames"]["total"]:
-            said.append("PyTorch used nothing that torch.compile had made in this process")
-        return said
 
     def forked(self) -> None:
         self.close()
