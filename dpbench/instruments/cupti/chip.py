@@ -148,9 +148,7 @@ class Configuration:
             named = self._counters
             if isinstance(error, CounterUnknown) and len(named) > 1:
                 named = [c for c in named if not self._chip.reads([c])] or named
-            raise type(error)(
-                f"{', '.join(named)} on {self._chip.name}: {error.args[0]}"
-            ) from None
+            raise type(error)(f"{', '.join(named)} on {self._chip.name}: {error.args[0]}") from None
         size = library.call("Profiler_Host_GetConfigImageSize", pHostObject=host).configImageSize
         image = new_image(size)
         library.call(
