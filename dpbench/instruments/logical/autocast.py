@@ -96,9 +96,10 @@ def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 def autocast_as_on_cuda() -> Iterator[None]:
     """In here regions of autocast, and scalers, are as on CUDA; each step of a scaler is finite."""
     library = torch.library.Library("aten", "IMPL")
-    of_cuda, of_cpu = (
-        set(map(lookup_op, torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{of}")))
-        for of in ("CUDA", "CPU")
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    of_cuda, of_cpu = (  # those of other libraries, such as torchvision's, stay as they are
+        {lookup_op(name) for name in registered(f"Autocast{device}") if name.startswith("aten::")}
+        for device in ("CUDA", "CPU")
     )
     same = {operator for operator in of_cuda & of_cpu if operator.overloadpacket.__name__ in LOWER}
     begin: Any = autocast.__init__
