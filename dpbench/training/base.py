@@ -107,9 +107,7 @@ class TrainerBase(ABC):
     def unpack(self, batch: Batch) -> Batch:
         """The batch, if it has the size that this trainer was built for.
 
-        Raises:
-            ValueError: it has another. DP noise is scaled by the batch size, so a smaller
-                last batch would silently get the wrong noise.
+        DP noise is scaled by that: a smaller last batch would silently get the wrong noise.
         """
         expected = self.batch_size // self.micro_batches
         if (examples := examples_in(batch)) != expected:

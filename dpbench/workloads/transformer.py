@@ -108,9 +108,6 @@ class SimpleBigModel(nn.Module):
         size: vocabulary, hidden width, layers and heads.
         attention: ``"sdpa"`` or ``"dp_mha"``.
         max_seq_len: the longest sequence, the length of the position table.
-
-    Raises:
-        ConfigurationError: the attention kind does not exist.
     """
 
     def __init__(
