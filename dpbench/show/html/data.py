@@ -111,22 +111,23 @@ class Material:
         return summary.assign(title=_titles(summary, summary))
 
     @cached_property
-    def failed(self) -> pd.DataFrame:
-        """The cases that failed or were skipped, one row each.
+    def outcomes(self) -> pd.DataFrame:
+        """What became of each case: its fields, ``run``, and if it has no result ``error``."""
+        rows = [
+            {"run": run.name, **vars(outcome.case), **vars(outcome), "skipped": outcome.skipped}
+            for run in self.runs
+            for outcome in run.outcomes
+        ]
+        return pd.DataFrame(rows, columns=["run", *AXES, "error", "message", "skipped"])
 
-        With the case's fields, ``run``, ``error``, ``message`` and ``fate``; ``device`` is where
-        the others of the run were measured; ``title`` as in the summary.
+    @cached_property
+    def failed(self) -> pd.DataFrame:
+        """The cases that failed or were skipped (their ``fate``), with a ``title`` as in `summary`.
+
+        ``device`` is where the others of the run were measured.
         """
-        failed = pd.DataFrame(
-            [
-                {"run": run.name, **vars(outcome.case), **vars(outcome)}
-                | {"fate": "skipped" if outcome.skipped else "failed"}
-                for run in self.runs
-                for outcome in run.outcomes
-                if outcome.error
-            ],
-            columns=["run", *AXES, "error", "message", "fate"],
-        )
+        failed = self.outcomes.dropna(subset="error")
+        failed = failed.assign(fate=failed.skipped.map({True: "skipped", False: "failed"}))
         devices = _subject(self.summary).drop_duplicates("run").set_index("run").device
         failed["device"] = [devices.get(run, "") for run in failed.run]
         return failed.assign(title=_titles(failed, self.summary))

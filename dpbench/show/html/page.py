@@ -92,14 +92,9 @@ def headline(material: Material) -> list[str]:
 
 def trainers(material: Material) -> Table:
     """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
-    listed = [
-        {**vars(outcome.case), "failed": bool(outcome.error)}
-        for run in material.runs
-        for outcome in run.outcomes
-    ]
-    each = pd.DataFrame(listed, columns=[*AXES, "failed"])
-    each = each.groupby(list(AXES), sort=False).failed.any().reset_index()
-    counts = each.groupby("trainer", sort=False).failed.agg(cases="size", failed="sum")
+    each = material.outcomes.groupby(list(AXES), sort=False).error.count().reset_index()
+    failed = (each.error > 0).groupby(each.trainer, sort=False)
+    counts = failed.agg(cases="size", failed="sum")
     extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
     peaks = material.peaks.groupby("trainer").value.max().rename("peak")
     table = counts.join(extremes).join(peaks).reset_index()
