@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from dpbench.case import AXES, PHASES
-from dpbench.metrics import METRICS
+from dpbench.metrics import EXPECTED_BY, METRICS
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
     of_one_instrument,
     summarise,
+    with_logical,
     with_ratios,
 )
 from dpbench.results.rows import STEP
@@ -33,11 +34,6 @@ CELL = [axis for axis in CONFIGURATION if axis not in PHASES]
 
 KEYS = ["run", "title", "device", *CELL, "trainer"]
 """What tells a case on the page from every other; its optimizer is in the title."""
-
-NEEDS_LOGICAL = (
-    "These runs hold no logical counts of the measured cases. dpbench run --instrument logical "
-    "counts them, in seconds a case and without a GPU; draw its run beside these."
-)
 
 IN_CACHE = (
     "Warning: some steps move less than 1 GB. At that size the data stays in the L2 cache, and "
@@ -159,10 +155,25 @@ class Material:
         return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
 
     @cached_property
-    def cautions(self) -> list[str]:
+    def of_ratios(self) -> list[str]:
         """What must be said beside ratios of these bytes."""
-        small = (self.step_bytes(DRAM).value < IN_CACHE_BYTES).any()
-        return [IN_CACHE] if self.basis is DRAM and small else []
+        said = []
+        if len(self.ratios) and (limits := self.expected.get(self.basis.metric)):
+            usual = "{}: {:g} to {:g} times {}'s bytes."
+            said.append(usual.format(EXPECTED_BY.capitalize(), *limits, self.baseline))
+        if self.basis is DRAM and (self.step_bytes(DRAM).value < IN_CACHE_BYTES).any():
+            said.append(IN_CACHE)
+        return said
+
+    @cached_property
+    def beside_logical(self) -> pd.DataFrame:
+        """Measured steps with logical bytes of the case, whichever run has counted it first.
+
+        Counts depend on nothing but the case and the versions that counted it.
+        """
+        counted = self.step_bytes(LOGICAL).drop_duplicates(list(AXES))
+        both = with_logical(pd.concat([self.step_bytes(DRAM), counted]))
+        return both[both.measured].dropna(subset="logical")
 
     @cached_property
     def peaks(self) -> pd.DataFrame:
