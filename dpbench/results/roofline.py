@@ -101,10 +101,9 @@ def read_ceilings(path: Path) -> Roofs:
     """The roofs that ``bench/ceilings.py`` measured on one device."""
     try:
         found = json.loads(path.read_bytes())["ceilings"]
-        device, bandwidth, flops = (found[key] for key in ("device", "bandwidth", "flops"))
-        if not all(figure > 0 for figure in (bandwidth, *map(flops.__getitem__, PRODUCTS))):
-            raise ValueError("a ceiling is not positive")
-        return Roofs(device, (device,), bandwidth, flops, f"measured, torch {found['torch']}")
+        device, flops = found["device"], {name: float(found["flops"][name]) for name in PRODUCTS}
+        bandwidth, premise = float(found["bandwidth"]), f"measured, torch {found['torch']}"
+        return Roofs(device, (device,), bandwidth, flops, premise)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,7 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, PHASES
 from dpbench.errors import ConfigurationError
-from dpbench.metrics import EXPECTED_BY
-from dpbench.results.frame import CONFIGURATION, with_logical
+from dpbench.results.frame import CONFIGURATION
 from dpbench.results.roofline import (
     BUSY,
     LAUNCH_BOUND,
@@ -25,10 +25,8 @@ from dpbench.results.rows import STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import (
     CELL,
-    DRAM,
     KEYS,
     LOGICAL,
-    NEEDS_LOGICAL,
     UNMEASURED,
     Material,
     pivot,
@@ -51,31 +49,33 @@ COLOUR, COLOUR_OF_STEP = PHASE_STYLES["backward"].colour, "#7F8790"
 """Of bars that are about no phase and no trainer, and of the whole step's beside its phases."""
 
 
-def phases(material: Material) -> Chart:
+def phases(material: Material) -> Chart | None:
     """Bytes by trainer, stacked by phase; one panel per cell of the grid.
 
     A phase is left out if no case moves `SHOWN_SHARE` of its step there. A case that failed
     before any was counted stands where it belongs.
     """
     basis = material.basis
-    title = f"{basis.name} by trainer and phase"
     wide = pivot(material.summary[material.summary.metric == basis.metric], "phase")
     wide = wide.reindex(columns=[*wide.columns, *({STEP} - {*wide.columns})])
     wide["ratio"] = wide[KEYS].merge(material.step_bytes(basis), how="left").ratio
     shown = [n for n in ALL_PHASES if n in wide and (wide[n] > SHOWN_SHARE * wide[STEP]).any()]
     if not shown:
-        return Chart("phases", title, missing="No bytes by phase were measured or counted.")
+        return None
     keys = [name for name in KEYS if name != "device"]
     known = pd.MultiIndex.from_frame(wide[keys])
     failed = material.failed[~pd.MultiIndex.from_frame(material.failed[keys]).isin(known)]
     if len(failed):
         failed = failed.drop(columns=[*PHASES], errors="ignore")
         wide = in_order(pd.concat([wide, failed], ignore_index=True), CELL)
-    notes = [
-        f"At the end of a bar: GB of the whole step, and how many times {material.baseline}'s."
-    ]
+    ends = f"At the end of a bar: GB of the whole step, and how many times {material.baseline}'s."
     return figures.bar_chart(
-        Chart("phases", title, basis.premise, notes=[*notes, *material.cautions]),
+        Chart(
+            "phases",
+            f"{basis.name} by trainer and phase",
+            basis.premise,
+            notes=[ends, *material.of_ratios],
+        ),
         wide.assign(end=wide[STEP], label=list(map(_end_of_bar, wide.to_dict("records")))),
         {name: PHASE_STYLES[name].colour for name in shown},
         basis.short,
@@ -96,30 +96,22 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
     return f" {gigabytes(row[STEP])}{ratio}"
 
 
-def ratios(material: Material) -> Chart:
+def ratios(material: Material) -> Chart | None:
     """The ratio in each cell of the grid; a panel for each configuration with several cells."""
     basis, found, batches = material.basis, material.ratios, ["batch_size", "seq_len"]
-    title = f"{basis.name} as a multiple of {material.baseline} training, over the grid"
-    if found.empty:
-        return Chart("ratios", title, missing=_no_ratio(material))
     places = found[batches].to_numpy(object).tolist()
-    cells = [f"{batch} × {seq}" if seq else str(batch) for batch, seq in places]
-    drawn = found.assign(cell=cells)
-    drawn = drawn[drawn.groupby("title").cell.transform("nunique") > 1]
+    found = found.assign(cell=[f"{batch} × {seq}" if seq else str(batch) for batch, seq in places])
+    drawn = found[found.groupby("title").cell.transform("nunique") > 1]
     if drawn.empty:
-        why = "No trainer was measured in more than one cell: its ratio stands at its bar above."
-        return Chart("ratios", title, missing=why)
+        return None
     keys = [*material.keys(drawn.trainer), Key("┄", f"{material.baseline} = 1")]
     across: Json = {"xref": "paper", "x0": 0, "x1": 1}
-    notes, shapes = [*material.cautions], [figures.dashed(**across, y0=1, y1=1)]
-    top = max(float(drawn.ratio.max()) * 1.1, 1.5)
+    shapes, top = [figures.dashed(**across, y0=1, y1=1)], max(float(drawn.ratio.max()) * 1.1, 1.5)
     if limits := material.expected.get(basis.metric):
         place = {**across, "y0": limits[0], "y1": min(limits[1], top)}
         grey = {"fillcolor": NEUTRAL, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
         shapes.append({"type": "rect", **place, **grey})
         keys.append(Key("▒", "expected range", NEUTRAL))
-        usual = f"{limits[0]:g} to {limits[1]:g} times {material.baseline}'s bytes."
-        notes.insert(0, f"{EXPECTED_BY.capitalize()}: {usual}")
     layout: Json = {"yaxis": figures.axis(f"{basis.name} ÷ {material.baseline}", range=[0, top])}
     panels = []
     for config, rows in drawn.sort_values(batches, kind="stable").groupby("title", sort=False):
@@ -131,7 +123,8 @@ def ratios(material: Material) -> Chart:
     caption = f"{basis.name} ÷ those of {material.baseline} in the same run and cell"
     columns: dict[str, Shown] = {**CASE, f"{basis.name} ÷ {material.baseline}": ("ratio", times)}
     table = Table.of(f"{caption} ({basis.premise})", found, columns)
-    return Chart("ratios", title, basis.premise, panels, keys, table, notes)
+    title = f"{basis.name} as a multiple of {material.baseline} training, over the grid"
+    return Chart("ratios", title, basis.premise, panels, keys, table, material.of_ratios)
 
 
 def _joined(points: pd.DataFrame, style: Style) -> Json:
@@ -145,25 +138,16 @@ def _joined(points: pd.DataFrame, style: Style) -> Json:
     return figures.marks(x, y, marker, said, mode="lines+markers", line=line)
 
 
-def _no_ratio(material: Material) -> str:
-    trainers = set(material.step_bytes(material.basis).trainer)
-    if not trainers:
-        return "No bytes were measured or counted."
-    if material.baseline not in trainers:
-        return f"No ratio: the {material.baseline!r} trainer was not measured in these runs."
-    return f"No ratio: no run has another trainer and {material.baseline!r} in the same cell."
-
-
-def memory(material: Material) -> Chart:
+def memory(material: Material) -> Chart | None:
     """Peak memory by trainer; one panel per cell of the grid."""
-    peaks, title = material.peaks, "Peak memory by trainer"
+    peaks = material.peaks
     if peaks.empty:
-        return Chart("memory", title, missing="No peak memory was measured or counted.")
+        return None
     premise = "measured by PyTorch's allocator"
     if material.basis is LOGICAL:
         premise = material.basis.premise
     return figures.bar_chart(
-        Chart("memory", title, premise),
+        Chart("memory", "Peak memory by trainer", premise),
         peaks.assign(
             **{"peak memory": peaks.value},
             end=peaks.value,
@@ -210,23 +194,15 @@ def busy(material: Material) -> Chart | None:
     )
 
 
-def against_logical(material: Material) -> Chart:
-    """Measured beside logical bytes of the same case, whichever run has counted it first.
-
-    Counts depend on nothing but the case and the versions that counted it.
-    """
-    title = "Measured against logical bytes"
-    dram = material.step_bytes(DRAM)
-    counted = material.step_bytes(LOGICAL).drop_duplicates(list(AXES))
-    both = with_logical(pd.concat([dram, counted]))
-    both = both[both.measured].dropna(subset="logical")
+def against_logical(material: Material) -> Chart | None:
+    """Measured beside logical bytes of the same case."""
+    both = material.beside_logical
     if both.empty:
-        why = "No DRAM bytes were measured in these runs." if dram.empty else NEEDS_LOGICAL
-        return Chart("logical", title, missing=why)
+        return None
     return figures.bar_chart(
         Chart(
             "logical",
-            title,
+            "Measured against logical bytes",
             "DRAM bytes by hardware counters, and logical bytes counted without hardware",
             notes=[
                 "At the right: measured ÷ logical. Logical bytes are what operators must move if "
@@ -250,9 +226,8 @@ def against_logical(material: Material) -> Chart:
 TERA = 1e12
 
 
-def roofline(material: Material) -> Chart:
+def roofline(material: Material) -> Chart | None:
     """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
-    title = "Roofline by phase"
     drawn: list[pd.DataFrame] = []
     refusals: list[str] = []
     cards: dict[str, Roofs] = {}
@@ -264,11 +239,15 @@ def roofline(material: Material) -> Chart:
             drawn.append(rows.assign(peak=rows.precision.map(card.flops), ridge=ridges))
         except ConfigurationError as error:
             refusals.append(f"{device}: {error}.")
+    chart = Chart(
+        "roofline",
+        "Roofline by phase",
+        "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
+        "operations counted without hardware",
+        notes=refusals,
+    )
     if not drawn:
-        why = " ".join(dict.fromkeys(refusals)) or NEEDS_LOGICAL
-        if not refusals and material.step_bytes(DRAM).empty:
-            why = "No DRAM bytes were measured in these runs, so no phase has a place under a roof."
-        return Chart("roofline", title, missing=why)
+        return chart if refusals else None
     table = _phases_to_show(pd.concat(drawn, ignore_index=True), material.summary)
     placed = table[table.flops > 0]
     speeds = [*placed.flops_per_second / TERA, *placed.peak / TERA]
@@ -302,17 +281,13 @@ def roofline(material: Material) -> Chart:
         table,
         {header.replace("\n", " "): shown for header, shown in columns.items()},
     )
-    premise = (
-        "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
-        "operations counted without hardware"
-    )
     how_to_read = (
         "A mark is a phase of a trainer; rings about one centre are trainers at the same place. "
         "Operations are those of matrix products and attention. Phases without any have no place "
         "here; how much of its roof every phase reaches is in the table."
     )
     notes = [*refusals, *used, how_to_read]
-    return Chart("roofline", title, premise, panels, keys, as_text, notes)
+    return replace(chart, panels=panels, keys=keys, table=as_text, notes=notes)
 
 
 def _with_operations(material: Material) -> Iterator[tuple[str, str, pd.DataFrame]]:

@@ -113,17 +113,16 @@ class Chart:
     """A section of the page.
 
     ``premise`` is where its numbers come from, ``keys`` its legend, ``table`` the same numbers
-    as text, ``missing`` why there is nothing to draw.
+    as text; ``notes`` alone say why there is nothing to draw.
     """
 
     id: str
     title: str
-    premise: str = ""
+    premise: str
     panels: Sequence[Panel] = ()
     keys: Sequence[Key] = ()
     table: Table | None = None
     notes: Sequence[str] = ()
-    missing: str = ""
 
 
 def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
