@@ -36,8 +36,7 @@ from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import RECORDERS, NvtxRecorder, Recorder, recorder
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
 from dpbench.process.messages import WAITING
-from dpbench.process.program import print_error, run_program
-from dpbench.process.script import StepFinder, Stop
+from dpbench.process.script import StepFinder, Stop, print_error, run_program
 from dpbench.process.watched import watch
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement, as_rows
