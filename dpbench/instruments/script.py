@@ -34,8 +34,7 @@ from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import HEARD, ProfileRecorder, Recorder, recorder
 from dpbench.process.messages import WAITING
-from dpbench.process.program import print_error, run_program
-from dpbench.process.script import StepFinder, Stop
+from dpbench.process.script import StepFinder, Stop, print_error, run_program
 from dpbench.process.watched import watch
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement, as_rows

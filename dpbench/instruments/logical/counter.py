@@ -102,6 +102,9 @@ class ByteCounter(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake: Any = fake
+        if fake:
+            converter = fake.fake_tensor_converter.meta_converter
+            self._memos = (converter.tensor_memo, converter.describer.lookup_tensor)
         self._values = AssumedValues()
         self.memory = LiveMemory()
         self._phase: str | None = None
@@ -153,9 +156,8 @@ class ByteCounter(TorchDispatchMode):
                 return INSTEAD.get(func, func.decompose)(*args, **kwargs)
         device = device_of(func, kwargs)
         out = self._run(func, args, kwargs)
-        converter = self._fake.fake_tensor_converter.meta_converter
-        for memo in (converter.tensor_memo, converter.describer.lookup_tensor):
-            if memo:  # its weak references would make `module.to(dtype)` fail
+        for memo in self._memos:  # their weak references would make `module.to(dtype)` fail
+            if memo:
                 memo.clear()
         if device == "meta":  # without data on a real device, too
             return out
