@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from dpbench.settings import check_timeout, declare
 
 if TYPE_CHECKING:
-    from dpbench.doctor.findings import Finding
+    from dpbench.doctor import Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    from dpbench.doctor import examine
-    from dpbench.doctor.findings import FAILED, Setup
+    from dpbench.doctor import FAILED, Setup
+    from dpbench.doctor.checks import examine
 
     if options.chip:
         from dpbench.instruments.cupti.library import load_library

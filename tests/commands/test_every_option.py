@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.cli import build_parser, main
-from dpbench.doctor.findings import Setup
+from dpbench.doctor import Setup
 from dpbench.gpu import Gpu
 from dpbench.results.storage import Storage
 from tests.plugin.saved_runs import recorded_document, save
@@ -120,6 +120,8 @@ def test_doctor_looks_where_it_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Setup] = []
-    monkeypatch.setattr("dpbench.doctor.examine", lambda setup: asked.append(setup) or iter(()))
+    monkeypatch.setattr(
+        "dpbench.doctor.checks.examine", lambda setup: asked.append(setup) or iter(())
+    )
     assert main(["doctor", "--ncu-dir=deep", "--timeout=7", "--ncu-path=./ncu", "--json"]) == 0
     assert asked == [Setup(Path("deep"), "./ncu", 7.0)]

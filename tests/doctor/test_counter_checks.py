@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from dpbench import Case, gpu
-from dpbench.doctor import counters, examine
+from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup, checks
+from dpbench.doctor.checks import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
 from dpbench.doctor.copying import CopyTrainer
-from dpbench.doctor.counters import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
-from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
 from dpbench.gpu import Gpu, Use
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build
@@ -43,7 +42,7 @@ def say(name: str) -> str:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (counters, gpu):
+    for module in (checks, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
 
 
@@ -54,7 +53,7 @@ def under(tmp_path: Path, text: str, timeout: float = 20.0) -> Setup:
 
 
 def found_by(setup: Setup) -> dict[str, Finding]:
-    return {finding.check: finding for finding in counters.counters(setup)}
+    return {finding.check: finding for finding in checks.counters(setup)}
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -83,7 +82,7 @@ def test_what_can_be_counted_is_listed_and_held_to_the_copy(tmp_path: Path) -> N
 def test_what_ncu_complains_of_is_told_with_its_remedy(
     text: str, remedy: str, tmp_path: Path
 ) -> None:
-    [found] = examine(under(tmp_path, text), [counters.counters])
+    [found] = checks.examine(under(tmp_path, text), [checks.counters])
     assert (found.check, found.status) == ("counters", FAILED)
     assert remedy in found.remedy
     assert ".log" in found.detail
@@ -133,7 +132,7 @@ def test_what_a_chip_lacks_is_told_and_the_rest_is_tried(
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_hung_ncu_is_ended(tmp_path: Path) -> None:
-    [found] = examine(under(tmp_path, "time.sleep(100)", timeout=0.5), [counters.counters])
+    [found] = checks.examine(under(tmp_path, "time.sleep(100)", timeout=0.5), [checks.counters])
     assert "did not finish within 0.5 s" in found.detail
 
 
@@ -175,8 +174,12 @@ def test_counted_bytes_may_be_one_percent_off(examples: int, share: float, statu
     ("free", "examples"),
     [(None, ENOUGH), (139 * 10**9, MOST), (12 * 2**30, 192), (10**6, FEW)],
 )
-def test_the_copy_fits_in_free_memory(free: int | None, examples: int) -> None:
-    assert counters.examples_that_fit(Use(free, ())) == examples
+@pytest.mark.usefixtures("one_gpu")
+def test_the_copy_fits_in_free_memory(
+    free: int | None, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "in_use", lambda _: Use(free, ()))
+    assert checks.largest_copy().batch_size == examples
 
 
 def test_the_calibrating_trainer_copies_what_it_says() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.doctor import CHECKS, examine
-from dpbench.doctor.findings import FAILED, OK, Finding, Setup
+from dpbench.doctor import FAILED, OK, Finding, Setup
+from dpbench.doctor.checks import CHECKS, examine
 from dpbench.instruments.base import CaseFailed, CaseTimedOut
 
 
