@@ -5,17 +5,17 @@ Asks the driver through NVML, which creates no CUDA context and needs no torch.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpbench.errors import ConfigurationError
+from dpbench.files import Locked, locked
 
 
 @dataclass(frozen=True)
@@ -173,37 +173,24 @@ def exclusive(
     Others who wait for it are told its ``purpose``, such as a case's id; ``waiting`` is told whom
     this process waits for, whenever that is another one.
     """
-    path = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock"
-    create = 0 if path.exists() else os.O_CREAT  # which Linux may refuse for another user's file
-    try:
-        file = os.open(path, os.O_RDWR | create, 0o666)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path}: {error.strerror}; set TMPDIR to another folder"
-        ) from error
-    try:
-        with suppress(PermissionError):
-            os.fchmod(file, 0o666)  # for every user, whatever the umask
-        told = ""
+    path, told = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock", ""
+    with ExitStack() as held:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file = held.enter_context(locked(path, wait=False))
                 break
-            except BlockingIOError:
-                holder = os.pread(file, 1000, 0).decode(errors="replace")
-            except OSError as error:
-                raise ConfigurationError(
-                    f"{path.parent} has no file locks ({error.strerror}); "
-                    f"set TMPDIR to a folder on a local disk"
-                ) from error
+            except Locked as error:
+                holder = str(error)
             if holder.endswith("\n") and holder != told:  # else it is still to be written
                 waiting(holder.strip())
                 told = holder
             time.sleep(POLL_SECONDS)
+        if file is None:
+            raise ConfigurationError(
+                f"{path} cannot be locked; set TMPDIR to another folder, on a local disk"
+            )
         os.ftruncate(file, 0)  # of one that was killed
         since = time.strftime("%H:%M:%S")
         os.pwrite(file, f"process {os.getpid()} ({purpose}) since {since}\n".encode(), 0)
         yield
         os.ftruncate(file, 0)
-    finally:
-        os.close(file)
