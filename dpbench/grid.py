@@ -119,18 +119,17 @@ def _axes(table: Mapping[str, Any]) -> dict[str, Any]:
     return axes
 
 
-def _parameters(value: object) -> tuple[str, ...]:
+def _parameters(table: object) -> tuple[str, ...]:
     """The combinations of a grid file's ``set = {image_size = [64, 224]}``."""
-    each = (
-        [v if isinstance(v, list) else [v] for v in value.values()]
-        if isinstance(value, dict)
-        else [[]]
-    )
-    if not all(each) or any(not isinstance(v, Parameter) for values in each for v in values):
+    values = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in (table.items() if isinstance(table, dict) else [("set", [])])
+    }
+    if not all(v and all(isinstance(each, Parameter) for each in v) for v in values.values()):
         raise ConfigurationError(
-            f"set must be a table of numbers, strings or lists of them, not {value!r}"
+            f"set must be a table of numbers, strings or lists of them, not {table!r}"
         )
-    return parameter_grid(value)  # type: ignore[arg-type]
+    return parameter_grid(values)
 
 
 def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:

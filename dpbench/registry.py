@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, Case, parameter_grid
+from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, Case, parameter_grid, parameter_pairs
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.grid import Grid, check_belongs
 
@@ -284,7 +284,10 @@ def chosen_grid(name_or_file: str, baseline: object = None, **axes: Iterable[Any
     except ConfigurationError as error:  # the built-in grids have none
         raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
     if axes.get("set"):
-        axes["set"] = parameter_grid(axes["set"] or ())
+        values: dict[str, list[str]] = {}
+        for name, value in parameter_pairs(axes["set"] or ()):
+            values.setdefault(name, []).append(value)
+        axes["set"] = parameter_grid(values)
     if axes.get("workload"):
         axes["workload"] = [WORKLOADS.canonical(name) for name in axes["workload"] or ()]
     chosen = tuple(axes.get("workload") or grid.workload)
