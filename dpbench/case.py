@@ -196,11 +196,12 @@ class Case:
                 f"the transformer's parameters have options of their own "
                 f"({', '.join(OF_TRANSFORMER)}): drop set {self.set}, or name its workload"
             )
-        for axis in COUNTS.keys() & checked:
-            axes[axis] = _positive(COUNTS[axis], axes[axis])
-        for axis in CHOICES.keys() & checked:
-            if axes[axis] not in CHOICES[axis]:
-                raise unknown(axis.replace("_", " "), axes[axis], CHOICES[axis])
+        for axis, what in COUNTS.items():
+            if axis in checked:
+                axes[axis] = _positive(what, axes[axis])
+        for axis, known in CHOICES.items():
+            if axis in checked and axes[axis] not in known:
+                raise unknown(axis.replace("_", " "), axes[axis], known)
         if "model_size" in checked:
             ModelSize.parse(self.model_size)
         if self.batch_size % self.micro_batches:
@@ -263,10 +264,14 @@ class Case:
         if self.workload == SCRIPT:
             return self.trainer
         length = f"-seq{self.seq_len}" if self.seq_len else ""
-        return f"{self.trainer}-bs{self.batch_size}{length}-{self._configuration(str)}"
+        return f"{self.trainer}-bs{self.batch_size}{length}-{self.configuration}"
+
+    @property
+    def configuration(self) -> str:
+        """Everything but trainer, batch size and sequence length, e.g. ``1b-fp32``."""
+        return self._configuration(str)
 
     def _configuration(self, written: Callable[[str], str]) -> str:
-        """Everything but trainer, batch size and sequence length, e.g. ``1b-fp32``."""
         usual = (("attention", ("sdpa", "")), ("model", ("simple", "")))
         rest = [
             getattr(self, name) for name, usually in usual if getattr(self, name) not in usually

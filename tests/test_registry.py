@@ -17,9 +17,9 @@ from dpbench.registry import (
     MODELS,
     TRAINERS,
     Registry,
-    child_python_path,
     chosen_grid,
     locate,
+    python_path,
     resolve,
 )
 
@@ -304,29 +304,19 @@ def test_import_path_is_the_directory_that_an_own_class_came_from(
     assert registry.import_path(name) == directory.resolve()
 
 
-def test_child_python_path_puts_own_directories_before_the_inherited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/inherited")
-    path = child_python_path(Path("/mine"), None, Path("/yours"), Path("/mine"))
-    assert path == os.pathsep.join(["/mine", "/yours", "/inherited"])
-
-
-def test_child_python_path_is_left_alone_when_there_is_nothing_to_add(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/inherited")
-    assert child_python_path(None, None) is None
-
-
-@pytest.mark.parametrize("inherited", [None, ""])
-def test_child_python_path_has_no_empty_entry(
-    monkeypatch: pytest.MonkeyPatch, inherited: str | None
+@pytest.mark.parametrize("inherited", [None, "", "/inherited"])
+def test_child_is_told_where_what_a_case_names_was_imported_from(
+    write_module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, inherited: str | None
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if inherited is not None:
         monkeypatch.setenv("PYTHONPATH", inherited)
-    assert child_python_path(Path("/mine")) == "/mine"
+    directory = write_module("own_module.py").resolve()
+    case = resolve(Case("own_module:Mine", 4, 64, optimizer="own_module:Mine"))
+    assert python_path(case) is None
+    assert TRAINERS["Mine"].__name__ == "Mine"
+    assert python_path(case) == os.pathsep.join([str(directory), *filter(None, [inherited])])
+    assert python_path(Case("dpsgd", 4, 64)) is None
 
 
 # --- whether it is there -----------------------------------------------------------------------
