@@ -71,7 +71,7 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
     if directory not in sys.path:  # last, or a file there could pass for a library's module
         sys.path.append(directory)
-    options = build_parser().parse_args([hyphenated(text) for text in written])
+    options = build_parser(*written[:1]).parse_args([hyphenated(text) for text in written])
     for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are
         if rest := getattr(options, name_of_rest, None):
             setattr(options, name_of_rest, [*written[-len(rest) :]])
@@ -95,24 +95,24 @@ def hyphenated(text: str) -> str:
     return re.sub(r"^--[a-z_]+", lambda match: match[0].replace("_", "-"), text)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command and its help."""
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """The parser of this command, or of every one; what the others need is not imported."""
     parser = argparse.ArgumentParser(
         prog="dpbench",
         description="Measure how many bytes differentially private training moves.",
         epilog="`pytest -m gpu --ncu` is the same measurement with assertions.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
-    for name in COMMANDS:
+    for name in [command] if command in COMMANDS else COMMANDS:
         module = import_module(f"dpbench.commands.{name}")
         text = (module.__doc__ or "").strip()
-        command = commands.add_parser(
+        described = commands.add_parser(
             name,
             help=text.partition("\n")[0].rstrip("."),
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_arguments(command)
-        command.set_defaults(command=module.run)
+        module.add_arguments(described)
+        described.set_defaults(command=module.run)
     return parser
