@@ -254,6 +254,11 @@ class Case:
         return {name: _read(value) for name, value in parameter_pairs(str(self.set))}
 
     @property
+    def size(self) -> ModelSize:
+        """The dimensions behind ``model_size``."""
+        return ModelSize.parse(self.model_size)
+
+    @property
     def baseline(self) -> Case:
         """The same configuration under the standard trainer."""
         return replace(self, trainer=BASELINE_TRAINER)
