@@ -17,7 +17,7 @@ from packaging.version import Version
 from dpbench.case import OUTSIDE, Case
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
 from dpbench.files import check_writable
-from dpbench.gpu import chip_here, in_use, visible_gpus, why_no_gpu
+from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import ALWAYS, lacking, on_chip
@@ -71,7 +71,7 @@ def gpu(setup: Setup) -> Iterator[Finding]:
     for card in visible_gpus():
         size = "" if card.memory_bytes is None else f", {gigabytes(card.memory_bytes)} GB"
         yield Finding("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
-        if others := ", ".join(map(str, in_use(card).processes)):
+        if others := ", ".join(map(str, card.processes)):
             remedy = "end it: counters are device-wide, and its bytes would be counted too"
             yield Finding("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
 
@@ -233,7 +233,7 @@ def judge(check: str, examples: int, counted: Mapping[str, float]) -> Finding:
 
 def largest_copy() -> Case:
     """The largest copy that fits: its source and itself take at most half of the free memory."""
-    free = in_use(visible_gpus()[0]).free_bytes
+    free = visible_gpus()[0].free_bytes
     examples = ENOUGH if free is None else max(FEW, min(MOST, free // 4 // EXAMPLE_BYTES))
     return Case(COPIES, examples, 1, "tiny")
 

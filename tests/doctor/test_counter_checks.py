@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from dpbench import Case, gpu
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup, checks
 from dpbench.doctor.checks import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
 from dpbench.doctor.copying import CopyTrainer
-from dpbench.gpu import Gpu, Use
+from dpbench.gpu import Gpu
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build
 from dpbench.process.step import run_case
@@ -174,11 +175,10 @@ def test_counted_bytes_may_be_one_percent_off(examples: int, share: float, statu
     ("free", "examples"),
     [(None, ENOUGH), (139 * 10**9, MOST), (12 * 2**30, 192), (10**6, FEW)],
 )
-@pytest.mark.usefixtures("one_gpu")
 def test_the_copy_fits_in_free_memory(
     free: int | None, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "in_use", lambda _: Use(free, ()))
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [replace(H200, free_bytes=free)])
     assert checks.largest_copy().batch_size == examples
 
 

@@ -12,10 +12,10 @@ import pytest
 from dpbench import gpu
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup, checks
 from dpbench.doctor.checks import EXAMPLE_BYTES, MOST
-from dpbench.gpu import Gpu, Use
+from dpbench.gpu import Gpu
 from tests.programs import program
 
-H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
+H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04", free_bytes=139 * 10**9)
 COPIED = MOST * EXAMPLE_BYTES
 
 
@@ -36,7 +36,6 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is found where a case's process prints this record."""
     for module in (checks, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
-    monkeypatch.setattr(checks, "in_use", lambda _: Use(139 * 10**9, ()))
 
     def run(printed: dict[str, Any]) -> list[Finding]:
         text = (

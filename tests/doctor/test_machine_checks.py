@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import select
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup, checks
 from dpbench.doctor.checks import Check
-from dpbench.gpu import Gpu, Use, in_use
+from dpbench.gpu import Gpu
 from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.program import NcuNotFound
 from tests.programs import program
@@ -96,21 +97,15 @@ def test_without_a_gpu_the_check_says_why_and_what_works_anyway() -> None:
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_a_gpu_is_named_with_memory_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "in_use", lambda _: Use(10**9, ()))
+def test_a_gpu_is_named_with_memory_and_driver() -> None:
     found = only(checks.gpu)
     assert found.detail == "NVIDIA H200, 150.8 GB, driver 580.159.04, GPU-0"
 
 
-@pytest.mark.usefixtures("one_gpu")
 def test_another_process_on_the_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "in_use", lambda _: Use(10**9, (17, 42)))
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [replace(H200, processes=(17, 42))])
     _, found = checks.gpu(Setup())
     assert (found.status, found.detail) == (WARNING, "GPU-0 is used by process 17, 42")
-
-
-def test_of_a_gpu_that_is_not_there_nothing_is_known() -> None:
-    assert in_use(H200) == Use(None, ())
 
 
 @pytest.mark.usefixtures("no_gpu")
