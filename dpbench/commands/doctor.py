@@ -20,10 +20,11 @@ import argparse
 import json
 import textwrap
 
-from dpbench.doctor import FAILED, Finding, Setup, checks
+from dpbench.doctor import checks
+from dpbench.doctor.checks import FAILED, Finding
 from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.metrics import describe
-from dpbench.settings import check_timeout, declare
+from dpbench.settings import Settings, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +42,10 @@ def run(options: argparse.Namespace) -> int:
     if options.chip:
         print(describe(load_library(), options.chip))
         return 0
-    check_timeout(options.timeout)
+    names = ("ncu_dir", "ncu_path", "timeout")
+    settings = Settings(**{name: getattr(options, name) for name in names})
     findings = []
-    for finding in checks.examine(Setup(options.ncu_dir, options.ncu_path, options.timeout)):
+    for finding in checks.examine(settings):
         findings.append(finding)
         if not options.json:
             print(as_line(finding), flush=True)

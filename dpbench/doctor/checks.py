@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -15,21 +15,46 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup
+from dpbench.errors import DpbenchError
 from dpbench.files import check_writable
 from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
+from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import ALWAYS, lacking, on_chip
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, known_counters, ncu_version
 from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP
+from dpbench.settings import Settings
 from dpbench.show.layout import gigabytes
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found: its name, a status, what is there or wrong, and what would help."""
+
+    check: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+    @classmethod
+    def of_error(cls, check: str, error: Exception) -> Finding:
+        """The failure that an error describes, its remedy apart."""
+        if isinstance(error, InstrumentError):
+            log = f" (log: {error.log})" if error.log else ""
+            detail = str(error).removesuffix(f"; {error.remedy}")
+            return cls(check, FAILED, f"{detail}{log}", error.remedy)
+        kind = "" if isinstance(error, DpbenchError) else f"{type(error).__name__}: "
+        return cls(check, FAILED, f"{kind}{error}")
+
 
 COUNTED = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 
-def packages(setup: Setup) -> Iterator[Finding]:
+def packages(settings: Settings) -> Iterator[Finding]:
     """Everything that dpbench requires is installed, in versions that fit."""
     found = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
     for package in map(Requirement, metadata.requires("dpbench") or ()):
@@ -46,7 +71,7 @@ def packages(setup: Setup) -> Iterator[Finding]:
     yield Finding("packages", OK, ", ".join(found))
 
 
-def logical_counting(setup: Setup) -> Iterator[Finding]:
+def logical_counting(settings: Settings) -> Iterator[Finding]:
     """Logical bytes can be counted: what works without a GPU too."""
     from dpbench.instruments.logical.instrument import Logical
 
@@ -55,15 +80,15 @@ def logical_counting(setup: Setup) -> Iterator[Finding]:
     yield Finding("logical counting", OK, f"{COUNTED.id}: {gigabytes(moved)} GB a step")
 
 
-def directories(setup: Setup) -> Iterator[Finding]:
+def directories(settings: Settings) -> Iterator[Finding]:
     """Where reports, logs and the lock of each GPU lie can be written; nothing is made."""
-    place = setup.directory.absolute()
+    place = settings.ncu_dir.absolute()
     check_writable(next(path for path in (place, *place.parents) if path.exists()))
     check_writable(Path(tempfile.gettempdir()))
-    yield Finding("directories", OK, f"{setup.directory} and {tempfile.gettempdir()}")
+    yield Finding("directories", OK, f"{settings.ncu_dir} and {tempfile.gettempdir()}")
 
 
-def gpu(setup: Setup) -> Iterator[Finding]:
+def gpu(settings: Settings) -> Iterator[Finding]:
     """There is a GPU, and nothing else uses it."""
     if not visible_gpus():
         remedy = "see that nvidia-smi lists one; logical bytes can be counted without it"
@@ -76,7 +101,7 @@ def gpu(setup: Setup) -> Iterator[Finding]:
             yield Finding("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
 
 
-def torch(setup: Setup) -> Iterator[Finding]:
+def torch(settings: Settings) -> Iterator[Finding]:
     """PyTorch can use the GPU, if there is one."""
     import torch
 
@@ -94,9 +119,9 @@ def torch(setup: Setup) -> Iterator[Finding]:
     yield Finding("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
 
 
-def ncu(setup: Setup) -> Iterator[Finding]:
+def ncu(settings: Settings) -> Iterator[Finding]:
     """Nsight Compute is there, and the library that reads its reports is no older."""
-    path = find_ncu(setup.ncu_path)
+    path = find_ncu(settings.ncu_path)
     version, reader = ncu_version(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
     if version == "unknown":
@@ -124,12 +149,12 @@ TOLERANCE = 0.01
 """How far counted bytes may be from the bytes that were copied."""
 
 
-def counters(setup: Setup) -> Iterator[Finding]:
+def counters(settings: Settings) -> Iterator[Finding]:
     """Count a copy by every byte metric of ncu, and hold its DRAM bytes to its size."""
-    if reason := _why_not_tried(setup):
+    if reason := _why_not_tried(settings):
         yield from (Finding(c, WARNING, reason) for c in ("counters", "calibration"))
         return
-    chip, path = chip_here(), find_ncu(setup.ncu_path)
+    chip, path = chip_here(), find_ncu(settings.ncu_path)
     metrics, known = on_chip(chip), known_counters(path)
     missing = [
         name
@@ -145,7 +170,7 @@ def counters(setup: Setup) -> Iterator[Finding]:
         yield Finding("counters", FAILED, detail, remedy)
     # Whether the others can be read is worth knowing all the same.
     counted = tuple(metric for name, metric in metrics.items() if name not in missing)
-    instrument = Ncu(setup.directory / "doctor", path, STEPS, setup.timeout, metrics=counted)
+    instrument = Ncu(settings.ncu_dir / "doctor", path, STEPS, settings.timeout, metrics=counted)
     case = largest_copy()
     instrument.check()
     rows = instrument.measure(case)
@@ -160,14 +185,14 @@ def counters(setup: Setup) -> Iterator[Finding]:
         yield Finding("calibration", WARNING, "not tried: this GPU does not count DRAM bytes")
 
 
-def cupti(setup: Setup) -> Iterator[Finding]:
+def cupti(settings: Settings) -> Iterator[Finding]:
     """Count a copy by CUPTI in the process that makes it, and the GPU doing nothing."""
     calibration = "cupti calibration"
     if not visible_gpus():
         yield from (Finding(c, WARNING, "not tried: no GPU") for c in ("cupti", calibration))
         return
     case = largest_copy()
-    instrument = Cupti(setup.directory / "doctor", (), STEPS, setup.timeout)
+    instrument = Cupti(settings.ncu_dir / "doctor", (), STEPS, settings.timeout)
     instrument.check()
     record = instrument.start(case).record()
     chip, passes = record["chip"], record["passes"]
@@ -193,12 +218,12 @@ def cupti(setup: Setup) -> Iterator[Finding]:
     yield found
 
 
-def _why_not_tried(setup: Setup) -> str:
+def _why_not_tried(settings: Settings) -> str:
     """What is missing to profile with, or on; empty if nothing is."""
     if not visible_gpus():
         return "not tried: there is no GPU"
     try:
-        find_ncu(setup.ncu_path)
+        find_ncu(settings.ncu_path)
     except NcuNotFound:
         return "not tried: there is no ncu"
     return ""
@@ -238,7 +263,7 @@ def largest_copy() -> Case:
     return Case(COPIES, examples, 1, "tiny")
 
 
-Check = Callable[[Setup], Iterable[Finding]]
+Check = Callable[[Settings], Iterable[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     packages,
@@ -253,10 +278,10 @@ CHECKS: tuple[Check, ...] = (
 """The checks, what they rest on first. The name of one is that of what it finds."""
 
 
-def examine(setup: Setup, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
+def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
     """Every finding, one as soon as it is there; what breaks one check hides no other."""
     for check in checks:
         try:
-            yield from check(setup)
+            yield from check(settings)
         except Exception as error:  # whatever a broken machine can raise
             yield Finding.of_error(check.__name__.replace("_", " "), error)

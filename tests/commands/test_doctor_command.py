@@ -9,7 +9,7 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.commands.doctor import as_line
-from dpbench.doctor import FAILED, OK, Finding
+from dpbench.doctor.checks import FAILED, OK, Finding
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,25 @@ import pytest
 import torch
 
 from dpbench import Case, gpu
-from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup, checks
-from dpbench.doctor.checks import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
+from dpbench.doctor import checks
+from dpbench.doctor.checks import (
+    COPIES,
+    ENOUGH,
+    EXAMPLE_BYTES,
+    FAILED,
+    FEW,
+    MOST,
+    OK,
+    WARNING,
+    Finding,
+    judge,
+)
 from dpbench.doctor.copying import CopyTrainer
 from dpbench.gpu import Gpu
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build
 from dpbench.process.step import run_case
+from dpbench.settings import Settings
 from tests.programs import program
 
 DATA = Path(__file__).parents[1] / "data"
@@ -47,13 +59,13 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
 
 
-def under(tmp_path: Path, text: str, timeout: float = 20.0) -> Setup:
+def under(tmp_path: Path, text: str, timeout: float = 20.0) -> Settings:
     """A setup whose ``ncu`` does this."""
     path = program(tmp_path / "ncu", f"{STAND_IN}\n{text}")
-    return Setup(tmp_path / "reports", str(path), timeout)
+    return Settings(ncu_dir=tmp_path / "reports", ncu_path=str(path), timeout=timeout)
 
 
-def found_by(setup: Setup) -> dict[str, Finding]:
+def found_by(setup: Settings) -> dict[str, Finding]:
     return {finding.check: finding for finding in checks.counters(setup)}
 
 
@@ -119,7 +131,7 @@ def test_what_a_chip_lacks_is_told_and_the_rest_is_tried(
     query = QUERIED.format(names=L1_AND_L2 + names)
     text = STAND_IN.replace("export =", f"{query}\nexport =")
     path = program(tmp_path / "ncu", f"{text}\n{SUCCEED}\nopen('asked', 'w').write(str(sys.argv))")
-    setup = Setup(tmp_path / "reports", str(path), 20.0)
+    setup = Settings(ncu_dir=tmp_path / "reports", ncu_path=str(path), timeout=20.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         found = found_by(setup)
@@ -146,7 +158,7 @@ def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("one_gpu")
 def test_without_ncu_nothing_is_tried() -> None:
-    found = found_by(Setup(ncu_path="/nowhere/ncu")).values()
+    found = found_by(Settings(ncu_path="/nowhere/ncu")).values()
     assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no ncu")}
 
 

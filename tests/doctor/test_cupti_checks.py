@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dpbench import gpu
-from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup, checks
-from dpbench.doctor.checks import EXAMPLE_BYTES, MOST
+from dpbench.doctor import checks
+from dpbench.doctor.checks import EXAMPLE_BYTES, FAILED, MOST, OK, WARNING, Finding
 from dpbench.gpu import Gpu
+from dpbench.settings import Settings
 from tests.programs import program
 
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04", free_bytes=139 * 10**9)
@@ -44,7 +45,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             f"print_record(**json.loads({json.dumps(printed)!r}))"
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
-        return list(checks.examine(Setup(tmp_path), [checks.cupti]))
+        return list(checks.examine(Settings(ncu_dir=tmp_path), [checks.cupti]))
 
     return run
 
@@ -82,5 +83,5 @@ def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
 
 def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = list(checks.cupti(Setup(tmp_path)))
+    found = list(checks.cupti(Settings(ncu_dir=tmp_path)))
     assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: no GPU")}

@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench.doctor import FAILED, OK, WARNING, Finding, Setup, checks
-from dpbench.doctor.checks import Check
+from dpbench.doctor import checks
+from dpbench.doctor.checks import FAILED, OK, WARNING, Check, Finding
 from dpbench.gpu import Gpu
 from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.program import NcuNotFound
+from dpbench.settings import Settings
 from tests.programs import program
 
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
 
 
-def only(check: Check, setup: Setup | None = None) -> Finding:
-    [finding] = check(setup or Setup())
+def only(check: Check, setup: Settings | None = None) -> Finding:
+    [finding] = check(setup or Settings())
     return finding
 
 
@@ -50,7 +51,7 @@ def test_what_is_missing_or_too_old_is_named_with_the_command_that_helps(
 ) -> None:
     required = ["torch>=99", "no-such-package>=1", "hypothesis>=99; extra == 'test'", "pytest>=8"]
     monkeypatch.setattr(metadata, "requires", lambda _: required)
-    *wrong, listed = checks.packages(Setup())
+    *wrong, listed = checks.packages(Settings())
     assert listed.status == OK
     assert "pytest" in listed.detail
     assert [(f.status, f.remedy) for f in wrong] == [
@@ -69,7 +70,7 @@ def test_logical_counting_really_counts() -> None:
 
 def test_a_report_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
     wanted = tmp_path / "deep" / "down"
-    found = only(checks.directories, Setup(wanted))
+    found = only(checks.directories, Settings(ncu_dir=wanted))
     assert found.status == OK
     assert not (tmp_path / "deep").exists()
     assert not list(tmp_path.iterdir())
@@ -79,13 +80,13 @@ def test_a_report_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(Exception, match="cannot be written"):
-        only(checks.directories, Setup(tmp_path))
+        only(checks.directories, Settings(ncu_dir=tmp_path))
 
 
 def test_a_file_in_the_place_of_the_report_directory_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Exception, match="file"):
-        only(checks.directories, Setup(tmp_path / "file"))
+        only(checks.directories, Settings(ncu_dir=tmp_path / "file"))
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -104,7 +105,7 @@ def test_a_gpu_is_named_with_memory_and_driver() -> None:
 
 def test_another_process_on_the_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "visible_gpus", lambda: [replace(H200, processes=(17, 42))])
-    _, found = checks.gpu(Setup())
+    _, found = checks.gpu(Settings())
     assert (found.status, found.detail) == (WARNING, "GPU-0 is used by process 17, 42")
 
 
@@ -125,7 +126,7 @@ def test_torch_that_cannot_use_the_gpu_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_missing_ncu_fails() -> None:
     with pytest.raises(NcuNotFound):
-        only(checks.ncu, Setup(ncu_path="/nowhere/ncu"))
+        only(checks.ncu, Settings(ncu_path="/nowhere/ncu"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_a_missing_ncu_fails() -> None:
 )
 def test_ncu_is_named_with_its_version(says: str, status: str, words: str, tmp_path: Path) -> None:
     path = str(program(tmp_path / "ncu", f"print({says!r})"))
-    found = only(checks.ncu, Setup(ncu_path=path))
+    found = only(checks.ncu, Settings(ncu_path=path))
     assert found.status == status
     assert words in found.detail
     assert path in found.detail
@@ -154,7 +155,7 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     path.write_text(f"#!/bin/sh\nexec 9>'{tmp_path}/alive'\nsleep 100\n")
     path.chmod(0o755)
     monkeypatch.setattr(ncu, "ANSWER_SECONDS", 0.3)
-    assert only(checks.ncu, Setup(ncu_path=str(path))).status == FAILED
+    assert only(checks.ncu, Settings(ncu_path=str(path))).status == FAILED
     readable, _, _ = select.select([alive], [], [], 30)
     assert readable, "a process still holds the pipe open"
     assert os.read(alive, 1) == b""
