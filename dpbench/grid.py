@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -71,16 +71,12 @@ class Grid:
 
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
-        """A grid by name, or from a TOML file."""
+        """A grid by name, or from TOML: one key per `Case` field, a value or a list."""
         if name_or_file in GRIDS:
             return GRIDS[name_or_file]
         if not name_or_file.endswith(".toml"):
             raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
-        return cls.from_file(Path(name_or_file))
-
-    @classmethod
-    def from_file(cls, path: Path) -> Grid:
-        """Read a grid from TOML: one key per `Case` field, a value or a list, and ``baseline``."""
+        path = Path(name_or_file)
         try:
             return cls(path.stem, **_axes(tomllib.loads(path.read_text(encoding="utf-8"))))
         except OSError as error:
@@ -89,31 +85,28 @@ class Grid:
             raise ConfigurationError(f"grid file {path}: {error}") from error
 
 
-def _axes(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The axes of a grid file's table."""
+def _axes(table: dict[str, Any]) -> dict[str, Any]:
+    """The axes of a grid file's table, and its baseline."""
     axes: dict[str, Any] = {}
+    if "baseline" in table:
+        axes["baseline"] = baseline = table.pop("baseline")
+        if not isinstance(baseline, str):
+            raise ConfigurationError(f"baseline must be the name of a trainer, not {baseline!r}")
     for key, value in table.items():
-        if key not in (*AXES, "baseline"):
-            raise unknown("key", key, (*AXES, "baseline"))
-        if key == "baseline":
-            if not isinstance(value, str):
-                raise ConfigurationError(f"baseline must be the name of a trainer, not {value!r}")
-            axes[key] = value
-            continue
-        if key == "set":
-            axes[key] = _parameters(value)
-            continue
         wanted = int if key in COUNTS else str
         values = value if isinstance(value, list) else [value]
-        if not values or any(type(v) is not wanted for v in values):
+        if key not in AXES:
+            raise unknown("key", key, (*AXES, "baseline"))
+        if key == "set":
+            values = [*_parameters(value)]
+        elif not values or any(type(v) is not wanted for v in values):
             raise ConfigurationError(
                 f"{key} must be {wanted.__name__} or a list of {wanted.__name__}, not {value!r}"
             )
         axes[key] = tuple(values)
-    check_belongs(axes, axes.get("workload", (TRANSFORMER,)))
-    needed = ["trainer", "batch_size"]
-    if TRANSFORMER in axes.get("workload", (TRANSFORMER,)):
-        needed.append("seq_len")
+    workloads = axes.get("workload", (TRANSFORMER,))
+    check_belongs(axes, workloads)
+    needed = ("trainer", "batch_size", *(("seq_len",) if TRANSFORMER in workloads else ()))
     if missing := [key for key in needed if key not in axes]:
         raise ConfigurationError(f"missing {', '.join(missing)}")
     return axes

@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,17 +41,15 @@ class Registry(Mapping[str, Any]):
         """Give a class, or an import target ``package.module:Class``, a short name."""
         if not isinstance(target, str):
             target = _target(self.kind, target)
-        if target.startswith("__main__:") or "<locals>" in target:
+        module, _, attribute = target.partition(":")
+        parts = f"{module}.{attribute}".split(".")
+        if module == "__main__" or not all(part.isidentifier() for part in parts):
             raise ConfigurationError(
-                f"{self.kind} {name!r}: {target} cannot be imported by the process that "
-                f"measures it; define it at the top level of a module"
+                f"{self.kind} {name!r}: {target!r} cannot be imported by the process that "
+                f"measures it; define it at the top level of a module: package.module:Class"
             )
         if not name.isidentifier():
             raise ConfigurationError(f"{self.kind} name {name!r} must be a Python identifier")
-        if not all(part.isidentifier() for part in target.replace(":", ".", 1).split(".")):
-            raise ConfigurationError(
-                f"{self.kind} {name!r}: {target!r} must be written package.module:Class"
-            )
         classes = {_class_name(builtin): builtin for builtin in self._builtin.values()}
         if (meant := (classes | self._targets).get(name, target)) != target:
             raise ConfigurationError(
@@ -156,11 +153,10 @@ def _class_name(target: str) -> str:
     return target.rpartition(":")[2]
 
 
-def _target(kind: str, named: object) -> str:
+def _target(kind: str, named: Any) -> str:
     """The import target of a class, a function, or an object at the top level of a module."""
-    if isinstance(named, Callable):  # type: ignore[arg-type]
-        with suppress(AttributeError):
-            return f"{named.__module__}:{named.__qualname__}"  # type: ignore[attr-defined]
+    if hasattr(named, "__qualname__"):
+        return f"{named.__module__}:{named.__qualname__}"
     for module in list(sys.modules.values()):
         for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
             if value is named and module.__name__ != "__main__":

@@ -155,9 +155,9 @@ def test_unknown_name_is_refused_with_what_exists(registry: Registry, spelling: 
 )
 def test_target_that_cannot_be_imported_is_refused(registry: Registry, spelling: str) -> None:
     target = spelling.partition("=")[2]
-    assert refusal(lambda: registry.canonical(spelling)) == (
-        f"trainer 'mine': {target!r} must be written package.module:Class"
-    )
+    message = refusal(lambda: registry.canonical(spelling))
+    assert message.startswith(f"trainer 'mine': {target!r} cannot be imported")
+    assert message.endswith("package.module:Class")
 
 
 @pytest.mark.parametrize("name", ["", "my-trainer", "1st", "a=b", "../up"])
@@ -199,27 +199,21 @@ def test_own_class_does_not_take_over_the_class_name_of_a_builtin(registry: Regi
 # --- what a child process could not import ---------------------------------------------------
 
 
+CANNOT = "cannot be imported by the process that measures it"
+
+
 def test_local_class_is_refused(registry: Registry) -> None:
     class Local:
         pass
 
-    message = refusal(lambda: registry.register("mine", Local))
-    assert message.startswith("trainer 'mine': ")
-    assert "Local cannot be imported by the process that measures it" in message
-    assert message.endswith("define it at the top level of a module")
+    own = "define it at the top level of a module"
+    assert f"Local' {CANNOT}; {own}" in refusal(lambda: registry.register("mine", Local))
 
 
 def test_class_of_the_main_script_is_refused(registry: Registry) -> None:
     script = type("Mine", (), {"__module__": "__main__"})
-    assert "define it at the top level of a module" in refusal(
-        lambda: registry.register("mine", script)
-    )
-
-
-def test_target_in_the_main_script_is_refused(registry: Registry) -> None:
-    assert "define it at the top level of a module" in refusal(
-        lambda: registry.register("mine", "__main__:Mine")
-    )
+    for target in (script, "__main__:Mine"):
+        assert CANNOT in refusal(lambda target=target: registry.register("mine", target))
 
 
 @pytest.mark.parametrize(
