@@ -211,14 +211,9 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     These are in a report that lies where it should, see `dpbench.instruments.ncu`.
     """
     report = read_kernels(path)
-    operators: list[str | None] = [None] * len(report.launches)
-    if options.profile:
-        operators = operators_of(options.profile, report.launches)
-    chosen = [
-        (launch, operator)
-        for launch, operator in zip(report.launches, operators, strict=True)
-        if options.phase in (None, launch.phase)
-    ]
+    operators = operators_of(options.profile, report.launches) if options.profile else None
+    counts = fold(report.launches, operators)
+    chosen = [count for count in counts if options.phase in (None, count.phase)]
     if not chosen:
         present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
         raise ConfigurationError(
@@ -228,8 +223,7 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     if path.resolve().parent.name == KERNELS and ranges.exists():
         step_bytes = dram_bytes_of_step(read(ranges, case_of(ranges)))
     title, roofs = f"{_title(path)}, {report.device}", known_roofs(report.device)
-    counts = fold(*zip(*chosen, strict=True))
-    return kernel_tables(counts, title, step_bytes, roofs, top=options.top)
+    return kernel_tables(chosen, title, step_bytes, roofs, top=options.top)
 
 
 def _title(path: Path) -> str:

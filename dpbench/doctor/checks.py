@@ -22,7 +22,7 @@ from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import ALWAYS, lacking, on_chip
-from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, known_counters, ncu_version
+from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, ncu_version
 from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -151,33 +151,22 @@ TOLERANCE = 0.01
 
 def counters(settings: Settings) -> Iterator[Finding]:
     """Count a copy by every byte metric of ncu, and hold its DRAM bytes to its size."""
-    if reason := _why_not_tried(settings):
+    try:
+        path = find_ncu(settings.ncu_path)
+    except NcuNotFound:
+        path = ""
+    if not path or not visible_gpus():
+        reason = f"not tried: there is no {'ncu' if visible_gpus() else 'GPU'}"
         yield from (Finding(c, WARNING, reason) for c in ("counters", "calibration"))
         return
-    chip, path = chip_here(), find_ncu(settings.ncu_path)
-    metrics, known = on_chip(chip), known_counters(path)
-    missing = [
-        name
-        for name, metric in metrics.items()
-        if known and not known.issuperset(c.removesuffix(".sum") for c in metric.counters)
-    ]
-    if missing:
-        units = dict.fromkeys(c.partition("__")[0] for m in missing for c in metrics[m].counters)
-        there = [sorted(c for c in known if c.startswith(f"{u}__") and "bytes" in c) for u in units]
-        listed = (", ".join(c[:6]) or f"no {u}__*bytes*" for u, c in zip(units, there, strict=True))
-        detail = f"this GPU lacks the counters of {', '.join(missing)}; it has {'; '.join(listed)}"
-        remedy = "measure the others with --ncu-metrics; what it has may go by another name"
-        yield Finding("counters", FAILED, detail, remedy)
-    # Whether the others can be read is worth knowing all the same.
-    counted = tuple(metric for name, metric in metrics.items() if name not in missing)
-    instrument = Ncu(settings.ncu_dir / "doctor", path, STEPS, settings.timeout, metrics=counted)
-    case = largest_copy()
+    case, chip = largest_copy(), chip_here()
+    metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
+    instrument = Ncu(folder, path, STEPS, settings.timeout, metrics=tuple(metrics.values()))
     instrument.check()
     rows = instrument.measure(case)
-    if not missing:
-        without = ", ".join(lacking(chip))
-        which = f", which is all that {chip} has: no {without}" if without else ""
-        yield Finding("counters", OK, f"may be read: {', '.join(metrics)}{which}")
+    without = ", ".join(lacking(chip))
+    which = f", which is all that {chip} has: no {without}" if without else ""
+    yield Finding("counters", OK, f"may be read: {', '.join(metrics)}{which}")
     copied = {row.metric: row.value for row in rows if row.phase == "forward"}
     if {*ALWAYS} <= copied.keys():
         yield judge("calibration", case.batch_size, copied)
@@ -189,7 +178,9 @@ def cupti(settings: Settings) -> Iterator[Finding]:
     """Count a copy by CUPTI in the process that makes it, and the GPU doing nothing."""
     calibration = "cupti calibration"
     if not visible_gpus():
-        yield from (Finding(c, WARNING, "not tried: no GPU") for c in ("cupti", calibration))
+        yield from (
+            Finding(c, WARNING, "not tried: there is no GPU") for c in ("cupti", calibration)
+        )
         return
     case = largest_copy()
     instrument = Cupti(settings.ncu_dir / "doctor", (), STEPS, settings.timeout)
@@ -216,17 +207,6 @@ def cupti(settings: Settings) -> Iterator[Finding]:
         remedy = "end everything else that uses the GPU: its bytes are counted too"
         found = replace(found, status=FAILED, remedy=remedy)
     yield found
-
-
-def _why_not_tried(settings: Settings) -> str:
-    """What is missing to profile with, or on; empty if nothing is."""
-    if not visible_gpus():
-        return "not tried: there is no GPU"
-    try:
-        find_ncu(settings.ncu_path)
-    except NcuNotFound:
-        return "not tried: there is no ncu"
-    return ""
 
 
 def judge(check: str, examples: int, counted: Mapping[str, float]) -> Finding:

@@ -101,48 +101,6 @@ def test_what_ncu_complains_of_is_told_with_its_remedy(
     assert ".log" in found.detail
 
 
-QUERIED = """
-if sys.argv[1:] == ["--query-metrics"]:
-    print("Device NVIDIA GeForce RTX 5090 (GB202)\\n" + "-" * 80)
-    for name in {names!r}:
-        print(f"{{name:60}}  Counter  byte  # of bytes")
-    sys.exit()
-"""
-L1_AND_L2 = [
-    *(f"lts__t_sectors_op_{operation}" for operation in ("read", "write", "atom", "red")),
-    *(f"l1tex__t_bytes_pipe_lsu_mem_global_op_{operation}" for operation in ("ld", "st")),
-    "lts__t_bytes",
-]
-
-
-@pytest.mark.usefixtures("one_gpu")
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (["dram__bytes_op_read", "dram__bytes_op_write"], "dram__bytes_op_read, dram__bytes_op_w"),
-        ([], "it has no dram__*bytes*"),
-    ],
-    ids=["GB202", "GB10B"],
-)
-def test_what_a_chip_lacks_is_told_and_the_rest_is_tried(
-    names: list[str], words: str, tmp_path: Path
-) -> None:
-    """As ncu itself lists the counters of GB202 and GB10B."""
-    query = QUERIED.format(names=L1_AND_L2 + names)
-    text = STAND_IN.replace("export =", f"{query}\nexport =")
-    path = program(tmp_path / "ncu", f"{text}\n{SUCCEED}\nopen('asked', 'w').write(str(sys.argv))")
-    setup = Settings(ncu_dir=tmp_path / "reports", ncu_path=str(path), timeout=20.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        found = found_by(setup)
-    assert found["counters"].status == FAILED
-    assert "lacks the counters of dram_read_bytes, dram_write_bytes" in found["counters"].detail
-    assert words in found["counters"].detail
-    assert "dram__bytes" not in (tmp_path / "asked").read_text()
-    assert found["calibration"].status == WARNING
-    assert "this GPU does not count DRAM bytes" in found["calibration"].detail
-
-
 @pytest.mark.usefixtures("one_gpu")
 def test_a_hung_ncu_is_ended(tmp_path: Path) -> None:
     [found] = checks.examine(under(tmp_path, "time.sleep(100)", timeout=0.5), [checks.counters])

@@ -84,4 +84,4 @@ def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
 def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = list(checks.cupti(Settings(ncu_dir=tmp_path)))
-    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: no GPU")}
+    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no GPU")}
