@@ -22,11 +22,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.results.compare import Threshold, check_comparable
 from dpbench.results.gate import judge
 from dpbench.results.run import Run
-from dpbench.results.storage import Storage
 from dpbench.settings import declare
 from dpbench.show.comparison import comparison_tables, grown_lines
 from dpbench.show.layout import as_text
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare the first run with each of the others."""
     thresholds = [Threshold.parse(text) for text in options.fail]
-    storage = Storage(options.storage)
-    before, *others = (Run.load(storage.find(text)) for text in (options.before, *options.after))
+    names = (options.before, *options.after)
+    before, *others = (saved_run(name, options.storage) for name in names)
     bad = [_compare(before, after, thresholds, options.across) for after in others]
     return 1 if any(bad) else 0
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from dpbench import registry
 from dpbench.case import AXES, OF_TRANSFORMER, TRANSFORMER, Case
-from dpbench.files import check_is_file
 from dpbench.options import AXIS_HELP
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
@@ -54,6 +53,4 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
 
 def saved_run(name: str, storage: Path) -> Run:
     """The run that a number names, as ``dpbench list`` shows it, or a path."""
-    if not name.isdecimal():
-        check_is_file(Path(name))
     return Run.load(Storage(storage).find(name))

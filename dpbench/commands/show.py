@@ -192,7 +192,6 @@ def _of_reports(
     ranges: dict[Case, Path] = {}
     of_kernels: list[Table] = []
     for path in reports:
-        check_is_file(path)
         if holds_kernels(path):
             of_kernels += _of_kernels(path, options)
         elif (other := ranges.setdefault(case_of(path), path)) is not path:
