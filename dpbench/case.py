@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from numbers import Integral
@@ -121,8 +121,14 @@ def parameter_pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
     return [(name.strip(), value.strip()) for name, _, value in parts]
 
 
-def parameter_grid(values: Mapping[str, Iterable[object]]) -> tuple[str, ...]:
-    """Every combination of parameters, each of which has some values."""
+def parameter_grid(given: Iterable[str] | Mapping[str, Sequence[object]]) -> tuple[str, ...]:
+    """Every combination of parameters; one that has several values takes each in turn."""
+    values: dict[str, list[object]] = {}
+    if isinstance(given, Mapping):
+        values = {name: [*each] for name, each in given.items()}
+    else:
+        for name, value in parameter_pairs(given):
+            values.setdefault(name, []).append(value)
     found = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
     return tuple(dict.fromkeys(map(parameters_text, found)))
 
@@ -178,17 +184,18 @@ class Case:
     activation_checkpointing: str = "off"
 
     def __post_init__(self) -> None:
-        axes = vars(self)
+        axes: dict[str, Any] = vars(self)
         if self.workload == SCRIPT:  # nobody says how it trains
             said = {"trainer": self.trainer, "batch_size": self.batch_size, "workload": SCRIPT}
-            axes |= {axis: type(getattr(Case, axis))() for axis in AXES if axis not in said}
+            axes |= {axis: type(USUAL[axis])() for axis in AXES if axis not in said}
             if self.batch_size:
                 axes["batch_size"] = _positive(COUNTS["batch_size"], self.batch_size)
             return
         axes["set"] = parameters_text(self.set)
         checked = {*AXES}
         if self.workload != TRANSFORMER:
-            self._check_has_nothing_of_the_transformer()
+            given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
+            check_belongs(given, [self.workload])
             axes |= OF_TRANSFORMER
             checked -= OF_TRANSFORMER.keys()
         elif self.set:
@@ -210,14 +217,6 @@ class Case:
                 f"equal size"
             )
         lora_rank(self.trainable)  # refuses what is no rank
-
-    def _check_has_nothing_of_the_transformer(self) -> None:
-        for name, blank in OF_TRANSFORMER.items():
-            if (value := getattr(self, name)) not in (blank, getattr(Case, name)):
-                raise ConfigurationError(
-                    f"{name} is the transformer's, and workload {self.workload} takes its own "
-                    f"parameters (set): drop {name} {value}"
-                )
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
@@ -277,10 +276,8 @@ class Case:
         return self._configuration(str)
 
     def _configuration(self, written: Callable[[str], str]) -> str:
-        usual = (("attention", ("sdpa", "")), ("model", ("simple", "")))
-        rest = [
-            getattr(self, name) for name, usually in usual if getattr(self, name) not in usually
-        ]
+        named = {axis: getattr(self, axis) for axis in ("attention", "model")}
+        rest = [name for axis, name in named.items() if name not in ("", USUAL[axis])]
         rest += [f"{axis}={written(value)}" for axis, value in unusual(vars(self)).items()]
         return "-".join([written(trained_in(vars(self))), self.precision, *rest])
 
@@ -294,6 +291,15 @@ class Case:
         return Path(self._configuration(_for_path)) / name
 
 
+def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
+    """Refuse axes of the transformer where none is trained."""
+    wrong = [axis for axis in given if axis in OF_TRANSFORMER]
+    if wrong and TRANSFORMER not in workloads:
+        raise ConfigurationError(
+            f"{wrong[0]} is the transformer's: {workloads[0]} takes its own parameters (set)"
+        )
+
+
 def trained_in(axes: Mapping[Any, Any]) -> str:
     """What is trained, in short: the transformer's size, or the workload and its parameters."""
     if axes.get("workload", TRANSFORMER) == TRANSFORMER:
@@ -302,6 +308,9 @@ def trained_in(axes: Mapping[Any, Any]) -> str:
 
 
 AXES = tuple(f.name for f in fields(Case))
+
+USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
+"""What each axis is unless it is said; `MISSING` for those that have to be."""
 
 LATER = ("optimizer", "micro_batches", "trainable", "activation_checkpointing")
 """Axes that only what is unusual about them names."""
@@ -333,7 +342,7 @@ def lora_rank(trainable: str) -> int | None:
     return _positive("rank", int(rank))
 
 
-ADDED: dict[str, Any] = {f.name: f.default for f in fields(Case)[AXES.index("workload") :]}
+ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
 """Axes that files of older versions lack, and what they were then."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,7 @@ from dpbench.case import (
     TRANSFORMER,
     Case,
     Parameter,
+    check_belongs,
     parameter_grid,
 )
 from dpbench.errors import ConfigurationError, unknown
@@ -123,15 +124,6 @@ def _parameters(table: object) -> tuple[str, ...]:
             f"set must be a table of numbers, strings or lists of them, not {table!r}"
         )
     return parameter_grid(values)
-
-
-def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
-    """Refuse axes of the transformer where none is trained."""
-    wrong = [axis for axis in given if axis in OF_TRANSFORMER]
-    if wrong and TRANSFORMER not in workloads:
-        raise ConfigurationError(
-            f"{wrong[0]} is the transformer's: {workloads[0]} takes its own parameters (set)"
-        )
 
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")

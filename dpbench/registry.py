@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, Case, parameter_grid, parameter_pairs
+from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, USUAL, Case, check_belongs, parameter_grid
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.grid import Grid, check_belongs
+from dpbench.grid import Grid
 
 
 class Registry(Mapping[str, Any]):
@@ -264,10 +264,7 @@ def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any] |
     except ConfigurationError as error:  # the built-in grids have none
         raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
     if axes.get("set"):
-        values: dict[str, list[str]] = {}
-        for name, value in parameter_pairs(axes["set"] or ()):
-            values.setdefault(name, []).append(value)
-        axes["set"] = parameter_grid(values)
+        axes["set"] = parameter_grid(axes["set"] or ())
     if baseline is not None:
         grid = replace(grid, baseline=baseline)
     narrowed = _resolved(grid.narrow(**axes))
@@ -308,11 +305,10 @@ def is_builtin(case: Case) -> bool:
 def arguments(case: Case) -> list[str]:
     """A case as command-line options that any dpbench process understands."""
     named = asdict(case) | {axis: reg.argument(getattr(case, axis)) for axis, reg in _named(case)}
-    blank = {field.name: (field.default, OF_TRANSFORMER.get(field.name)) for field in fields(case)}
     return [
         text
         for name, value in named.items()
-        if value not in blank[name] or (name == "model_size" and value)
+        if value not in (USUAL[name], OF_TRANSFORMER.get(name)) or (name == "model_size" and value)
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]
 

@@ -186,7 +186,7 @@ def test_one_grid_has_the_transformer_and_others() -> None:
         (["--workload=nope"], "unknown workload 'nope'; choose from transformer"),
         (
             [f"--workload={HERE}:Digits", "--seq-len=8"],
-            "seq_len is the transformer's, and workload Digits takes",
+            "seq_len is the transformer's: Digits takes",
         ),
         (
             [f"--workload={HERE}:Digits", "--set=size=8"],
