@@ -121,14 +121,11 @@ def parameter_pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
     return [(name.strip(), value.strip()) for name, _, value in parts]
 
 
-def parameter_grid(given: Iterable[str] | Mapping[str, Sequence[object]]) -> tuple[str, ...]:
-    """Every combination of parameters; one that has several values takes each in turn."""
-    values: dict[str, list[object]] = {}
-    if isinstance(given, Mapping):
-        values = {name: [*each] for name, each in given.items()}
-    else:
-        for name, value in parameter_pairs(given):
-            values.setdefault(name, []).append(value)
+def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
+    """Every combination of parameters; one that is given several values takes each in turn."""
+    values: dict[str, list[str]] = {}
+    for name, value in parameter_pairs(given):
+        values.setdefault(name, []).append(value)
     found = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
     return tuple(dict.fromkeys(map(parameters_text, found)))
 

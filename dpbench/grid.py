@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -65,11 +64,6 @@ class Grid:
                 cell.update(OF_TRANSFORMER)
         return list(dict.fromkeys(Case(name, **cell) for cell in cells for name in self.trainer))
 
-    def narrow(self, **axes: Iterable[Any] | None) -> Grid:
-        """Replace the values along the named axes; None leaves an axis alone."""
-        chosen: dict[str, Any] = {k: tuple(v) for k, v in axes.items() if v is not None}
-        return replace(self, **chosen)
-
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
         """A grid by name, or from TOML: one key per `Case` field, a value or a list."""
@@ -123,7 +117,7 @@ def _parameters(table: object) -> tuple[str, ...]:
         raise ConfigurationError(
             f"set must be a table of numbers, strings or lists of them, not {table!r}"
         )
-    return parameter_grid(values)
+    return parameter_grid(f"{name}={each}" for name, value in values.items() for each in value)
 
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")

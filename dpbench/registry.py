@@ -263,14 +263,16 @@ def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any] |
         grid = _resolved(grid)
     except ConfigurationError as error:  # the built-in grids have none
         raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
-    if axes.get("set"):
-        axes["set"] = parameter_grid(axes["set"] or ())
+    given: dict[str, Any] = {
+        axis: tuple(values) for axis, values in axes.items() if values is not None
+    }
+    if "set" in given:
+        given["set"] = parameter_grid(given["set"])
     if baseline is not None:
         grid = replace(grid, baseline=baseline)
-    narrowed = _resolved(grid.narrow(**axes))
-    given = [axis for axis, values in axes.items() if values is not None]
-    check_belongs(given, narrowed.workload)
-    return narrowed
+    grid = _resolved(replace(grid, **given))
+    check_belongs(given, grid.workload)
+    return grid
 
 
 def _resolved(grid: Grid) -> Grid:
