@@ -10,6 +10,7 @@ from dpbench.gpu import Gpu
 from dpbench.grid import GRIDS
 from dpbench.plugin import workers
 from dpbench.plugin.workers import case_of, in_order, useful_workers, visible_names
+from dpbench.registry import chosen_grid
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -89,7 +90,7 @@ def test_long_cases_come_first_each_after_its_baseline() -> None:
 
 
 def test_cases_that_take_as_long_stay_with_their_baselines() -> None:
-    grid = GRIDS["grid1"].narrow(precision=["fp32", "tf32"], batch_size=[8], seq_len=[256])
+    grid = chosen_grid("grid1", precision=["fp32", "tf32"], batch_size=[8], seq_len=[256])
     assert [case.precision for case in in_order(grid.cases())] == ["fp32"] * 4 + ["tf32"] * 4
 
 
