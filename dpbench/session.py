@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -81,8 +81,6 @@ class Session:
         """Lines about how the session went; with a problem it has not succeeded."""
         self._tests: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
         """Which tests asked for a case (id, what measured it), and what each added to it."""
-        self._asked: set[str] = set()
-        """Cases that are asked for, by id, or that a resumed run has."""
         self.update_environment: Callable[[dict[str, Any]], object] = lambda environment: None
         self.update_document: Callable[[dict[str, Any]], object] = lambda document: None
         self._file_error: OSError | None = None
@@ -185,18 +183,6 @@ class Session:
 
     # --- measuring ---------------------------------------------------------------------------
 
-    def expect(self, cases: Collection[str]) -> None:
-        """These cases are asked for, by id; with those of the grid that a resumed run has."""
-        if self._writes:
-            self._asked = {*cases, *self._measured()}
-            asked = max(len(self._asked), self.conditions.cases_asked)
-            self.conditions = replace(self.conditions, cases_asked=asked)
-
-    def _measured(self) -> set[str]:
-        """The cases of the grid that have an outcome, by id."""
-        measured = {outcome.case.id for outcome in self.outcomes()}
-        return {case.id for case in self.grid.cases() if case.id in measured}
-
     def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
         """The outcome of a case, by these instruments or the session's; it is written at once."""
         from dpbench.runner import measure
@@ -263,19 +249,24 @@ class Session:
                 if path := files.pop("json", None):
                     write_document(path, document)
             with self.reporting_problems():
-                asked = 0 if complete else self.conditions.cases_asked
+                asked = 0 if complete else document["session"]["cases_asked"]
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
                 write_renderings(outcomes, self.view, **files, missing=missing)
 
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
 
-        session = self.conditions.session(
-            COMPLETE if complete else INTERRUPTED, self.regressions, self.unjudged
-        )
+        status = COMPLETE if complete else INTERRUPTED
+        session = self.conditions.session(status, self.regressions, self.unjudged)
+        session["cases_asked"] = max(session["cases_asked"], self._cases_of(outcomes))
         made = document(outcomes, self.conditions.environment, session)
         self.update_document(made)
         return made
+
+    def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
+        """How many cases are asked for, as far as is known, or are of the grid and measured."""
+        measured = {outcome.case for outcome in outcomes}.intersection(self.grid.cases())
+        return len(measured.union(case for case, _ in self.comparison.asked))
 
     @contextmanager
     def reporting_problems(self) -> Iterator[None]:
@@ -301,9 +292,8 @@ class Session:
             complete: whether every case that was asked for has an outcome, or a reason why not.
         """
         outcomes = self.outcomes()
-        if self._writes:  # a resumed run may have been asked for more
-            has = len(self._asked | self._measured())
-            complete = complete and has >= self.conditions.cases_asked
+        if self._writes:  # a run that it resumes may have been asked for more
+            complete = complete and self._cases_of(outcomes) >= self.conditions.cases_asked
         if outcomes and not self.settings.of_pytest and self.settings.compares:
             with self.reporting_problems():
                 self._compare(outcomes)

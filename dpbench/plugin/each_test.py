@@ -147,11 +147,7 @@ class EachTest:
 
     # --- judging it --------------------------------------------------------------------------
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note what the tests are known to ask for: the reference should have it."""
-        self.comparison.asked = [key for item in session.items for key in self._asked_by(item)]
-
-    def _asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
+    def asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
         """What a test asks for according to its parameters and fixtures."""
         case = case_of(item)
         measures = takes(item, measuring(self.session.settings))
@@ -278,7 +274,7 @@ class EachTest:
         has_own = item.get_closest_marker("dpbench") is not None
         if call.when != "teardown" and not has_own and self.comparison.limits:
             outcomes = [outcome for outcome, *_ in self._measured]
-            asked = dict.fromkeys([*self._asked_by(item), *asked_for(outcomes)])
+            asked = dict.fromkeys([*self.asked_by(item), *asked_for(outcomes)])
             found["general"] = [(asdict(case), name) for case, name in asked]
         vars(report)["dpbench"] = found
         return report
@@ -323,13 +319,13 @@ class EachTest:
         """The whole session beside its reference: its tables, and what limits could not judge.
 
         Args:
-            complete: whether every test that measures has run.
+            complete: whether every test has run.
         """
         session, comparison = self.session, self.comparison
         if comparison.limits and not complete:
             session.problem(
-                "the session ended before every test that measures had run, so "
-                "--dpbench-compare-fail has not judged all that was asked for"
+                "the session ended before every test had run, so --dpbench-compare-fail has not "
+                "judged all that was asked for"
             )
         elif comparison.limits and not self._general:
             session.notes.append(
@@ -340,7 +336,6 @@ class EachTest:
         if not (outcomes or self._general) or not compares:
             return
         asked = [(Case(**fields), name) for keys in self._general for fields, name in keys]
-        comparison.asked = comparison.asked or asked  # xdist's controller collects nothing
         run = session.as_run(outcomes)
         # Without a test that the command line's limits are for, they have nothing to judge.
         chosen = comparison.limits if self._general else []

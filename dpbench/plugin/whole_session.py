@@ -8,11 +8,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable, write_text
 from dpbench.gpu import visible_gpus
@@ -25,7 +27,6 @@ from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
-    from dpbench.case import Case
     from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"
@@ -70,8 +71,6 @@ class WholeSession:
             config=config, output_json=document
         )
         self.each_test = EachTest(config, self.session)
-        self.asked: dict[str, str] = {}
-        """Each test that measures or counts, with the id of the grid's case that it asks for."""
         self.ended: set[str] = set()
         """The tests that have come to their end."""
         if self.is_worker:
@@ -132,16 +131,13 @@ class WholeSession:
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note which cases the tests ask for: an interrupted run has fewer."""
-        if not self.runs_tests:
-            return
-        fixtures = [*measuring(self.settings), "logical_io"]
-        cases = {item.nodeid: case_of(item) for item in session.items if takes(item, fixtures)}
-        self.asked = {test: case.id if case else "" for test, case in cases.items()}
-        self.session.expect({*self.asked.values()} - {""})
+        """Note what the tests are known to ask for: a reference should have it, and the run."""
+        asked = [key for item in session.items for key in self.each_test.asked_by(item)]
+        self.session.comparison.asked = asked
         if self.is_worker:  # the controller collects nothing
+            told = json.dumps([(asdict(case), instrument) for case, instrument in asked])
             with suppress(OSError):
-                write_text(self.session.store.directory / ASKED, json.dumps(self.asked))
+                write_text(self.session.store.directory / ASKED, told)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end."""
@@ -186,10 +182,10 @@ class WholeSession:
             return
         if self.session.directory is not None:  # what workers have collected
             with suppress(FileNotFoundError):
-                self.asked = json.loads((self.session.directory / ASKED).read_text())
-                self.session.expect({*self.asked.values()} - {""})
+                told = json.loads((self.session.directory / ASKED).read_text())
+                self.session.comparison.asked = [(Case(**case), name) for case, name in told]
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
-        complete = self.asked.keys() <= self.ended and not stopped
+        complete = len(self.ended) >= session.testscollected and not stopped
         with self.session.reporting_problems():
             self.each_test.judge_session(complete=complete)
         self.session.finish(complete=complete)
