@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -57,7 +58,8 @@ class EachTest:
     def __init__(self, config: pytest.Config, session: Session) -> None:
         self.session = session
         self.comparison = session.comparison
-        self._capture = config.pluginmanager.getplugin("capturemanager")
+        capture = config.pluginmanager.getplugin("capturemanager")
+        self._uncaught = capture.global_and_fixture_disabled if capture else nullcontext
         self._tried_out: set[Case] = set()
         # of the test that is running:
         self._test = ""
@@ -93,7 +95,7 @@ class EachTest:
             instruments = self._of_step(step, instruments)
         from dpbench.results.report import CaseReport
 
-        with shown_past(self._capture.global_and_fixture_disabled):
+        with shown_past(self._uncaught):
             outcome = self.session.measure(case, instruments)
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, instruments, report))
