@@ -14,8 +14,7 @@ import pytest
 from dpbench.errors import DpbenchError
 from dpbench.plugin import hooks
 from dpbench.plugin.each_test import MARKER, EachTest
-from dpbench.plugin.whole_session import WholeSession, read_settings
-from dpbench.plugin.workers import useful_workers
+from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
@@ -51,10 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """What ``-n auto`` means where cases are measured; None leaves it to xdist."""
-    if not read_settings(config).measures or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
-        return useful_workers(read_settings(config).chosen_grid()) or None
+        settings = read_settings(config)
+        return useful_workers(settings.chosen_grid()) or None if settings.measures else None
     except DpbenchError:  # asked before `pytest_configure`, which will say what is wrong
         return None
 

@@ -21,12 +21,12 @@ from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
-from dpbench.plugin.workers import share_gpus
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
+    from dpbench.grid import Grid
     from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"
@@ -34,6 +34,9 @@ SHARED = "dpbench"
 
 ASKED = "asked"
 """What a worker collected, in the session's directory."""
+
+WORKERS_PER_GPU = 2
+"""One sets up while the other measures; a third would only wait for the GPU's lock."""
 
 RUNS_NO_TEST = (
     *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
@@ -45,6 +48,24 @@ RUNS_NO_TEST = (
 def read_settings(config: pytest.Config) -> Settings:
     """What pytest's command line asks for."""
     return Settings.read(config.option, of_pytest=True, directory=config.invocation_params.dir)
+
+
+def useful_workers(grid: Grid) -> int:
+    """How many xdist workers ``-n auto`` means: no more than there are cases."""
+    return min(WORKERS_PER_GPU * len(visible_gpus()), len(grid.cases()))
+
+
+def visible_names() -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` calls each GPU that this process may use.
+
+    Entries of the caller's own list if there is one, for it may pick some GPUs or slices of one;
+    otherwise UUIDs, which do not depend on how CUDA numbers GPUs.
+    """
+    gpus = visible_gpus()
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return [gpu.uuid for gpu in gpus]
+    return [entry.strip() for entry in asked.split(",")][: len(gpus)]
 
 
 class WholeSession:
@@ -153,9 +174,10 @@ class WholeSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Spread the workers over the GPUs."""
-        if self.measures:
-            share_gpus(specs)
+        """Give each worker on this machine one GPU; a replacement of a crashed one keeps it."""
+        names = visible_names() if self.measures else []
+        for number, spec in enumerate(spec for spec in specs if names and spec.popen):
+            spec.env["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
 
     # --- the end -----------------------------------------------------------------------------
 

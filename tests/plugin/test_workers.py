@@ -8,8 +8,8 @@ import pytest
 
 from dpbench.gpu import Gpu
 from dpbench.grid import GRIDS
-from dpbench.plugin import workers
-from dpbench.plugin.workers import useful_workers, visible_names
+from dpbench.plugin import whole_session
+from dpbench.plugin.whole_session import useful_workers, visible_names
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -32,7 +32,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     found = [Gpu(f"GPU-{i}", "NVIDIA H200", None, "580") for i in range(count)]
-    monkeypatch.setattr(workers, "visible_gpus", lambda: found)
+    monkeypatch.setattr(whole_session, "visible_gpus", lambda: found)
 
 
 def test_auto_workers_have_a_gpu_each_and_one_that_dies_takes_nothing_with_it(
