@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import SCRIPT
-from dpbench.comparison import Comparison
+from dpbench.comparison import Asked, Comparison, asked_for
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
 from dpbench.results.rows import NO_HARDWARE
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dpbench.gpu import Gpu
     from dpbench.instruments.base import Instrument
     from dpbench.results.conditions import Conditions
-    from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome, OutcomeStore
     from dpbench.results.run import Run
     from dpbench.results.storage import RunFile
@@ -285,18 +284,18 @@ class Session:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def finish(self, *, complete: bool) -> None:
+    def finish(self, *, complete: bool, limited: Asked | None = None) -> None:
         """Compare, write everything for the last time, let go of the file.
 
         Args:
             complete: whether every case that was asked for has an outcome, or a reason why not.
+            limited: what the command line's limits are for, if not for all that is asked for.
         """
         outcomes = self.outcomes()
+        with self.reporting_problems():
+            self._compare(outcomes, self.comparison.asked if limited is None else limited, complete)
         if self._writes:  # a run that it resumes may have been asked for more
             complete = complete and self._cases_of(outcomes) >= self.conditions.cases_asked
-        if outcomes and not self.settings.of_pytest and self.settings.compares:
-            with self.reporting_problems():
-                self._compare(outcomes)
         self.write(complete=complete)
         with self.reporting_problems():
             if outcomes and self.settings.html is not None:
@@ -315,20 +314,26 @@ class Session:
             shown[:0] = [(before.name, before.document)] if before.sources else []
         write_html(path, labelled(shown), self.view.expected)
 
-    def _compare(self, outcomes: Sequence[Outcome]) -> None:
-        """Judge the whole session by the limits of the command line."""
+    def _compare(self, outcomes: Sequence[Outcome], limited: Asked, complete: bool) -> None:
+        """Show the session beside its reference, and hold to limits what they are for."""
         comparison = self.comparison
-        verdict = comparison.judge(self.as_run(outcomes), comparison.limits, comparison.asked)
-        comparison.show(verdict)
-        self.regressions = verdict.regressions
-        self.note_unjudged(verdict)
-
-    def note_unjudged(self, verdict: Verdict) -> None:
-        """What limits could not judge is a problem."""
+        compares = self.settings.compares or comparison.named or self.unjudged  # tests may have
+        if not (compares and (outcomes or comparison.limits)):
+            return
+        run, limits = self.as_run(outcomes), comparison.limits
+        comparison.show(comparison.judge(run, limits, [*limited, *asked_for(outcomes)]))
+        verdict = comparison.judge(run, limits, limited)
+        self.regressions += [row for row in verdict.regressions if row not in self.regressions]
+        if limits and not complete:
+            self.problem(
+                f"the session ended early, so {self.settings.option('compare_fail')} has not "
+                f"judged all that was asked for"
+            )
+            return
+        unjudged = [missing.as_json() for missing in verdict.unjudged]
+        self.unjudged += [row for row in unjudged if row not in self.unjudged]
         for missing in verdict.unjudged:
-            if missing.as_json() not in self.unjudged:
-                self.unjudged.append(missing.as_json())
-            self.problem(f"{missing}{self.comparison.remedy}")
+            self.problem(f"{missing}{comparison.remedy}")
 
     def as_run(self, outcomes: Sequence[Outcome]) -> Run:
         """The session so far, to be compared."""

@@ -315,35 +315,14 @@ class EachTest:
             known = getattr(self.session, name)
             known += [row for row in found.get(name, ()) if row not in known]
 
-    # --- when it is over, in the controller --------------------------------------------------
-
-    def judge_session(self, *, complete: bool) -> None:
-        """The whole session beside its reference: its tables, and what limits could not judge.
-
-        Args:
-            complete: whether every test has run.
-        """
-        session, comparison = self.session, self.comparison
-        if comparison.limits and not complete:
-            session.problem(
-                "the session ended before every test had run, so --dpbench-compare-fail has not "
-                "judged all that was asked for"
-            )
-        elif comparison.limits and not self._general:
-            session.notes.append(
+    def limited(self, *, complete: bool) -> list[tuple[Case, str]]:
+        """What the command line's limits are for; if all tests ran and none is, the limits go."""
+        if complete and self.comparison.limits and not self._general:
+            self.comparison.limits = []
+            self.session.notes.append(
                 "--dpbench-compare-fail judged nothing: no test it is for measures"
             )
-        outcomes = session.outcomes()
-        compares = session.settings.compares or comparison.named or session.unjudged
-        if not (outcomes or self._general) or not compares:
-            return
-        asked = [(Case(**fields), name) for keys in self._general for fields, name in keys]
-        run = session.as_run(outcomes)
-        # Without a test that the command line's limits are for, they have nothing to judge.
-        chosen = comparison.limits if self._general else []
-        comparison.show(comparison.judge(run, chosen, [*asked, *asked_for(outcomes)]))
-        if chosen and complete:
-            session.note_unjudged(comparison.judge(run, chosen, asked))
+        return [(Case(**case), name) for asked in self._general for case, name in asked]
 
 
 def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[Step]:

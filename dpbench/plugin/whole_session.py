@@ -208,9 +208,8 @@ class WholeSession:
                 self.session.comparison.asked = [(Case(**case), name) for case, name in told]
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         complete = len(self.ended) >= session.testscollected and not stopped
-        with self.session.reporting_problems():
-            self.each_test.judge_session(complete=complete)
-        self.session.finish(complete=complete)
+        limited = self.each_test.limited(complete=complete)
+        self.session.finish(complete=complete, limited=limited)
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
         if self.measures and not self.session.problems:
