@@ -123,11 +123,12 @@ LAUNCH_BOUND = 0.7
 """A phase whose GPU is busy for less than this part of its time waits for its launches."""
 
 
-def intensities(frame: pd.DataFrame) -> pd.DataFrame:
+def intensities(frame: pd.DataFrame, *, complete: bool = True) -> pd.DataFrame:
     """Operations, bytes and, if it was measured, time of each phase and of the step.
 
-    Each case of the long table needs rows of the ``logical`` instrument, for the operations. DRAM
-    bytes and times are those of the instrument that comes first in `PREFERRED`.
+    Each case of the long table needs rows of the ``logical`` instrument, for the operations; a
+    case without is an error, or left out if the table need not be ``complete``. DRAM bytes and
+    times are those of the instrument that comes first in `PREFERRED`.
 
     Returns:
         One row per case, device and phase: the case's fields, ``device``, ``phase``,
@@ -140,7 +141,7 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
 
     case, place = list(AXES), [*AXES, "device", "phase"]
     known = frame[frame.precision != ""]
-    if known.empty and not frame.empty:
+    if complete and known.empty and not frame.empty:
         raise ConfigurationError("nobody says at which precision a script computes: no roofline")
     summary = of_one_instrument(summarise(known))
 
@@ -162,6 +163,8 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     for more in (seconds, of(BUSY, "busy")):
         table = table.merge(more, on=place, how="left")
     missing = _without(on_hardware, flops, case).assign(phase=STEP)
+    if not complete:
+        table, missing = table.dropna(subset="flops"), missing[:0]
     for row in pd.concat([missing, table[table.flops.isna()]]).head(1).to_dict("records"):
         raise ConfigurationError(  # never zero
             f"no operations were counted for {Case.from_row(row).id}, phase {row['phase']}: "

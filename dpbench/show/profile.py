@@ -62,37 +62,39 @@ def _profile_table(title: str, wide: pd.DataFrame) -> Table:
     return _by_phase(title, wide, columns, notes)
 
 
-def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Table]:
+def copies_table(launches: Sequence[Any], steps: int) -> list[Table]:
     """Copies and memsets by phase and by the operator that asked for them; none on the CPU."""
-    copies = pd.DataFrame([launch for launch in launches if launch["kind"] != "kernel"])
+    copies = pd.DataFrame([vars(launch) for launch in launches if launch.kind != "kernel"])
     if copies.empty:
         return []
-    copies = copies.sort_values("bytes", ascending=False, kind="stable").head(TOP)
-    copies["copy"] = copies.phase + ": " + copies.name.str.partition(" (")[0]
+    by = copies.groupby(["phase", "name", "operator", "called_by"], dropna=False, sort=False)
+    sums = (by.bytes.agg(["size", "sum"]) / steps).reset_index()
+    sums = sums.sort_values("sum", ascending=False, kind="stable").head(TOP)
     columns: dict[str, Shown] = {
         "copy": ("copy", str),
-        "count": ("count", lambda count: f"{count / steps:g}"),
-        "GB": ("bytes", lambda moved: gigabytes(moved / steps)),
-        "operator": ("operator", lambda name: name or ABSENT),
-        "called by": ("called_by", lambda name: name or ABSENT),
+        "count": ("size", "{:g}".format),
+        "GB": ("sum", gigabytes),
+        "operator": ("operator", str),
+        "called by": ("called_by", str),
     }
     note = "A copy on the device reads its bytes and writes them; a memset only writes."
-    return [Table.of("Copies and memsets, per step", copies, columns, [note])]
+    named = sums.assign(copy=sums.phase + ": " + sums.name.str.partition(" (")[0])
+    return [Table.of("Copies and memsets, per step", named, columns, [note])]
 
 
 def profile_report(
     record: Mapping[str, Any],
     rows: Iterable[Measurement],
-    launches: Sequence[Mapping[str, Any]],
+    launches: Sequence[Any],
     operators: Sequence[Mapping[str, Any]],
     threshold: float,
 ) -> str:
     """The text report of one profiled case.
 
-    ``launches`` are what the device did, folded: sums over the recorded steps. ``operators`` are
-    sums by operator, and by operator and input shapes, of each cycle; their ``kind`` is
-    ``operator`` (or a call of CUDA), ``kernel`` or ``annotation``. An operator that takes
-    ``threshold`` milliseconds of a step is a bottleneck.
+    ``launches`` are what the device did in the recorded steps. ``operators`` are sums by operator,
+    and by operator and input shapes, of each cycle; their ``kind`` is ``operator`` (or a call of
+    CUDA), ``kernel`` or ``annotation``. An operator that takes ``threshold`` milliseconds of a
+    step is a bottleneck.
     """
     frame = to_frame(rows)
     steps = int(frame.repeat.nunique())

@@ -9,8 +9,13 @@ import pytest
 from dpbench import Case, CaseReport
 from dpbench.case import PHASES
 from dpbench.instruments.cupti.instrument import Cupti
-from dpbench.instruments.nsys.instrument import Nsys, timeline_of
-from dpbench.instruments.nsys.program import ImporterMissing, NsysNotFound, find_nsys
+from dpbench.instruments.nsys.instrument import (
+    ImporterMissing,
+    Nsys,
+    NsysNotFound,
+    find_nsys,
+    timeline_of,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,7 +41,7 @@ class Profile:
     """What is known of a profiled case."""
 
     rows: list[Measurement]
-    launches: list[dict[str, Any]]  # of `grouped`; sums over all steps
+    launches: list[trace.Launch]  # of all steps
     operators: list[dict[str, Any]]  # by name and by input shapes, of each cycle
 
 
@@ -64,11 +64,11 @@ def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profil
         for path in _in_order(directory, "operators_*.json")
         for line in json.loads(path.read_text(encoding="utf-8"))
     ]
-    profile = Profile(list(profile_rows(case, record, traces)), grouped(traces), operators)
+    launches = [launch for recorded in traces for launch in recorded.launches]
+    profile = Profile(list(profile_rows(case, record, traces)), launches, operators)
     if find_spec("tensorboard") is not None:
         write_log(case, record, profile.rows, directory)
-    document = {"schema": SCHEMA, **record, "launches": profile.launches}
-    document["rows"] = as_rows(profile.rows)
+    document = {"schema": SCHEMA, **record, "rows": as_rows(profile.rows)}
     (directory / SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return profile
 
@@ -177,20 +177,3 @@ def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, 
 def copy_metric(name: str) -> str:
     """The metric of a copy or memset with this name in a trace."""
     return next((m for start, m in COPIES.items() if name.startswith(start)), OTHER_COPIES)
-
-
-def grouped(traces: list[trace.Trace]) -> list[dict[str, Any]]:
-    """What the device did; ``count``, ``bytes`` and ``seconds`` are sums over recorded steps."""
-    folded: dict[tuple[Any, ...], list[trace.Launch]] = defaultdict(list)
-    names = ("phase", "kind", "name", "operator", "called_by")
-    for launch in chain.from_iterable(recorded.launches for recorded in traces):
-        folded[tuple(getattr(launch, name) for name in names)].append(launch)
-    return [
-        {
-            **dict(zip(names, key, strict=True)),
-            "count": len(launches),
-            "bytes": sum(launch.bytes for launch in launches),
-            "seconds": sum(launch.seconds for launch in launches),
-        }
-        for key, launches in folded.items()
-    ]

@@ -231,14 +231,22 @@ def roofline(material: Material) -> Chart | None:
     drawn: list[pd.DataFrame] = []
     refusals: list[str] = []
     cards: dict[str, Roofs] = {}
-    for run, device, frame in _with_operations(material):
-        try:
-            card = cards[device] = find_card(device)
-            rows = under(intensities(frame), card).assign(run=run)
+    everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
+    counted = everything[everything.instrument == UNMEASURED]
+    counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
+    for run in material.runs:
+        measured = run.frame[run.frame.instrument != UNMEASURED]
+        table = intensities(pd.concat([measured, counted]), complete=False)
+        table = table[table.bytes_are == MEASURED_BYTES]
+        for device, rows in table.groupby("device", sort=False):
+            try:
+                card = cards[str(device)] = find_card(str(device))
+            except ConfigurationError as error:
+                refusals.append(f"{device}: {error}.")
+                continue
             ridges = [card.ridge(precision) for precision in rows.precision]
-            drawn.append(rows.assign(peak=rows.precision.map(card.flops), ridge=ridges))
-        except ConfigurationError as error:
-            refusals.append(f"{device}: {error}.")
+            peaks = rows.precision.map(card.flops)
+            drawn.append(under(rows, card).assign(run=run.name, peak=peaks, ridge=ridges))
     chart = Chart(
         "roofline",
         "Roofline by phase",
@@ -290,27 +298,6 @@ def roofline(material: Material) -> Chart | None:
     return replace(chart, panels=panels, keys=keys, table=as_text, notes=notes)
 
 
-def _with_operations(material: Material) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """By run and device, the measured rows of cases whose operations some run has counted."""
-    everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
-    counted = everything[everything.instrument == UNMEASURED]
-    counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
-    for run in material.runs:
-        measured = run.frame[run.frame.instrument != UNMEASURED]
-        for device, rows in measured.groupby("device", sort=False):
-            for metric in ("dram_read_bytes", "step_time_seconds"):
-                rows = rows.merge(_cases(rows[rows.metric == metric]))
-            rows = rows.merge(_cases(counted))
-            if len(rows):
-                both = pd.concat([rows, counted.merge(_cases(rows))], ignore_index=True)
-                yield run.name, str(device), both
-
-
-def _cases(rows: pd.DataFrame) -> pd.DataFrame:
-    """The cases of rows, once each; a frame that is merged with them keeps those alone."""
-    return rows[list(AXES)].drop_duplicates()
-
-
 def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     """Every phase of measured steps, and what lies outside if that takes enough to matter."""
     case = ["run", *AXES, "device"]  # two runs may have measured the same
@@ -318,7 +305,7 @@ def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     steps = table[table.phase == STEP].set_index(case).seconds
     table = table.join(titles, on=case).join(steps.rename("whole"), on=case)
     matters = table.phase.isin(PHASES) | (table.seconds / table.whole > SHOWN_SHARE)
-    table = table[(table.bytes_are == MEASURED_BYTES) & matters & (table.phase != STEP)]
+    table = table[table.whole.notna() & matters & (table.phase != STEP)]
     return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
 
 

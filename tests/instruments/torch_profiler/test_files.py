@@ -17,7 +17,6 @@ from dpbench.instruments.torch_profiler.files import (
     REPORT,
     DeviceActivityMissing,
     copy_metric,
-    grouped,
     profile_rows,
     read_rows,
     with_operators,
@@ -26,6 +25,7 @@ from dpbench.instruments.torch_profiler.files import (
 from dpbench.instruments.torch_profiler.trace import read
 from dpbench.results.kernels import KernelCount, short_name
 from dpbench.results.report import CaseReport
+from dpbench.show.profile import copies_table
 from tests.recorded import unpacked
 
 DATA = Path(__file__).parents[2] / "data" / "profile"
@@ -69,11 +69,14 @@ def test_a_trace_without_the_device_is_an_error_on_cuda() -> None:
         list(profile_rows(STANDARD, record(), [empty]))
 
 
-def test_launches_fold_by_operator_over_steps() -> None:
-    trace = read(DATA / "dpsgd" / "trace_0.json.gz")
-    once, twice = grouped([trace]), grouped([trace, trace])
-    assert sum(line["count"] for line in once) == len(trace.launches)
-    assert [line["count"] for line in twice] == [2 * line["count"] for line in once]
+def test_copies_are_summed_by_operator_over_steps() -> None:
+    launches = read(DATA / "dpsgd" / "trace_0.json.gz").launches
+    [once], [twice] = copies_table(launches, 1), copies_table(launches * 2, 2)
+    assert once == twice
+    copies = [launch for launch in launches if launch.kind != "kernel"]
+    sums = [dict(zip(once.headers, line, strict=True)) for line in once.exact]
+    assert sum(line["count"] for line in sums) == len(copies)
+    assert sum(line["GB"] for line in sums) == sum(launch.bytes for launch in copies)
 
 
 def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> None:
