@@ -95,7 +95,8 @@ def judge(
         first_run_ok: what the reference lacks may be measured for the first time.
     """
     old, new = pairs(before, after, across=across)
-    sides = _Sides(before, after, old, new, asked, across, first_run_ok)
+    known = None if asked is None else {*asked}
+    sides = _Sides(before, after, old, new, known, across, first_run_ok)
     judged = [pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])]
     unjudged: list[Unjudged] = []
     for limit in limits:
@@ -136,6 +137,11 @@ class _Sides:
         """The numbers of the reference that were asked for."""
         return self._asked_for(self.old)
 
+    @cached_property
+    def first(self) -> pd.DataFrame:
+        """Those that were asked for and that the reference lacks."""
+        return self._asked_for(self.new)
+
     def _asked_for(self, rows: pd.DataFrame) -> pd.DataFrame:
         if self.asked is None:
             return rows
@@ -147,8 +153,8 @@ class _Sides:
     ) -> Iterator[Unjudged]:
         """What a limit had to judge and did not, or that it judged nothing at all."""
         yield from _by_reason(limit, missing, self._lost)
-        yield from _by_reason(limit, judged, self._cut_short)
-        first = _about(self._asked_for(self.new), limit)
+        yield from _by_reason(limit, judged[judged.workload == SCRIPT], self._cut_short)
+        first = _about(self.first, limit)
         unknown = [] if self.first_run_ok else list(_by_reason(limit, first, self._new))
         yield from unknown
         is_first = bool(unknown) or (self.first_run_ok and not first.empty)
@@ -193,8 +199,6 @@ class _Sides:
 
     def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Whether a script ended before all steps were counted that the reference has of it."""
-        if case.workload != SCRIPT:
-            return ""
         (asked, there), (again, here) = (
             _steps_of(run, case, instrument) for run in (self.before, self.after)
         )
@@ -211,10 +215,13 @@ class _Sides:
         if other := other_baseline(self.before, self.after):
             yield other
         old, new = (_subjects(run) for run in (self.before, self.after))
-        asked = self._asked_for(old)
+        asked, asked_of_new = (
+            [each for each in side if self.asked is None or each in self.asked]
+            for side in (old, new)
+        )
         if names := _with_instruments(_without(old, asked), asked):
             yield f"not asked for, and so not compared: {listed(names)}"
-        for name, mine, others in ((after, asked, new), (before, self._asked_for(new), old)):
+        for name, mine, others in ((after, asked, new), (before, asked_of_new, old)):
             missing = _without(mine, others)
             if names := _with_instruments(missing, _without(mine, missing)):
                 yield f"not in {name}: {listed(names)}"
@@ -265,23 +272,23 @@ def _ids(rows: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(case.id for case, _ in _by_case(rows)))
 
 
-def _subjects(run: Run) -> pd.DataFrame:
+def _subjects(run: Run) -> list[tuple[Case, str]]:
     """Each case that has rows, by each instrument."""
-    return run.frame[[*AXES, "instrument"]].drop_duplicates()
+    return [(case, instrument) for case, by in run.places.items() for instrument in by]
 
 
-def _without(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """The rows that others lack."""
-    mine, theirs = (pd.MultiIndex.from_frame(each) for each in (rows, others))
-    return rows[~mine.isin(theirs)]
+def _without(subjects: Asked, others: Asked) -> Asked:
+    """The subjects that others lack."""
+    known = {*others}
+    return [each for each in subjects if each not in known]
 
 
-def _with_instruments(rows: pd.DataFrame, others: pd.DataFrame) -> list[str]:
-    """The cases of rows; with the instruments where the others have the case by another one."""
-    partly, named = set(_ids(others)), dict[str, list[str]]()
-    for case, row in _by_case(rows):
-        named.setdefault(case.id, []).append(row["instrument"])
-    return [f"{case} ({', '.join(by)})" if case in partly else case for case, by in named.items()]
+def _with_instruments(subjects: Asked, others: Asked) -> list[str]:
+    """The cases of subjects; with the instruments where others have the case by another one."""
+    partly, named = {case for case, _ in others}, dict[Case, list[str]]()
+    for case, instrument in subjects:
+        named.setdefault(case, []).append(instrument)
+    return [f"{c.id} ({', '.join(by)})" if c in partly else c.id for c, by in named.items()]
 
 
 def listed(names: Sequence[str]) -> str:
