@@ -28,8 +28,19 @@ SECTOR_BYTES = 32
 RATIO = "_ratio"
 """The end of the name of a metric's ratio to the baseline's."""
 
-Kind = Literal["value", "ratio", "spread", "over_logical", "logical"]
-"""Which number of a metric a column shows."""
+Kind = Literal["value", "ratio", "spread", "over_logical", "logical", "throughput"]
+"""What a number is: a metric's own value, or what follows from it."""
+
+STANDARD = "÷ std"
+"""How a header says that a column is a ratio to standard training."""
+
+DERIVED: Mapping[Kind, str] = {
+    "ratio": STANDARD,
+    "spread": "spread",
+    "over_logical": "÷ logical",
+    "logical": "logical",
+}
+"""What follows from a metric and is one, e.g. ``dram_ratio``; and what heads its column."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ class Metric:
         spread: whether its spread over the steps says how far a row can be trusted.
         source: where an instrument finds it: a field of `KernelCount`, or how an activity's name
             in a trace of the PyTorch profiler begins.
+        of: the metric from which it follows, if it is one of those that `derived` makes.
+        kind: how it follows from that one.
     """
 
     name: str
@@ -81,6 +94,8 @@ class Metric:
     throughput: bool = True
     spread: bool = False
     source: str = ""
+    of: str = ""
+    kind: Kind = "value"
 
     @property
     def unit(self) -> str:
@@ -105,6 +120,21 @@ class Metric:
         fitting = (names for pattern, names in self.chips if fnmatchcase(chip.upper(), pattern))
         return next(fitting, self.counters)
 
+    def derived(self) -> Iterator[Metric]:
+        """What follows from it, each a metric of its own."""
+        made: list[tuple[str, str, Kind]] = [
+            (derived_name(self.name, kind), f"{self.short_header}\n{header}", kind)
+            for kind, header in DERIVED.items()
+            if self.logical or kind not in ("over_logical", "logical")
+        ]
+        if self.unit == "B" and "ncu" in self.by:
+            name, header = self.name.replace("_bytes", "_throughput"), " ".join(self.header.split())
+            made.append((name, f"{header}\nGB/s", "throughput"))
+        better = self.higher_is_better
+        for name, header, kind in made:
+            header = header if self.header else ""
+            yield Metric(name, header, self.by, higher_is_better=better, of=self.name, kind=kind)
+
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:
         """Its counters as each kind of chip has them."""
@@ -125,9 +155,9 @@ def stem(metric: str) -> str:
     return re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
 
 
-def ratio_name(metric: str) -> str:
-    """The name of a metric's ratio to the baseline's, e.g. ``l2_ratio``."""
-    return stem(metric) + RATIO
+def derived_name(metric: str, kind: Kind = "ratio") -> str:
+    """The name of what follows from a metric, e.g. ``l2_ratio``."""
+    return f"{stem(metric)}_{kind}"
 
 
 class Metrics(Mapping[str, Metric]):
@@ -172,10 +202,29 @@ class Metrics(Mapping[str, Metric]):
         """Between which ratios to the baseline a metric is expected, where it is."""
         return {metric.name: metric.expected for metric in self.values() if metric.expected}
 
-    def of_ratio(self, name: str) -> str | None:
-        """The metric whose ratio has this name, if one has."""
-        names = (metric for metric in self if name in (ratio_name(metric), metric + RATIO))
-        return next(names, None)
+    def every(self) -> dict[str, Metric]:
+        """These and what follows from them, by name, and the largest spread of a case."""
+        found = (each for metric in self.values() for each in (metric, *metric.derived()))
+        return {each.name: each for each in (*found, LARGEST_SPREAD)}
+
+    def find(self, name: str) -> Metric | None:
+        """What a person's name means: one of `every`, or a hardware counter by its own name.
+
+        ``l2_bytes`` is the total, ``dram_bytes_ratio`` the same as ``dram_ratio``.
+        """
+        every, own = self.every(), name.removesuffix(RATIO)
+        spellings = [name, re.sub("_bytes$", "_total_bytes", name)]
+        spellings += [derived_name(own)] if own != name else []
+        for spelling in spellings:
+            if spelling in every:
+                return every[spelling]
+        counter = Metric(own, own)
+        known = (each for each in (counter, *counter.derived()) if each.name == name)
+        return next(known, None) if "__" in name else None
+
+
+LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread")
+"""The largest of the spreads that say how far a row can be trusted."""
 
 
 def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -296,8 +345,8 @@ def expectations(texts: Iterable[str]) -> dict[str, tuple[float, float]]:
         match = re.fullmatch(rf"\s*(\w+)\s*:{number}-{number}", text)
         if match is None or float(match[2]) > float(match[3]):
             raise ConfigurationError(f"expectation {text!r}: write dram_ratio:2-5, or none")
-        metric = METRICS.of_ratio(match[1])
-        if metric is None:
-            raise unknown("ratio", match[1], map(ratio_name, METRICS))
-        expected[metric] = float(match[2]), float(match[3])
+        ratio = METRICS.find(match[1])
+        if ratio is None or ratio.kind != "ratio":
+            raise unknown("ratio", match[1], map(derived_name, METRICS))
+        expected[ratio.of] = float(match[2]), float(match[3])
     return expected

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
-from dpbench.metrics import METRICS, ratio_name
+from dpbench.metrics import METRICS, Kind, derived_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
@@ -145,10 +145,17 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
         named = pd.MultiIndex.from_frame(frame[wrong][keys])
         frame = frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
     summary = with_ratios(summarise(frame), baseline)
-    ratios = summary[(summary.trainer != baseline) & summary.ratio.notna()]
-    names = {metric: ratio_name(metric) for metric in ratios.metric.unique()}
-    ratios = ratios.assign(metric=ratios.metric.map(names), value=ratios.ratio, unit="1")
-    return pd.concat([summary, ratios], ignore_index=True)[[*keys, "unit", "value"]]
+    ratios = derived(summary[summary.trainer != baseline], "ratio")
+    found = pd.concat([summary, ratios])[[*keys, "unit", "value"]]
+    return found.sort_values(keys, ignore_index=True)
+
+
+def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
+    """A column of a summary as rows of metrics, e.g. ``ratio`` of DRAM bytes as ``dram_ratio``."""
+    known = summary[summary[kind].notna()]
+    names = {metric: derived_name(metric, kind) for metric in known.metric.unique()}
+    unit = known.unit if kind == "logical" else "1"
+    return known.assign(metric=known.metric.map(names), value=known[kind], unit=unit, kind=kind)
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:

@@ -154,11 +154,13 @@ class _Sides:
         is_first = bool(unknown) or (self.first_run_ok and not first.empty)
         if judged.empty and missing.empty and not is_first:
             where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-            why = f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
-            if limit.ratio and (other := other_baseline(self.before, self.after)):
+            why = f"neither {self.before.name} nor {self.after.name} has {limit.metric} {where}"
+            if limit.of and (other := other_baseline(self.before, self.after)):
                 why = other
             elif names := _ids(_about(self.old, limit)):
-                why = f"{self.before.name} has {limit.name} {where} of {listed(names)} only, which "
+                why = (
+                    f"{self.before.name} has {limit.metric} {where} of {listed(names)} only, which "
+                )
                 why += "was not asked for"
             yield Unjudged(str(limit), (), why)
 
@@ -185,11 +187,11 @@ class _Sides:
 
     def _lacking(self, limit: Threshold, case: Case, instrument: str, run: Run) -> str:
         """What a run lacks that has the case by this instrument."""
-        if limit.ratio and _lacks_baseline(run, case, instrument):
+        if limit.of and _lacks_baseline(run, case, instrument):
             needed = _baseline(run, case).id
             return f"the ratio needs its baseline {needed}, which is not in {run.name}"
         phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
-        return f"no {limit.name} by {instrument}{phase} in {run.name}"
+        return f"no {limit.metric} by {instrument}{phase} in {run.name}"
 
     def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Whether a script ended before all steps were counted that the reference has of it."""
@@ -240,7 +242,7 @@ class _Sides:
 
 
 def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
-    return numbers[(numbers.metric == limit.name) & (numbers.phase == limit.phase)]
+    return numbers[(numbers.metric == limit.metric) & (numbers.phase == limit.phase)]
 
 
 def _lacks_baseline(run: Run, case: Case, instrument: str) -> bool:
@@ -315,14 +317,14 @@ def _baselines_that_moved(
 ) -> Iterator[str]:
     """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
     keys = [*CONFIGURATION, "instrument", "device", "phase"]
-    for limit in (each for each in limits if each.ratio):
-        own = changes[(changes.metric == limit.metric) & (changes.trainer == after.baseline)]
+    for limit in (each for each in limits if each.of):
+        own = changes[(changes.metric == limit.of) & (changes.trainer == after.baseline)]
         both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
         moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
         for case, row in _by_case(moved.drop_duplicates(keys)):
             where = "" if limit.phase == STEP else f"@{limit.phase}"
             yield (
-                f"{limit}: the baseline itself moved by more than that: {limit.metric}{where} of "
+                f"{limit}: the baseline itself moved by more than that: {limit.of}{where} of "
                 f"{_baseline(after, case).id} {row['relative_own']:+.2%}"
             )
 
