@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import pandas as pd
@@ -77,23 +76,28 @@ def other_baseline(before: Run, after: Run) -> str:
     )
 
 
-def check_comparable(before: Run, after: Run) -> None:
-    """Refuse to compare numbers with different premises."""
-    if not (before.sources and after.sources):
-        raise ConfigurationError("a run without a single row has nothing to compare")
-    instruments = [{name for _, name in run.sources} for run in (before, after)]
-    shared = instruments[0] & instruments[1]
-    agreed = {name for _, name in set(before.sources) & set(after.sources)}
-    if not agreed or shared != agreed:
-        old, new = (
-            "; ".join(
-                f"{', '.join(name for _, name in pairs)} on {device}"
-                for device, pairs in groupby(run.sources, key=itemgetter(0))
-            )
-            for run in (before, after)
-        )
-        remedy = "; --across compares devices all the same" if shared else ""
-        raise ConfigurationError(f"{old} and {new} are different premises{remedy}")
+def check_comparable(
+    before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
+) -> None:
+    """Refuse to compare numbers with different premises.
+
+    Args:
+        before: what is compared with.
+        after: each (device, instrument) of what is compared.
+        name: what that is called.
+        across: whether other devices are compared all the same.
+        option: what says so.
+    """
+    old, new = set(before.sources), set(after)
+    shared = {by for _, by in old} & {by for _, by in new}
+    if shared and (across or {by for _, by in old & new} == shared):
+        return
+    there, here = (
+        "; ".join(f"{by} on {device}" for device, by in side) or "nothing"
+        for side in (before.sources, after)
+    )
+    remedy = f"; {option} does it all the same" if shared and option else ""
+    raise ConfigurationError(f"{before.path} holds {there}, {name} {here}: not compared{remedy}")
 
 
 def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:

@@ -213,12 +213,14 @@ class _Sides:
         if other := other_baseline(self.before, self.after):
             yield other
         old, new = (_subjects(run) for run in (self.before, self.after))
-        asked = self._asked_for(old)
-        if names := _with_instruments(_without(old, asked), asked):
+        asked, also = (
+            [each for each in subjects if self.asked is None or each in self.asked]
+            for subjects in (old, new)
+        )
+        if names := _missing(old, asked):
             yield f"not asked for, and so not compared: {listed(names)}"
-        for name, mine, others in ((after, asked, new), (before, self._asked_for(new), old)):
-            missing = _without(mine, others)
-            if names := _with_instruments(missing, _without(mine, missing)):
+        for name, mine, others in ((after, asked, new), (before, also, old)):
+            if names := _missing(mine, others):
                 yield f"not in {name}: {listed(names)}"
         lost = self.old[self.old.shared & self.old.after.isna()]
         gone = _without_baseline(lost)
@@ -267,23 +269,18 @@ def _ids(rows: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(case.id for case, _ in _by_case(rows)))
 
 
-def _subjects(run: Run) -> pd.DataFrame:
+def _subjects(run: Run) -> list[tuple[Case, str]]:
     """Each case that has rows, by each instrument."""
-    return run.frame[[*AXES, "instrument"]].drop_duplicates()
+    return [(case, instrument) for case, by in run.places.items() for instrument in by]
 
 
-def _without(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """The rows that others lack."""
-    mine, theirs = (pd.MultiIndex.from_frame(each) for each in (rows, others))
-    return rows[~mine.isin(theirs)]
-
-
-def _with_instruments(rows: pd.DataFrame, others: pd.DataFrame) -> list[str]:
-    """The cases of rows; with the instruments where the others have the case by another one."""
-    partly, named = set(_ids(others)), dict[str, list[str]]()
-    for case, row in _by_case(rows):
-        named.setdefault(case.id, []).append(row["instrument"])
-    return [f"{case} ({', '.join(by)})" if case in partly else case for case, by in named.items()]
+def _missing(mine: Sequence[tuple[Case, str]], others: Collection[tuple[Case, str]]) -> list[str]:
+    """The cases that others lack; with the instruments where they have it by another one."""
+    partly, named = {case for case, _ in {*mine} & {*others}}, dict[Case, list[str]]()
+    for case, instrument in mine:
+        if (case, instrument) not in others:
+            named.setdefault(case, []).append(instrument)
+    return [f"{c.id} ({', '.join(by)})" if c in partly else c.id for c, by in named.items()]
 
 
 def listed(names: Sequence[str]) -> str:

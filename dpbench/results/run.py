@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 ROWS = b'\n "rows":'
 """Where a document goes on with what was measured; `dpbench.results.outcome` writes it so."""
 
-_DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
 _CONTROL = re.compile(r"(\\\\)|\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|[\x7f-\x9f]", re.I)
 """A character that a terminal obeys, as JSON spells it; an escaped backslash is none."""
 
@@ -61,21 +60,16 @@ class Run:
     def load_head(cls, path: Path) -> Run:
         """Read what a list says of a run: all but what was measured, and on which devices.
 
-        A document names its devices before its rows; of an older one the rows are searched.
+        A document names its devices before its rows; one that does not is read whole.
         """
         with _naming(path):
             data = path.read_bytes()
-        head, is_ours, _ = data.partition(ROWS)
-        if not is_ours or not data.rstrip().endswith(b"}"):  # another's, or cut off
-            return cls.load(path)
-        with _naming(path):
-            document = _parsed(head.rstrip().rstrip(b",") + b', "rows": []}')
-            devices = document.get("devices")
-            if devices is None:
-                devices = [json.loads(text) for text in set(_DEVICE.findall(data))]
-            run = cls(path, document)
-            vars(run)["devices"] = tuple(sorted(map(printable, devices)))
-        return run
+            head, is_ours, _ = data.partition(ROWS)
+            if is_ours and b'\n "devices":' in head and data.rstrip().endswith(b"}"):
+                run = cls(path, _parsed(head.rstrip().rstrip(b",") + b', "rows": []}'))
+                vars(run)["devices"] = tuple(sorted(map(printable, run.document["devices"])))
+                return run
+        return cls.load(path)  # of an older version, another's, or cut off
 
     @classmethod
     def of(
@@ -200,12 +194,8 @@ class Run:
 # --- reading a file --------------------------------------------------------------------------
 
 
-_WRONG = (ArithmeticError, AttributeError, TypeError, ValueError)
+_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a value of the wrong kind leads to."""
-
-
-class _Newer(Exception):
-    """The document is of a later version."""
 
 
 @contextmanager
@@ -213,14 +203,10 @@ def _naming(path: Path) -> Iterator[None]:
     """Turn what goes wrong with a document into one line that names its file."""
     try:
         yield
-    except OSError as error:
-        raise ConfigurationError(f"run file {path}: {error.strerror}") from error
-    except _Newer as error:
-        raise ConfigurationError(f"run file {path} has {error}; upgrade dpbench") from error
-    except KeyError as error:
-        raise ConfigurationError(f"run file {path} is damaged: lacks {error}") from error
-    except (ConfigurationError, RuntimeError, *_WRONG) as error:
-        raise ConfigurationError(f"run file {path} is damaged: {error}") from error
+    except (OSError, ConfigurationError, RuntimeError, *_WRONG) as error:
+        why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        why = str(error.strerror) if isinstance(error, OSError) else why
+        raise ConfigurationError(f"run file {path} cannot be read: {why}") from error
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -231,13 +217,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if type(schema) is not int or schema < 1:
         raise ValueError("no document of dpbench")
     if schema > SCHEMA:
-        raise _Newer(f"schema {schema}, and this dpbench reads up to {SCHEMA}")
-    session = document.get("session", {})
-    for part, kind in (("environment", dict), ("session", dict), ("rows", list), ("cases", list)):
-        if not isinstance(document.get(part, kind()), kind):
-            raise TypeError(f"{part} cannot be {document[part]!r:.40}")
-    if session.get("status", COMPLETE) not in STATUSES:
-        raise ValueError(f"session.status cannot be {session['status']!r}")
+        raise ValueError(f"schema {schema}, this dpbench reads up to {SCHEMA}; upgrade dpbench")
+    if (status := document.get("session", {}).get("status", COMPLETE)) not in STATUSES:
+        raise ValueError(f"session.status cannot be {status!r}")
     for part in ("rows", "cases", *PARTS):
         for entry in document.get(part, ()):
             entry.update(ADDED | entry)
