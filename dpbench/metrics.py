@@ -64,7 +64,6 @@ class Metric:
         shown: what of it is shown unless columns are chosen.
         expected: between which ratios to the baseline the user of this suite expects it.
         higher_is_better: whether a fall is a change for the worse; else a rise is.
-        may_fall: whether it can be below zero.
         adds_up: whether its phases add up to the step.
         middle: whether a case's value is the median over its steps; else it is the mean.
         throughput: whether it is shown divided by the time of a step, too.
@@ -88,7 +87,6 @@ class Metric:
     shown: tuple[Kind, ...] = ()
     expected: tuple[float, float] | None = None
     higher_is_better: bool = False
-    may_fall: bool = False
     adds_up: bool = True
     middle: bool = False
     throughput: bool = True
@@ -317,7 +315,7 @@ METRICS = Metrics((
     Metric("cpu_time_seconds", "CPU\nms", _PROFILER),
     Metric("device_time_seconds", "GPU\nms", _PROFILER),
     Metric("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, adds_up=False),
-    Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, may_fall=True, adds_up=False),
+    Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, adds_up=False),
     Metric("memcpy_device_to_device_bytes", "device\nto device", _PROFILER, source="Memcpy DtoD"),
     Metric("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
     Metric("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),

@@ -17,7 +17,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, baseline_of
-from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows, case_of
+from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -170,14 +170,14 @@ class Run:
         """What became of each case, in the order of the document."""
         rows: dict[Case, dict[str, list[Any]]] = defaultdict(dict)
         for row in self.document["rows"]:
-            rows[case_of(row)].setdefault(row["instrument"], []).append(row)
+            rows[Case.from_row(row)].setdefault(row["instrument"], []).append(row)
         parts: dict[tuple[str, Case], list[Any]] = defaultdict(list)
         for part in PARTS:
             for entry in self.document.get(part, ()):
-                parts[part, case_of(entry)].append(entry)
+                parts[part, Case.from_row(entry)].append(entry)
         outcomes = []
         for data in self.document.get("cases", ()):
-            case = case_of(data)
+            case = Case.from_row(data)
             # Documents of older versions do not say by which instruments: then by all.
             names = data.get("instruments") or [*rows[case]]
             lists = {"rows": [row for name in names for row in rows[case].pop(name, ())]}
@@ -244,15 +244,11 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     frame["value"] = frame.value.astype(float)
     keys = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
     said = frame.drop_duplicates([*keys, "value", "unit"])
-    metrics = METRICS.values()
-    units = frame.metric.map({metric.name: metric.unit for metric in metrics})
-    never_negative = {metric.name for metric in metrics if not metric.may_fall}
+    units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
     wrong = {
         "the phase {phase!r}": ~frame.phase.isin((STEP, *ALL_PHASES)),
-        "the repeat {repeat}": frame.repeat < 0,
         "the unit {unit!r}": units.notna() & (units != frame.unit),
-        "the value {value}": ~np.isfinite(frame.value)
-        | ((frame.value < 0) & frame.metric.isin(never_negative)),
+        "the value {value}": ~np.isfinite(frame.value),
         "a second value, {value},": frame.index.isin(said.index[said.duplicated(keys)]),
     }
     for what, where in wrong.items():

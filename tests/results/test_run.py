@@ -134,8 +134,6 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data["cases"][0].update(model_size=5),
         lambda data: data["operators"][0].pop("flops"),
         lambda data: data["rows"][1].update(value=10**400),
-        lambda data: data["rows"][1].update(value=-5),
-        lambda data: data["rows"][1].update(repeat=-1),
         lambda data: data["rows"][1].update(unit="GB"),
         lambda data: data["rows"][1].update(phase="clap"),
         lambda data: data["rows"].append({**data["rows"][1], "value": 3.0}),
