@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from itertools import product
 from numbers import Integral
 from pathlib import Path
@@ -244,8 +245,9 @@ class Case:
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
-        """The case that a row is about; what else is in the row is left alone."""
-        return cls(**{axis: row[axis] if axis in row else ADDED[axis] for axis in AXES})
+        """The case that a row is about, made once however many rows it has."""
+        known = {**ADDED, **row}
+        return _case(*(known[axis] for axis in AXES))
 
     @classmethod
     def from_report_path(cls, path: Path) -> Case:
@@ -325,6 +327,8 @@ def trained_in(axes: Mapping[Any, Any]) -> str:
 
 
 AXES = tuple(f.name for f in fields(Case))
+
+_case = cache(Case)
 
 LATER = ("optimizer", "micro_batches", "trainable", "activation_checkpointing")
 """Axes that only what is unusual about them names."""

@@ -61,8 +61,7 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     from dpbench.show.layout import as_text
 
     title = f"{before.name} -> {after.name}"
-    if not across:
-        check_comparable(before, after)
+    check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
     verdict = judge(before, after, limits, across=across)
     if verdict.changes.empty:
         raise ConfigurationError(f"{title}: the two have no case in common")

@@ -160,11 +160,13 @@ class _Sides:
         is_first = bool(unknown) or (self.first_run_ok and not first.empty)
         if judged.empty and missing.empty and not is_first:
             where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-            why = f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
-            if limit.ratio and (other := other_baseline(self.before, self.after)):
+            why = f"neither {self.before.name} nor {self.after.name} has {limit.metric} {where}"
+            if limit.of and (other := other_baseline(self.before, self.after)):
                 why = other
             elif names := _ids(_about(self.old, limit)):
-                why = f"{self.before.name} has {limit.name} {where} of {listed(names)} only, which "
+                why = (
+                    f"{self.before.name} has {limit.metric} {where} of {listed(names)} only, which "
+                )
                 why += "was not asked for"
             yield Unjudged(str(limit), (), why)
 
@@ -191,11 +193,11 @@ class _Sides:
 
     def _lacking(self, limit: Threshold, case: Case, instrument: str, run: Run) -> str:
         """What a run lacks that has the case by this instrument."""
-        if limit.ratio and _lacks_baseline(run, case, instrument):
+        if limit.of and _lacks_baseline(run, case, instrument):
             needed = _baseline(run, case).id
             return f"the ratio needs its baseline {needed}, which is not in {run.name}"
         phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
-        return f"no {limit.name} by {instrument}{phase} in {run.name}"
+        return f"no {limit.metric} by {instrument}{phase} in {run.name}"
 
     def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Whether a script ended before all steps were counted that the reference has of it."""
@@ -215,15 +217,14 @@ class _Sides:
         if other := other_baseline(self.before, self.after):
             yield other
         old, new = (_subjects(run) for run in (self.before, self.after))
-        asked, asked_of_new = (
-            [each for each in side if self.asked is None or each in self.asked]
-            for side in (old, new)
+        asked, also = (
+            [each for each in subjects if self.asked is None or each in self.asked]
+            for subjects in (old, new)
         )
-        if names := _with_instruments(_without(old, asked), asked):
+        if names := _missing(old, asked):
             yield f"not asked for, and so not compared: {listed(names)}"
-        for name, mine, others in ((after, asked, new), (before, asked_of_new, old)):
-            missing = _without(mine, others)
-            if names := _with_instruments(missing, _without(mine, missing)):
+        for name, mine, others in ((after, asked, new), (before, also, old)):
+            if names := _missing(mine, others):
                 yield f"not in {name}: {listed(names)}"
         lost = self.old[self.old.shared & self.old.after.isna()]
         gone = _without_baseline(lost)
@@ -247,7 +248,7 @@ class _Sides:
 
 
 def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
-    return numbers[(numbers.metric == limit.name) & (numbers.phase == limit.phase)]
+    return numbers[(numbers.metric == limit.metric) & (numbers.phase == limit.phase)]
 
 
 def _lacks_baseline(run: Run, case: Case, instrument: str) -> bool:
@@ -277,17 +278,12 @@ def _subjects(run: Run) -> list[tuple[Case, str]]:
     return [(case, instrument) for case, by in run.places.items() for instrument in by]
 
 
-def _without(subjects: Asked, others: Asked) -> Asked:
-    """The subjects that others lack."""
-    known = {*others}
-    return [each for each in subjects if each not in known]
-
-
-def _with_instruments(subjects: Asked, others: Asked) -> list[str]:
-    """The cases of subjects; with the instruments where others have the case by another one."""
-    partly, named = {case for case, _ in others}, dict[Case, list[str]]()
-    for case, instrument in subjects:
-        named.setdefault(case, []).append(instrument)
+def _missing(mine: Sequence[tuple[Case, str]], others: Collection[tuple[Case, str]]) -> list[str]:
+    """The cases that others lack; with the instruments where they have it by another one."""
+    partly, named = {case for case, _ in {*mine} & {*others}}, dict[Case, list[str]]()
+    for case, instrument in mine:
+        if (case, instrument) not in others:
+            named.setdefault(case, []).append(instrument)
     return [f"{c.id} ({', '.join(by)})" if c in partly else c.id for c, by in named.items()]
 
 
@@ -322,14 +318,14 @@ def _baselines_that_moved(
 ) -> Iterator[str]:
     """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
     keys = [*CONFIGURATION, "instrument", "device", "phase"]
-    for limit in (each for each in limits if each.ratio):
-        own = changes[(changes.metric == limit.metric) & (changes.trainer == after.baseline)]
+    for limit in (each for each in limits if each.of):
+        own = changes[(changes.metric == limit.of) & (changes.trainer == after.baseline)]
         both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
         moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
         for case, row in _by_case(moved.drop_duplicates(keys)):
             where = "" if limit.phase == STEP else f"@{limit.phase}"
             yield (
-                f"{limit}: the baseline itself moved by more than that: {limit.metric}{where} of "
+                f"{limit}: the baseline itself moved by more than that: {limit.of}{where} of "
                 f"{_baseline(after, case).id} {row['relative_own']:+.2%}"
             )
 

@@ -13,7 +13,7 @@ from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
 from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement, as_rows, case_of
+from dpbench.results.rows import SCHEMA, Measurement, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,7 +80,7 @@ class Outcome:
             name: tuple(map(kind.from_row, data.get(name, ()))) for name, kind in made.items()
         }
         known |= {name: tuple(data.get(name, ())) for name in ("instruments", "notes", "tests")}
-        return cls(**known | {"case": case_of(data["case"])})
+        return cls(**known | {"case": Case.from_row(data["case"])})
 
 
 def document(

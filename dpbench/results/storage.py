@@ -21,9 +21,6 @@ from dpbench.results.run import Run
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
 
-LONGEST = 100
-"""Letters of a folder's name; a file system allows 255."""
-
 LOOKED_AT = 20
 """How many runs are read, from the newest on, to find a reference that has everything."""
 
@@ -34,8 +31,7 @@ def folder_name(device: str | None) -> str:
     """The folder for a device, e.g. ``NVIDIA-H200``; None stands for no hardware."""
     if not device:
         return LOGICAL
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.")
-    return name[:LONGEST].rstrip("-.") or "gpu"
+    return re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.") or "gpu"
 
 
 class Storage:

@@ -132,7 +132,8 @@ def cases(material: Material) -> Table:
     columns |= {**CASE, "premise": ("premise", str)}
     numbers = []
     for shown in dict.fromkeys([*usual_columns(), column("samples_per_second")]):
-        rows = step.loc[step.metric == shown.metrics[0], [*KEYS, "measured", shown.kind]]
+        rows = step[step.metric == (shown.of or shown.name)]
+        rows = rows[[*KEYS, "measured", shown.kind]]
         if rows.empty:
             continue
         rows = rows.drop_duplicates([*KEYS, "measured"]).rename(columns={shown.kind: shown.name})
