@@ -32,8 +32,10 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
 
     A step that is in the frame twice, because its case was measured twice, has two of each.
     """
-    made = [metric for metric in METRICS.values() if metric.sum_of or metric.share_of]
-    needed = {part for metric in made for part in (*metric.sum_of, *metric.share_of)}
+    parts = {metric: {*metric.sum_of, *metric.share_of} for metric in METRICS.values()}
+    there = {*frame.metric}
+    made = [metric for metric, needed in parts.items() if needed and needed <= there]
+    needed = set().union(*(parts[metric] for metric in made))
     rows = frame[frame.metric.isin([*needed, "range_time_seconds"])]
     if rows.empty:
         return frame
