@@ -91,7 +91,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     middle = [metric.name for metric in METRICS.values() if metric.middle]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     summary["value"] = summary["mean"].where(~summary.metric.isin(middle), summary["median"])
-    steps = _steps(summary)
+    like = [summary[key] for key in keys if key != "phase"]  # whole steps can be counted more often
+    steps = summary.groupby([*like, summary.phase == STEP])["count"].transform("max")
     partial = (summary["count"] < steps) & ~summary.metric.isin(whole)
     summary.loc[partial, "min"] = 0.0
     summary.loc[partial, "value"] = summary["mean"] * summary["count"] / steps
@@ -106,18 +107,6 @@ def of_one_instrument(summary: pd.DataFrame) -> pd.DataFrame:
     first = summary.assign(place=places).sort_values("place", kind="stable")
     keys = [*AXES, "device", "phase", "metric"]
     return summary.loc[first.drop_duplicates(keys).index.sort_values()]
-
-
-def _steps(summary: pd.DataFrame) -> pd.Series[int]:
-    """For each row, over how many steps its like was counted; 0 where no whole step was.
-
-    Whole steps can be counted more often than phases.
-    """
-    like = summary.groupby([*AXES, "instrument", "metric", "unit", "device"]).ngroup()
-    is_step, counts = summary.phase == STEP, summary["count"].astype(float)
-    whole = counts.where(is_step).groupby(like).transform("max")
-    parts = counts.mask(is_step).groupby(like).transform("max")
-    return whole.where(is_step | (whole < parts), parts.where(whole.notna())).fillna(0).astype(int)
 
 
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
@@ -167,8 +156,6 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     0, and in the rows of logical counting itself.
     """
     by_hardware = summary.instrument != "logical"
-    if by_hardware.all() or not by_hardware.any():
-        return summary.assign(logical=np.nan, over_logical=np.nan)
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
     measured = summary.assign(counterpart=summary.metric.map(said).where(by_hardware))
     counted = summary[~by_hardware][[*AXES, "phase", "metric", "value"]]
