@@ -116,11 +116,14 @@ def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.D
     it moved nothing.
     """
     keys = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
-    divisors = summary[summary.trainer == baseline][[*keys, "value"]]
-    divisors = divisors.rename(columns={"value": "divisor"})
-    merged = summary.merge(divisors, on=keys, how="left", validate="m:1")
-    merged["ratio"] = merged.value / merged.divisor.where(merged.divisor != 0)
-    return merged.drop(columns="divisor").assign(baseline=baseline)
+    divisor = _beside(summary, summary[summary.trainer == baseline], keys)
+    return summary.assign(ratio=summary.value / divisor.where(divisor != 0), baseline=baseline)
+
+
+def _beside(rows: pd.DataFrame, others: pd.DataFrame, keys: list[str]) -> pd.Series[float]:
+    """For each row the value of the other with the same keys; NaN where there is none."""
+    values = others.set_index(keys).value.rename("beside")
+    return rows.join(values, on=keys, validate="m:1").beside
 
 
 def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
@@ -157,16 +160,11 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     """
     by_hardware = summary.instrument != "logical"
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
-    measured = summary.assign(counterpart=summary.metric.map(said).where(by_hardware))
-    counted = summary[~by_hardware][[*AXES, "phase", "metric", "value"]]
-    merged = measured.merge(
-        counted.rename(columns={"metric": "counterpart", "value": "logical"}),
-        on=[*AXES, "phase", "counterpart"],
-        how="left",
-        validate="m:1",
-    )
-    merged["over_logical"] = merged.value / merged.logical.where(merged.logical != 0)
-    return merged.drop(columns="counterpart")
+    wanted = summary.metric.map(said).where(by_hardware).astype(object)
+    keys = [*AXES, "phase", "metric"]
+    logical = _beside(summary.assign(metric=wanted), summary[~by_hardware], keys)
+    over = summary.value / logical.where(logical != 0)
+    return summary.assign(logical=logical, over_logical=over)
 
 
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
