@@ -78,6 +78,13 @@ class Chip:
         """Whether all these exist on this chip."""
         return all(counter.partition(".")[0] in self.counters for counter in counters)
 
+    def reads(self, counters: Iterable[str]) -> bool:
+        """Whether all these can be read on this machine, which may keep some to itself."""
+        try:
+            return self.passes(counters) > 0
+        except CounterUnknown:
+            return False
+
     def passes(self, counters: Iterable[str]) -> int:
         """How often the work must run for all these counters to be read."""
         with closing(Configuration(self, counters)) as configuration:
@@ -138,8 +145,10 @@ class Configuration:
         try:
             library.call("Profiler_Host_ConfigAddMetrics", pHostObject=host, **names)
         except (CounterUnknown, CountersDoNotCombine) as error:
-            names_given = ", ".join(self._counters)
-            raise type(error)(f"{names_given} on {self._chip.name}: {error.args[0]}") from None
+            named = self._counters
+            if isinstance(error, CounterUnknown) and len(named) > 1:
+                named = [c for c in named if not self._chip.reads([c])] or named
+            raise type(error)(f"{', '.join(named)} on {self._chip.name}: {error.args[0]}") from None
         size = library.call("Profiler_Host_GetConfigImageSize", pHostObject=host).configImageSize
         image = new_image(size)
         library.call(

@@ -53,6 +53,7 @@ _BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
     ("cuptiProfilerHostConfigAddMetrics", 1): (CounterUnknown, "a counter does not exist"),
     ("cuptiProfilerHostConfigAddMetrics", 17): (CounterUnknown, "a counter does not exist"),
     ("cuptiProfilerHostConfigAddMetrics", 27): (CountersDoNotCombine, "not in one pass"),
+    ("cuptiProfilerHostConfigAddMetrics", 999): (CounterUnknown, "not to be read on this machine"),
     ("cuptiProfilerHostInitialize", 1): (CuptiTooOld, "this GPU is unknown to libcupti"),
 }
 """Codes that mean something else where they come from this function."""

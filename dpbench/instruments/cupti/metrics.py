@@ -33,11 +33,16 @@ def chosen(
     Args:
         chip: the GPU's.
         names: of ours, of nvprof, or of counters.
-        peers: whether there are other GPUs, so that everything includes `LINKS`.
+        peers: whether there are other GPUs, so that everything includes `LINKS` where this
+            machine lets them be read (a virtual one may not).
     """
     ours = on_chip(chip)
     if names is None:
-        return [metric for metric in ours.values() if peers or metric.name not in LINKS]
+        return [
+            metric
+            for metric in ours.values()
+            if metric.name not in LINKS or (peers and chip.reads(metric.counters))
+        ]
     parts = [part for name in names for part in _parts(name)]
     return resolve([*(name for name in BASIC if name in ours), *parts], chip.name, ours)
 

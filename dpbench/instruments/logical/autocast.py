@@ -115,8 +115,9 @@ def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 def autocast_as_on_cuda() -> Iterator[None]:
     """In here regions of autocast, and scalers, are as on CUDA; each step of a scaler is finite."""
     casts, library = Casts(), torch.library.Library("aten", "IMPL")
-    of_cuda, of_cpu = (
-        torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    of_cuda, of_cpu = (  # those of other libraries, such as torchvision's, stay as they are
+        {name for name in registered(f"Autocast{device}") if name.startswith("aten::")}
         for device in ("CUDA", "CPU")
     )
     begin: Any = autocast.__init__
@@ -146,7 +147,7 @@ def autocast_as_on_cuda() -> Iterator[None]:
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for name in of_cuda:
                 library.impl(_overload(name), partial(casts.run, _overload(name)), _CPU)
-            for name in set(of_cpu) - set(of_cuda):
+            for name in of_cpu - of_cuda:
                 library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, _CPU)
         stack.enter_context(
             patch.multiple(autocast, __init__=region, __enter__=entered, __exit__=left)

@@ -44,6 +44,9 @@ _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
 """Constants that models are built from: the rates of stochastic depth, by layer."""
 
+OWN_KERNELS = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward")
+"""Operators that are made of others elsewhere, and have a kernel of their own on CUDA."""
+
 NOT_WORK = ("prim", "profiler")
 """Namespaces of operators that ask or mark something (``prim::device``) and move no data."""
 
@@ -265,7 +268,7 @@ def label(func: OpOverload) -> str:
 @cache
 def is_composite(func: OpOverload) -> bool:
     """Whether an operator is nothing but calls of others, which are counted instead."""
-    if label(func) == "aten._fused_rms_norm":  # on CUDA it has a kernel of its own
+    if label(func) in OWN_KERNELS:
         return False
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (

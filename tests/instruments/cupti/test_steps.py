@@ -135,6 +135,17 @@ def test_bytes_between_gpus_come_from_one_step_more_or_are_absent(linked: bool) 
     assert backward.get("nvlink_sent_bytes") == (GB if linked else None)
 
 
+def test_counters_that_a_virtual_machine_hides_are_left_out_or_named() -> None:
+    hidden = [counter for counter in OF_LINKS if counter.startswith("nvlrx")]
+    gpu = target(FakeCupti(counters=(*ALL, *OF_LINKS), hidden=hidden), peers=True)
+    with closing(StepCounter(None, gpu)) as counter:
+        counted = {metric.name for metric in counter.metrics}
+    assert "nvlink_received_bytes" not in counted
+    assert {"dram_read_bytes", "nvlink_sent_bytes", "pcie_read_bytes"} <= counted
+    with pytest.raises(CounterUnknown, match=r"^nvlrx__bytes\.sum on GH100: not to be read"):
+        StepCounter(LINKS, gpu)
+
+
 @pytest.mark.parametrize("scales", [[1, 1.01, 1, 1], [1, 1, 1, 0.99]])
 def test_steps_that_move_other_bytes_are_refused(scales: list[float]) -> None:
     counter = count_steps(FakeCupti(a_pass=12), scales)

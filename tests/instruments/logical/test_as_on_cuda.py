@@ -67,6 +67,13 @@ class TestDropout:
             assert moved(forward_and_backward(step, (40,))[0]) == (0, 0)
 
 
+@pytest.mark.parametrize("activation", [F.silu, F.mish, F.gelu])
+def test_an_activation_has_one_kernel_in_each_direction(activation: Step) -> None:
+    n = 40
+    forward, backward = forward_and_backward(activation, (n,))
+    assert (moved(forward), moved(backward)) == ((E * n, E * n), (E * 2 * n, E * n))
+
+
 fuses_rms_norm = pytest.mark.skipif(
     not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch decomposes RMSNorm"
 )

@@ -46,6 +46,17 @@ def test_cuda_lists_no_operator_that_is_cast_by_the_cpu_alone() -> None:
         assert torch.stack([x[0], x[0].float()]).dtype is torch.float32
 
 
+def test_operators_of_other_libraries_are_left_as_they_are() -> None:
+    library = torch.library.Library("vision_of_this_test", "DEF")
+    try:
+        library.define("align(Tensor x) -> Tensor")
+        library.impl("align", lambda x: x, "AutocastCUDA")
+        with without_data(), torch.autocast("cuda", dtype=torch.bfloat16):
+            assert F.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype is torch.bfloat16
+    finally:
+        library._destroy()
+
+
 def counted(step: object, *shapes: tuple[int, ...], dtype: torch.dtype) -> ByteCounter:
     with without_data() as counter:
         tensors = [torch.empty(shape, requires_grad=True) for shape in shapes]
