@@ -101,11 +101,6 @@ class Metric:
         return unit(self.name)
 
     @property
-    def stem(self) -> str:
-        """Its name in those of its ratio and spread, e.g. ``l2`` for ``l2_total_bytes``."""
-        return stem(self.name)
-
-    @property
     def short_header(self) -> str:
         """The header on one line, without what goes without saying."""
         return self.header.replace("\n", " ").removesuffix(" total").removesuffix(" ms")

@@ -192,7 +192,7 @@ def test_underscored_spellings_are_accepted() -> None:
         (["run", "--instrument", "logical", "--save", "a", "--autosave"], "drop --save"),
         (["run", "--instrument", "logical", "--profile-schedule", "foo=1"], "'foo'"),
         (["run", "--instrument", "logical", "--ncu-metrics", "dram"], "unknown metric 'dram'"),
-        (["list", "--storage", __file__], "is no directory"),
+        (["list", "--storage", __file__], "Not a directory"),
         (["show", "absent.json"], "absent.json: no such file"),
         (["show", "absent"], "absent: no such file"),
         (["show", "7", "--storage", "absent"], "no run number 0007 in absent; there is none"),

@@ -64,7 +64,6 @@ def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(INSTRUMENTS, "_targets", dict(INSTRUMENTS._targets))
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
-    monkeypatch.setattr(METRICS, "_every", {})
     write(tmp_path)
     yield tmp_path
     sys.modules.pop("meter", None)

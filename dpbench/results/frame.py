@@ -97,12 +97,14 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     frame = with_totals(frame)
     keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
     number = _numbered(frame, keys)
-    steps = frame.groupby(number).value.agg(["mean", "median", "min", "max", "count"])
-    summary = frame.loc[~number.duplicated(), keys].reset_index(drop=True).join(steps)
+    found = frame.groupby(number).value.agg(["mean", "median", "min", "max", "count"])
+    summary = frame.loc[~number.duplicated(), keys].reset_index(drop=True).join(found)
     middle = [metric.name for metric in METRICS.values() if metric.middle]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     summary["value"] = summary["mean"].where(~summary.metric.isin(middle), summary["median"])
-    steps = _steps(summary)
+    like = _numbered(summary, (key for key in keys if key != "phase"))
+    # Apart, for whole steps can be counted more often.
+    steps = summary.groupby([like, summary.phase == STEP])["count"].transform("max")
     partial = (summary["count"] < steps) & ~summary.metric.isin(whole)
     summary.loc[partial, "min"] = 0.0
     summary.loc[partial, "value"] = summary["mean"] * summary["count"] / steps
@@ -119,18 +121,6 @@ def of_one_instrument(summary: pd.DataFrame) -> pd.DataFrame:
     return summary.loc[first.drop_duplicates(keys).index.sort_values()]
 
 
-def _steps(summary: pd.DataFrame) -> pd.Series[int]:
-    """For each row, over how many steps its like was counted; 0 where no whole step was.
-
-    Whole steps can be counted more often than phases.
-    """
-    like = _numbered(summary, [*AXES, "instrument", "metric", "unit", "device"])
-    is_step, counts = summary.phase == STEP, summary["count"].astype(float)
-    whole = counts.where(is_step).groupby(like).transform("max")
-    parts = counts.mask(is_step).groupby(like).transform("max")
-    return whole.where(is_step | (whole < parts), parts.where(whole.notna())).fillna(0).astype(int)
-
-
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """A summary with the column ``ratio``: value over that of the same cell's ``baseline``.
 
@@ -138,11 +128,14 @@ def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.D
     it moved nothing.
     """
     keys = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
-    divisors = summary[summary.trainer == baseline][[*keys, "value"]]
-    divisors = divisors.rename(columns={"value": "divisor"})
-    merged = summary.merge(divisors, on=keys, how="left", validate="m:1")
-    merged["ratio"] = merged.value / merged.divisor.where(merged.divisor != 0)
-    return merged.drop(columns="divisor").assign(baseline=baseline)
+    divisor = _beside(summary, summary[summary.trainer == baseline], keys)
+    return summary.assign(ratio=summary.value / divisor.where(divisor != 0), baseline=baseline)
+
+
+def _beside(rows: pd.DataFrame, others: pd.DataFrame, keys: list[str]) -> pd.Series[float]:
+    """For each row the value of the other with the same keys; NaN where there is none."""
+    values = others.set_index(keys).value.rename("beside")
+    return rows.join(values, on=keys, validate="m:1").beside
 
 
 def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
@@ -178,19 +171,12 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     0, and in the rows of logical counting itself.
     """
     by_hardware = summary.instrument != "logical"
-    if by_hardware.all() or not by_hardware.any():
-        return summary.assign(logical=np.nan, over_logical=np.nan)
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
-    measured = summary.assign(counterpart=summary.metric.map(said).where(by_hardware))
-    counted = summary[~by_hardware][[*AXES, "phase", "metric", "value"]]
-    merged = measured.merge(
-        counted.rename(columns={"metric": "counterpart", "value": "logical"}),
-        on=[*AXES, "phase", "counterpart"],
-        how="left",
-        validate="m:1",
-    )
-    merged["over_logical"] = merged.value / merged.logical.where(merged.logical != 0)
-    return merged.drop(columns="counterpart")
+    wanted = summary.metric.map(said).where(by_hardware).astype(object)
+    keys = [*AXES, "phase", "metric"]
+    logical = _beside(summary.assign(metric=wanted), summary[~by_hardware], keys)
+    over = summary.value / logical.where(logical != 0)
+    return summary.assign(logical=logical, over_logical=over)
 
 
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:

@@ -172,27 +172,27 @@ class _Sides:
 
     def _lost(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Why a number of the reference is not there any more."""
-        after, by = self.after.name, self.after.places.get(case, {})
-        for outcome in self.after.outcomes:
-            if outcome.case == case and outcome.error:
-                return f"{'skipped' if outcome.skipped else 'failed'} in {after}: {outcome.error}"
-        if not by:
-            return f"not in {after}"
-        if instrument not in by:
-            return f"without {instrument} in {after}"
-        if not self.across and device not in by[instrument]:
-            return f"on {listed(by[instrument])} in {after}, not on {device}"
-        return self._lacking(limit, case, instrument, self.after)
+        return self._lacking(self.after, limit, case, instrument, device)
 
     def _new(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Why a number has nothing to be judged by; empty if it need not be judged."""
         devices = self.before.places.get(case, {}).get(instrument, ())
         if not devices or not (self.across or device in devices):
             return "" if self.asked is None else f"nothing to compare with in {self.before.name}"
-        return self._lacking(limit, case, instrument, self.before)
+        return self._lacking(self.before, limit, case, instrument, device)
 
-    def _lacking(self, limit: Threshold, case: Case, instrument: str, run: Run) -> str:
-        """What a run lacks that has the case by this instrument."""
+    def _lacking(self, run: Run, limit: Threshold, case: Case, instrument: str, device: str) -> str:
+        """Why a run has no such number."""
+        for outcome in run.outcomes:
+            if outcome.case == case and outcome.error:
+                return (
+                    f"{'skipped' if outcome.skipped else 'failed'} in {run.name}: {outcome.error}"
+                )
+        by = run.places.get(case, {})
+        if instrument not in by:
+            return f"{f'without {instrument}' if by else 'not'} in {run.name}"
+        if not self.across and device not in by[instrument]:
+            return f"on {listed(by[instrument])} in {run.name}, not on {device}"
         if limit.of and _lacks_baseline(run, case, instrument):
             needed = _baseline(run, case).id
             return f"the ratio needs its baseline {needed}, which is not in {run.name}"

@@ -93,12 +93,10 @@ def document(
     cases = []
     for outcome in outcomes:
         data = outcome.as_json()
-        for part in ("rows", "log_tail", *PARTS):
-            del data[part]
-        for of_tests in ("extra_info", "tests"):
-            if not data[of_tests]:
-                del data[of_tests]
-        cases.append({**data.pop("case"), **data})
+        left_out = {"case", "rows", "log_tail", *PARTS}
+        left_out |= {of_tests for of_tests in ("extra_info", "tests") if not data[of_tests]}
+        said = {name: value for name, value in data.items() if name not in left_out}
+        cases.append(data["case"] | said)
     return {
         "schema": SCHEMA,
         "environment": dict(environment),

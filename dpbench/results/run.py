@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
@@ -231,17 +231,11 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import numpy as np
     import pandas as pd
 
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    for column in COLUMNS if rows else ():
-        allowed = ["integer" if column in (*COUNTS, "repeat") else "string"]
-        if column == "value":
-            allowed = ["integer", "floating", "mixed-integer-float"]
-        kind = pd.api.types.infer_dtype(frame[column])
-        if frame[column].hasnans or kind not in allowed:
-            raise TypeError(f"a row lacks {column!r}, or it is of the wrong kind")
+    frame = pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
+    if lacking := [column for column in COLUMNS if frame[column].hasnans]:
+        raise TypeError(f"a row lacks {lacking[0]!r}")
     for axes in frame[list(AXES)].drop_duplicates().itertuples(index=False, name=None):
         Case(*axes)
-    frame["value"] = frame.value.astype(float)
     keys = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
     said = frame.drop_duplicates([*keys, "value", "unit"])
     units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})

@@ -55,12 +55,8 @@ class Storage:
                     paths += (path for path in folder.iterdir() if _FILE.fullmatch(path.name))
         except FileNotFoundError:
             pass  # nothing was saved yet
-        except NotADirectoryError as error:
-            raise ConfigurationError(f"storage {self.directory} is no directory") from error
         except OSError as error:
-            raise ConfigurationError(
-                f"storage {error.filename} cannot be read: {error.strerror}"
-            ) from error
+            raise ConfigurationError(f"storage cannot be read: {in_words(error)}") from error
         return sorted(paths, key=lambda path: (_number(path), path.name))
 
     def listing(self) -> tuple[list[Run], list[str]]:
@@ -276,17 +272,15 @@ class RunFile:
 
         One in which no case stands is removed.
         """
-        what, held = in_words(error), 0
-        try:
-            held = len(Run.load(self.path).outcomes)
-            if not held:
+        what = in_words(error)
+        with suppress(ConfigurationError):  # gone, or out of reach
+            if held := len(Run.load(self.path).outcomes):
+                what += f"; the file holds {held} case{'s' if held > 1 else ''}"
+            else:
                 self.path.unlink()
-        except ConfigurationError:  # gone, or out of reach
-            return what
-        finally:
-            self.close()
-        cases = f"the file holds {held} case{'s' if held > 1 else ''}"
-        return f"{what}; {cases if held else 'nothing is saved'}"
+                what += "; nothing is saved"
+        self.close()
+        return what
 
     def discard(self) -> None:
         """Remove the file, and let go of it."""

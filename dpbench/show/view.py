@@ -100,7 +100,8 @@ class View:
         baseline: str = BASELINE_TRAINER,
     ) -> View:
         """A view from what was said on a command line: names separated by commas."""
-        check_top(top)
+        if top < 1:
+            raise ConfigurationError(f"a table shows 1 kernel or more, not {top}")
         labels = _names(group_by) or ("cell",)
         for label in labels:
             if label not in (*GROUPS, *OF_TESTS) and not label.startswith(PARAM):
@@ -144,12 +145,6 @@ def label_of(test: Mapping[str, Any], label: str) -> str:
     labels = {"func": name, "fullfunc": function, "name": f"{name}{bracket}{params}"}
     labels |= {"fullname": f"{function}{bracket}{params}"}
     return (labels | {"param": params.removesuffix("]") or NO_TEST})[label]
-
-
-def check_top(top: int) -> None:
-    """Refuse to show fewer kernels than one."""
-    if top < 1:
-        raise ConfigurationError(f"a table shows 1 kernel or more, not {top}")
 
 
 def _names(listed: str | None) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ import pytest
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import less, recorded_document, save, saved
 
+pytestmark = pytest.mark.usefixtures("counted_once")
+
 
 def test_marker_replaces_the_thresholds_of_the_command_line(
     project: RunSuite, pytester: pytest.Pytester

@@ -29,7 +29,6 @@ def test_may_fail(ncu):
 def metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module of the instrument adds one."""
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
-    monkeypatch.setattr(METRICS, "_every", {})
 
 
 def test_it_is_saved_judged_drawn_and_compared(

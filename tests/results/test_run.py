@@ -120,11 +120,9 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
     "damage",
     [
         lambda data: data["rows"][1].pop("metric"),
-        lambda data: data["rows"][1].update(value="5"),
+        lambda data: data["rows"][1].update(value="a lot"),
         lambda data: data["rows"][1].update(value=None),
         lambda data: data["rows"][1].update(value=float("nan")),
-        lambda data: data["rows"][1].update(value=True),
-        lambda data: data["rows"][1].update(repeat=0.5),
         lambda data: data["rows"][1].update(batch_size=-8),
         lambda data: data["rows"][1].update(device=None),
         lambda data: data["rows"].append(3),

@@ -101,7 +101,7 @@ def test_storage_that_cannot_be_read_is_not_taken_for_an_empty_one(
     if user == 0:
         os.seteuid(65534)  # root may read everything
     try:
-        with pytest.raises(ConfigurationError, match=r"storage .* cannot be read: Permission"):
+        with pytest.raises(ConfigurationError, match=r"storage cannot be read: .*: Permission"):
             storage.listing()
     finally:
         os.seteuid(user)
