@@ -199,9 +199,8 @@ class Metrics(Mapping[str, Metric]):
 
     def every(self) -> dict[str, Metric]:
         """These and what follows from them, by name, and the largest spread of a case."""
-        known = self.values()
         if not self._every:
-            found = (each for metric in known for each in (metric, *metric.derived()))
+            found = (each for metric in self.values() for each in (metric, *metric.derived()))
             self._every = {each.name: each for each in (*found, LARGEST_SPREAD)}
         return self._every
 
