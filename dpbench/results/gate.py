@@ -24,7 +24,7 @@ from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
-Asked = Collection[tuple[Case, str]]
+CasesAsked = Collection[tuple[Case, str]]
 """The cases that a session was asked to measure, each with the name of an instrument."""
 
 NAMED = 10
@@ -80,7 +80,7 @@ def judge(
     after: Run,
     limits: Sequence[Threshold] = (),
     *,
-    asked: Asked | None = None,
+    asked: CasesAsked | None = None,
     across: bool = False,
     first_run_ok: bool = False,
 ) -> Verdict:
@@ -128,7 +128,7 @@ class _Sides:
     after: Run
     old: pd.DataFrame
     new: pd.DataFrame
-    asked: Asked | None
+    asked: CasesAsked | None
     across: bool
     first_run_ok: bool
 
