@@ -64,19 +64,6 @@ ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second o
 @cache
 def ncu_version(path: str) -> str:
     """The version that an ``ncu`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
-    match = re.search(r"Version (\d+\.\d+\.\d+)", _answer(path, "--version"))
-    return match[1] if match else "unknown"
-
-
-@cache
-def known_counters(path: str) -> frozenset[str]:
-    """The counters of the GPU here, without ``.sum``; empty if ncu does not say."""
-    lines = _answer(path, "--query-metrics").splitlines()
-    words = (line.split() for line in lines)
-    return frozenset(parts[0] for parts in words if parts and "__" in parts[0])
-
-
-def _answer(path: str, question: str) -> str:
-    """What an ``ncu`` prints; nothing if it is made for another machine, say, or hangs."""
-    code, answer = run([path, question], timeout=ANSWER_SECONDS)
-    return "" if code else answer
+    code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
+    match = None if code else re.search(r"Version (\d+\.\d+\.\d+)", answer)
+    return match[1] if match else "unknown"  # made for another machine, say, or it hangs
