@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -197,7 +197,8 @@ def run(
         held.callback(heard.close)
         watch(finder)
         write_down = partial(_write_down, record, case, finder, heard)
-        held.enter_context(_before_exit_at_once(partial(write_down, "")))
+        held.callback(setattr, os, "_exit", os._exit)
+        os._exit = _exit_after(partial(write_down, ""))  # type: ignore[assignment]
         try:
             run_program(script.program, is_module=script.is_module)
         except Stop:
@@ -216,9 +217,8 @@ def run(
     return code
 
 
-@contextmanager
-def _before_exit_at_once(write_down: Callable[[int], object]) -> Iterator[None]:
-    """Write down what was heard before the script's own `os._exit`; forks leave it alone."""
+def _exit_after(write_down: Callable[[int], object]) -> Callable[[int], NoReturn]:
+    """An ``os._exit`` that first writes down what was heard, but not in the script's forks."""
     exit_at_once, here = os._exit, (os.getpid(), threading.get_ident())
 
     def exit_later(status: int) -> NoReturn:
@@ -226,11 +226,7 @@ def _before_exit_at_once(write_down: Callable[[int], object]) -> Iterator[None]:
             write_down(status)
         exit_at_once(status)
 
-    os._exit = exit_later
-    try:
-        yield
-    finally:
-        os._exit = exit_at_once
+    return exit_later
 
 
 def _write_down(

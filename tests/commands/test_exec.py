@@ -63,10 +63,11 @@ class ProcessHere:
     """Stands in for a script's process: runs it in this one, which has loaded PyTorch already."""
 
     def __init__(self, command: Sequence[str], **_: object) -> None:
-        options, *program = command[command.index("-m") + 2 :]
+        what = json.loads(command[command.index("-m") + 2])
         with as_left_before():
             sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
-            self.status = run(json.loads(options), program)
+            script, case = ScriptRun(**what["script"]), Case(**what["case"])
+            self.status = run(script, case, Path(what["record"]))
 
     def wait(self) -> int | str | None:
         return self.status
