@@ -13,7 +13,7 @@ from dpbench.settings import names_tests
 if TYPE_CHECKING:
     from dpbench.case import Case
     from dpbench.results.compare import Threshold
-    from dpbench.results.gate import Asked, Verdict
+    from dpbench.results.gate import CasesAsked, Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.run import Run
     from dpbench.settings import Settings
@@ -108,7 +108,7 @@ class Comparison:
         if shared["candidates"] is not None:
             self.candidates = [Path(path) for path in shared["candidates"]]
 
-    def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
+    def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""
         from dpbench.results.gate import judge
 

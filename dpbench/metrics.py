@@ -139,6 +139,10 @@ class Metric:
         """Its counters as each kind of chip has them."""
         return tuple(filter(None, (self.counters, *(names for _, names in self.chips))))
 
+    def value(self, counted: Mapping[str, float]) -> float:
+        """What it is where its counters have these values."""
+        return self.scale * sum(counted[counter] for counter in self.counters)
+
 
 UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
 """Units by the end of a metric's name."""
@@ -164,10 +168,12 @@ class Metrics(Mapping[str, Metric]):
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._known = {metric.name: metric for metric in metrics}
+        self._every: dict[str, Metric] = {}
         self._complete = False
 
     def register(self, *metrics: Metric) -> None:
         """Add metrics; each name means one thing."""
+        self._every = {}
         for metric in metrics:
             if self._known.setdefault(metric.name, metric) != metric:
                 raise ConfigurationError(f"metric {metric.name!r} exists; choose another name")
@@ -203,8 +209,10 @@ class Metrics(Mapping[str, Metric]):
 
     def every(self) -> dict[str, Metric]:
         """These and what follows from them, by name, and the largest spread of a case."""
-        found = (each for metric in self.values() for each in (metric, *metric.derived()))
-        return {each.name: each for each in (*found, LARGEST_SPREAD)}
+        if not self._every:
+            found = (each for metric in self.values() for each in (metric, *metric.derived()))
+            self._every = {each.name: each for each in (*found, LARGEST_SPREAD)}
+        return self._every
 
     def find(self, name: str) -> Metric | None:
         """What a person's name means: one of `every`, or a hardware counter by its own name.

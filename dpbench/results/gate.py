@@ -24,7 +24,7 @@ from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
-Asked = Collection[tuple[Case, str]]
+CasesAsked = Collection[tuple[Case, str]]
 """The cases that a session was asked to measure, each with the name of an instrument."""
 
 NAMED = 10
@@ -80,7 +80,7 @@ def judge(
     after: Run,
     limits: Sequence[Threshold] = (),
     *,
-    asked: Asked | None = None,
+    asked: CasesAsked | None = None,
     across: bool = False,
     first_run_ok: bool = False,
 ) -> Verdict:
@@ -95,7 +95,8 @@ def judge(
         first_run_ok: what the reference lacks may be measured for the first time.
     """
     old, new = pairs(before, after, across=across)
-    sides = _Sides(before, after, old, new, asked, across, first_run_ok)
+    known = None if asked is None else {*asked}
+    sides = _Sides(before, after, old, new, known, across, first_run_ok)
     judged = [pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])]
     unjudged: list[Unjudged] = []
     for limit in limits:
@@ -127,7 +128,7 @@ class _Sides:
     after: Run
     old: pd.DataFrame
     new: pd.DataFrame
-    asked: Asked | None
+    asked: CasesAsked | None
     across: bool
     first_run_ok: bool
 
@@ -135,6 +136,11 @@ class _Sides:
     def inside(self) -> pd.DataFrame:
         """The numbers of the reference that were asked for."""
         return self._asked_for(self.old)
+
+    @cached_property
+    def first(self) -> pd.DataFrame:
+        """Those that were asked for and that the reference lacks."""
+        return self._asked_for(self.new)
 
     def _asked_for(self, rows: pd.DataFrame) -> pd.DataFrame:
         if self.asked is None:
@@ -147,8 +153,8 @@ class _Sides:
     ) -> Iterator[Unjudged]:
         """What a limit had to judge and did not, or that it judged nothing at all."""
         yield from _by_reason(limit, missing, self._lost)
-        yield from _by_reason(limit, judged, self._cut_short)
-        first = _about(self._asked_for(self.new), limit)
+        yield from _by_reason(limit, judged[judged.workload == SCRIPT], self._cut_short)
+        first = _about(self.first, limit)
         unknown = [] if self.first_run_ok else list(_by_reason(limit, first, self._new))
         yield from unknown
         is_first = bool(unknown) or (self.first_run_ok and not first.empty)
@@ -195,8 +201,6 @@ class _Sides:
 
     def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Whether a script ended before all steps were counted that the reference has of it."""
-        if case.workload != SCRIPT:
-            return ""
         (asked, there), (again, here) = (
             _steps_of(run, case, instrument) for run in (self.before, self.after)
         )

@@ -134,11 +134,18 @@ class Group:
         """The rows of the group's phase."""
         return self.frame[self.frame.phase == self.phase]
 
+    @cached_property
+    def numbers(self) -> dict[tuple[str, str], list[tuple[str, float, str]]]:
+        """The label, value and unit of each case, by phase and metric."""
+        found: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
+        columns = self.frame[["phase", "metric", "label", "value", "unit"]]
+        for phase, metric, *number in columns.itertuples(index=False, name=None):
+            found.setdefault((phase, metric), []).append((*number,))
+        return found
+
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
         """What a column says of each case that has a number for it, by label."""
-        rows = self.frame[(self.frame.phase == (phase or self.phase))]
-        rows = rows[rows.metric == shown.name]
-        numbers = zip(rows.label, rows.value, rows.unit, strict=True)
+        numbers = self.numbers.get((phase or self.phase, shown.name), ())
         return {label: _written(shown, value, unit) for label, value, unit in numbers}
 
     def table(
@@ -325,8 +332,13 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
     """The phases in which any of the cases moves enough to be worth a column."""
-    most = group.frame[group.frame.metric == metric].groupby("phase").value.max()
-    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
+    most = {
+        phase: max(value for _, value, _ in numbers)
+        for (phase, name), numbers in group.numbers.items()
+        if name == metric
+    }
+    enough = max(most.values(), default=0.0) * SHOWN_SHARE
+    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > enough]
 
 
 def _phase_table(group: Group, metric: str, name: str, view: View) -> list[Table]:
