@@ -197,9 +197,9 @@ WORKLOADS = Registry(
 OPTIMIZERS = Registry(
     "optimizer",
     {
-        "sgd": "torch.optim.sgd:SGD",
-        "momentum": "dpbench.training.optimizers:Momentum",
-        "adamw": "torch.optim.adamw:AdamW",
+        "sgd": "torch.optim:SGD",
+        "momentum": "dpbench.training.base:Momentum",
+        "adamw": "torch.optim:AdamW",
     },
 )
 """Optimizers by short name; one is called as ``Optimizer(parameters, lr=…)``."""

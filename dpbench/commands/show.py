@@ -41,18 +41,18 @@ from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_is_file, check_writable_file, in_words, write_text
-from dpbench.instruments.ncu.kernel_report import read_kernels
-from dpbench.instruments.ncu.range_report import (
+from dpbench.instruments.ncu.report import (
     KERNELS,
     ForeignReport,
     case_of,
     holds_kernels,
     read,
+    read_kernels,
 )
 from dpbench.instruments.nsys.instrument import timeline_of
-from dpbench.instruments.torch_profiler.files import operators_of
+from dpbench.instruments.torch_profiler.files import with_operators
 from dpbench.results.frame import to_frame
-from dpbench.results.kernels import dram_bytes_of_step, fold
+from dpbench.results.kernels import KernelCount, dram_bytes_of_step, fold
 from dpbench.results.roofline import (
     CARDS,
     find_card,
@@ -210,11 +210,12 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     These are in a report that lies where it should, see `dpbench.instruments.ncu`.
     """
     report = read_kernels(path)
-    operators = operators_of(options.profile, report.launches) if options.profile else None
-    counts = fold(report.launches, operators)
-    chosen = [count for count in counts if options.phase in (None, count.phase)]
+    launches: Sequence[KernelCount] = report.launches
+    if options.profile:
+        launches = with_operators(options.profile, launches)
+    chosen = [launch for launch in launches if options.phase in (None, launch.phase)]
     if not chosen:
-        present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
+        present = ", ".join(dict.fromkeys(launch.phase for launch in launches))
         raise ConfigurationError(
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )
@@ -222,7 +223,7 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     if path.resolve().parent.name == KERNELS and ranges.exists():
         step_bytes = dram_bytes_of_step(read(ranges, case_of(ranges)))
     title, roofs = f"{_title(path)}, {report.device}", known_roofs(report.device)
-    return kernel_tables(chosen, title, step_bytes, roofs, top=options.top)
+    return kernel_tables(fold(chosen), title, step_bytes, roofs, top=options.top)
 
 
 def _title(path: Path) -> str:

@@ -17,13 +17,13 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
+    KINDS,
     CaseFailed,
     CaseTimedOut,
     GpuBusy,
     InstrumentError,
     Running,
 )
-from dpbench.instruments.errors import KINDS
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, is_record, last_record

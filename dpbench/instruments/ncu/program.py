@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.child import log_lines
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
+    InstrumentError,
     ProfilerNotLoaded,
 )
-from dpbench.instruments.ncu.range_report import NothingProfiled
-from dpbench.instruments.processes import output_of
+from dpbench.instruments.child import log_lines
+from dpbench.instruments.ncu.report import NothingProfiled
+from dpbench.instruments.processes import run
 
 
 class NcuNotFound(InstrumentError):
@@ -65,9 +64,6 @@ ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second o
 @cache
 def ncu_version(path: str) -> str:
     """The version that an ``ncu`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
-    try:
-        said = output_of([path, "--version"], timeout=ANSWER_SECONDS)
-    except (OSError, subprocess.SubprocessError):  # made for another machine, say, or it hangs
-        return "unknown"
-    match = re.search(r"Version (\d+\.\d+\.\d+)", said)
-    return match[1] if match else "unknown"
+    code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
+    match = None if code else re.search(r"Version (\d+\.\d+\.\d+)", answer)
+    return match[1] if match else "unknown"  # made for another machine, say, or it hangs
