@@ -182,7 +182,7 @@ def cupti(settings: Settings) -> Iterator[Finding]:
         )
         return
     case = largest_copy()
-    instrument = Cupti(settings.ncu_dir / "doctor", (), STEPS, settings.timeout)
+    instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     instrument.check()
     record = instrument.start(case).record()
     chip, passes = record["chip"], record["passes"]
