@@ -60,7 +60,7 @@ class DPSGDTrainer(TrainerBase):
         )
         mark_phases(self.optimizer)
 
-    def wrapped(self) -> nn.Module:
+    def wrapped(self) -> Any:
         """The model with Opacus's hooks."""
         return GradSampleModule(self.model)
 

@@ -8,12 +8,11 @@ layers without per-sample gradients at all (Li et al., https://arxiv.org/abs/211
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-from torch import nn
 
 from dpbench.training.base import Batch
 from dpbench.training.dpsgd import DPSGDTrainer
@@ -29,7 +28,7 @@ class DPFastGradientClippingTrainer(DPSGDTrainer):
     use_ghost_clipping: ClassVar[bool] = False
     optimizer_class = DPOptimizerFastGradientClipping
 
-    def wrapped(self) -> nn.Module:
+    def wrapped(self) -> Any:
         return GradSampleModuleFastGradientClipping(
             self.model,
             max_grad_norm=self.max_grad_norm,
