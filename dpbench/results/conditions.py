@@ -42,7 +42,6 @@ class Conditions:
     workers: int = 0
     earlier_seconds: float = 0.0
     cases_asked: int = 0
-    not_measured: Mapping[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -77,7 +76,7 @@ class Conditions:
     ) -> dict[str, Any]:
         """The ``session`` part of a document that is written now."""
         seconds = max(0.0, time.monotonic() - self.began) + self.earlier_seconds
-        said = ("started", "workers", "cases_asked", "not_measured", "grid", "settings")
+        said = ("started", "workers", "cases_asked", "grid", "settings")
         return {
             **{name: copy(getattr(self, name)) for name in said},  # a hook may change them
             "seconds": round(seconds, 1),

@@ -177,13 +177,15 @@ def test_session_that_lost_its_measuring_tests_or_their_instrument_has_not_passe
         test_suite="""
         import pytest
         def test_ends_the_session(dpbench_case, ncu):
-            ncu(dpbench_case)
+            if dpbench_case.trainer == "dpsgd":
+                ncu(dpbench_case)
             pytest.exit("enough", returncode=0)
         """
     )
-    ended = project("-n0", limit)
-    assert ended.ret != 0
-    ended.stdout.fnmatch_lines(["ERROR: dpbench: the session ended before every test that*"])
+    for arguments in ([], ["--dpbench-trainer=dpsgd"]):  # before and after it has measured
+        ended = project("-n0", limit, *arguments)
+        assert ended.ret != 0
+        ended.stdout.fnmatch_lines(["ERROR: dpbench: the session ended early, so --dpbench-c*"])
 
 
 def test_run_of_another_gpu_is_not_compared_with(
