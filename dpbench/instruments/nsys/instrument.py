@@ -22,8 +22,7 @@ from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.instruments.processes import run
 from dpbench.metrics import unit
-from dpbench.process.messages import last_record
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps, last_record
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Timeline
 from dpbench.settings import Settings
