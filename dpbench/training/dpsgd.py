@@ -60,9 +60,10 @@ class DPSGDTrainer(TrainerBase):
         )
         mark_phases(self.optimizer)
 
-    def wrapped(self) -> Any:
+    def wrapped(self) -> nn.Module:
         """The model with Opacus's hooks."""
-        return GradSampleModule(self.model)
+        model: nn.Module = GradSampleModule(self.model)
+        return model
 
     def private_loss(self, batch: Batch) -> Any:
         """A loss whose ``backward()`` leaves what the optimizer clips."""

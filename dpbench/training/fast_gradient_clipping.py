@@ -8,11 +8,12 @@ layers without per-sample gradients at all (Li et al., https://arxiv.org/abs/211
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import nn
 
 from dpbench.training.base import Batch
 from dpbench.training.dpsgd import DPSGDTrainer
@@ -28,12 +29,13 @@ class DPFastGradientClippingTrainer(DPSGDTrainer):
     use_ghost_clipping: ClassVar[bool] = False
     optimizer_class = DPOptimizerFastGradientClipping
 
-    def wrapped(self) -> Any:
-        return GradSampleModuleFastGradientClipping(
+    def wrapped(self) -> nn.Module:
+        model: nn.Module = GradSampleModuleFastGradientClipping(
             self.model,
             max_grad_norm=self.max_grad_norm,
             use_ghost_clipping=self.use_ghost_clipping,
         )
+        return model
 
     def private_loss(self, batch: Batch) -> DPTensorFastGradientClipping:
         """Its ``backward()`` is two passes: norms, then the weighted loss."""
