@@ -10,7 +10,7 @@ import pytest
 
 from dpbench.gpu import visible_gpus
 from dpbench.metrics import METRICS
-from dpbench.registry import registries
+from dpbench.registry import NAMED
 
 pytest_plugins = ["pytester"]
 
@@ -31,7 +31,7 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """
     if request.node.get_closest_marker("gpu"):
         return
-    for registry in registries().values():
+    for registry in NAMED.values():
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]

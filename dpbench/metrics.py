@@ -110,6 +110,10 @@ class Metric:
         """Its counters as each kind of chip has them."""
         return tuple(filter(None, (self.counters, *(names for _, names in self.chips))))
 
+    def value(self, counted: Mapping[str, float]) -> float:
+        """What it is where its counters have these values."""
+        return self.scale * sum(counted[counter] for counter in self.counters)
+
 
 UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
 """Units by the end of a metric's name."""

@@ -119,7 +119,7 @@ class EachTest:
 
     def _of_step(self, step: Step, instruments: Sequence[Instrument]) -> list[Instrument]:
         """What measures a step in this process as these instruments measure a case."""
-        from dpbench.instruments.own_step import OwnStep
+        from dpbench.instruments.observe import OwnStep
         from dpbench.instruments.recorders import RECORDERS
 
         if wrong := [i.name for i in instruments if i.name not in RECORDERS]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -118,70 +118,41 @@ def short_name(name: str) -> str:
     becomes ``vectorized_elementwise_kernel<FillFunctor>``, and of cuBLAS's names the tile sizes
     go, which are template arguments by another spelling.
     """
-    cleaned = re.sub(r"(<unnamed>|\(anonymous namespace\)|\{anonymous\})::", "", name)
-    path, arguments = _split(cleaned)
-    base = re.sub(r"_tilesize\w*?_execute(_split_k)?_kernel\w*", r"\1", path.rpartition("::")[2])
+    name = re.sub(r"(<unnamed>|\(anonymous namespace\)|\{anonymous\})::", "", name)
+    path = name
+    while (shorter := re.sub(r"<[^<>]*>", "", path)) != path:
+        path = shorter
+    path = path.partition("(")[0].rpartition(" ")[2]
+    base = path.rpartition("::")[2]
+    arguments = name.partition(f"{base}<")[2]
     if base in _GENERIC:
         if library := re.match(r"\s*(cutlass_\w+)", arguments):
             return library[1]
         return "::".join(path.split("::")[-2:])
+    base = re.sub(r"_tilesize\w*?_execute(_split_k)?_kernel\w*", r"\1", base)
     for word in re.findall(r"[A-Za-z_]\w*", arguments):
         if _TELLING.fullmatch(word) and not _WRAPPERS.fullmatch(word):
             return f"{base}<{word}>"
-    return base
+    return base or name
 
 
-def _split(name: str) -> tuple[str, str]:
-    """The path of a kernel, ``a::b::kernel``, and what stands between its angle brackets."""
-    path, arguments, depth, start = "", "", 0, 0
-    for i, character in enumerate(name):
-        if character == "<":
-            start = start if depth else i + 1
-            depth += 1
-        elif character == ">" and depth:
-            depth -= 1
-            arguments = arguments if depth else name[start:i]
-        elif depth == 0:
-            if character == "(":
-                break
-            if character == " ":  # before it stood the return type
-                path = arguments = ""
-            else:
-                path += character
-    return path or name, arguments
-
-
-ADDED_UP = ("read_bytes", "write_bytes", "l2_bytes", "seconds")
+ADDED_UP = ("launches", "read_bytes", "write_bytes", "l2_bytes", "seconds")
 """What adds up over launches."""
 
 
 @dataclass(frozen=True)
-class KernelLaunch:
-    """One launch of one kernel."""
+class KernelCount(Entry):
+    """One launch of a kernel in a phase of a step, or all of them added up."""
 
     repeat: int  # which of the active steps, from 0
     phase: str
     name: str  # demangled, template arguments and parameters included
-    grid: tuple[int, int, int]  # thread blocks
+    launches: int
     read_bytes: float  # from DRAM, B
     write_bytes: float  # to DRAM, B
     l2_bytes: float  # all traffic of the L2 cache's slices, B
     seconds: float  # from its start on the GPU to its end
-
-
-@dataclass(frozen=True)
-class KernelCount(Entry):
-    """All launches of one kernel in one phase of one step, added up."""
-
-    repeat: int
-    phase: str
-    name: str
-    launches: int
-    read_bytes: float
-    write_bytes: float
-    l2_bytes: float
-    seconds: float
-    operator: str | None = None  # which launched them, e.g. aten::clone, if that is known
+    operator: str | None = None  # which launched it, e.g. aten::clone, if that is known
 
     @property
     def kernel(self) -> str:
@@ -199,21 +170,15 @@ class KernelCount(Entry):
         return {**super().as_row(), "kernel": self.kernel, "category": kind}
 
 
-def fold(
-    launches: Sequence[KernelLaunch], operators: Iterable[str | None] | None = None
-) -> tuple[KernelCount, ...]:
-    """Launches added up by step, phase, kernel and, if each one's is said, operator.
-
-    Those with most DRAM bytes come first.
-    """
-    groups: dict[tuple[int, str, str, str | None], list[KernelLaunch]] = defaultdict(list)
-    for launch, operator in zip(launches, operators or [None] * len(launches), strict=True):
-        groups[launch.repeat, launch.phase, launch.name, operator].append(launch)
-    counts = []
-    for (repeat, phase, name, operator), group in groups.items():
-        read, written, l2, seconds = (sum(getattr(x, each) for x in group) for each in ADDED_UP)
-        moved = read, written, l2, seconds
-        counts.append(KernelCount(repeat, phase, name, len(group), *moved, operator))
+def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
+    """Launches added up by step, phase, kernel and operator; those with most DRAM bytes first."""
+    groups: dict[tuple[Any, ...], list[KernelCount]] = defaultdict(list)
+    for launch in launches:
+        groups[launch.repeat, launch.phase, launch.name, launch.operator].append(launch)
+    counts = [
+        replace(group[0], **{name: sum(getattr(x, name) for x in group) for name in ADDED_UP})
+        for group in groups.values()
+    ]
     return tuple(sorted(counts, key=lambda count: -count.dram_bytes))
 
 
@@ -268,8 +233,7 @@ def kernel_table(
         own time reach (NaN without a bandwidth).
     """
     steps = max(frame.repeat.nunique(), 1)
-    sums = ["launches", *ADDED_UP, "dram_bytes"]
-    table = frame.groupby(list(by), dropna=False)[sums].sum() / steps
+    table = frame.groupby(list(by), dropna=False)[[*ADDED_UP, "dram_bytes"]].sum() / steps
     whole = step_bytes if step_bytes is not None else table.dram_bytes.sum()
     table["share"] = table.dram_bytes / whole if whole else float("nan")
     table["ceiling"] = table.dram_bytes / table.seconds / (bandwidth or float("nan"))

@@ -229,7 +229,7 @@ class OutcomeStore:
         """Take over an outcome that was measured elsewhere."""
         self.once(outcome.case, lambda case: outcome, by=outcome.instruments)
 
-    def lock(self) -> AbstractContextManager[bool]:
+    def lock(self) -> AbstractContextManager[int | None]:
         """A lock for what the session's processes write together."""
         return locked(self.directory / "session.lock")
 

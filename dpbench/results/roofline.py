@@ -101,10 +101,9 @@ def read_ceilings(path: Path) -> Roofs:
     """The roofs that ``bench/ceilings.py`` measured on one device."""
     try:
         found = json.loads(path.read_bytes())["ceilings"]
-        device, bandwidth, flops = (found[key] for key in ("device", "bandwidth", "flops"))
-        if not all(figure > 0 for figure in (bandwidth, *map(flops.__getitem__, PRODUCTS))):
-            raise ValueError("a ceiling is not positive")
-        return Roofs(device, (device,), bandwidth, flops, f"measured, torch {found['torch']}")
+        device, flops = found["device"], {name: float(found["flops"][name]) for name in PRODUCTS}
+        bandwidth, premise = float(found["bandwidth"]), f"measured, torch {found['torch']}"
+        return Roofs(device, (device,), bandwidth, flops, premise)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -124,11 +123,12 @@ LAUNCH_BOUND = 0.7
 """A phase whose GPU is busy for less than this part of its time waits for its launches."""
 
 
-def intensities(frame: pd.DataFrame) -> pd.DataFrame:
+def intensities(frame: pd.DataFrame, *, complete: bool = True) -> pd.DataFrame:
     """Operations, bytes and, if it was measured, time of each phase and of the step.
 
-    Each case of the long table needs rows of the ``logical`` instrument, for the operations. DRAM
-    bytes and times are those of the instrument that comes first in `PREFERRED`.
+    Each case of the long table needs rows of the ``logical`` instrument, for the operations; a
+    case without is an error, or left out if the table need not be ``complete``. DRAM bytes and
+    times are those of the instrument that comes first in `PREFERRED`.
 
     Returns:
         One row per case, device and phase: the case's fields, ``device``, ``phase``,
@@ -141,7 +141,7 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
 
     case, place = list(AXES), [*AXES, "device", "phase"]
     known = frame[frame.precision != ""]
-    if known.empty and not frame.empty:
+    if complete and known.empty and not frame.empty:
         raise ConfigurationError("nobody says at which precision a script computes: no roofline")
     summary = of_one_instrument(summarise(known))
 
@@ -163,6 +163,8 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     for more in (seconds, of(BUSY, "busy")):
         table = table.merge(more, on=place, how="left")
     missing = _without(on_hardware, flops, case).assign(phase=STEP)
+    if not complete:
+        table, missing = table.dropna(subset="flops"), missing[:0]
     for row in pd.concat([missing, table[table.flops.isna()]]).head(1).to_dict("records"):
         raise ConfigurationError(  # never zero
             f"no operations were counted for {Case.from_row(row).id}, phase {row['phase']}: "

@@ -5,13 +5,16 @@ Times are whole nanoseconds of one clock.
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
 from dpbench.case import OUTSIDE
 from dpbench.results.rows import STEP
@@ -20,24 +23,22 @@ THE_END = "the end of the step"
 """What the CPU waits for when the GPU has done all its work."""
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """A kernel by its short name, a copy or a memset on the device.
 
-    ``bytes`` are what a copy or memset moved, 0 for a kernel; ``launched`` is when the CPU asked
-    for it, None if that was not recorded.
+    ``launched`` is when the CPU asked for it, or its own start if that was not recorded; ``bytes``
+    are what a copy or memset moved, 0 for a kernel.
     """
 
     start: int
     end: int
     kind: str
     name: str
+    launched: int
     bytes: int = 0
-    launched: int | None = None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of CUDA's API on the CPU, by its name without a version."""
 
     start: int
@@ -45,8 +46,7 @@ class Call:
     name: str
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """A phase of a step as the CPU marked it, or with the phase `STEP` a whole step."""
 
     step: int
@@ -56,44 +56,8 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """How a phase or step used the GPU."""
-
-    step: int
-    phase: str
-    seconds: float
-    busy_seconds: float
-    launches: int
-
-
-@dataclass(frozen=True)
-class Gap:
-    """When nothing ran on the GPU in a whole step.
-
-    ``waited_for`` is what ended it, or `THE_END`, ``phase`` that in which the CPU asked for it;
-    ``calls`` are nanoseconds that the CPU spent in calls of CUDA meanwhile, by name.
-    """
-
-    step: int
-    start: int
-    end: int
-    phase: str
-    waited_for: str
-    calls: Mapping[str, int]
-
-    @property
-    def seconds(self) -> float:
-        return (self.end - self.start) / 1e9
-
-    @property
-    def call_seconds(self) -> float:
-        """How much of it the CPU spent in calls of CUDA; threads can overlap."""
-        return min(self.seconds, sum(self.calls.values()) / 1e9)
-
-
-@dataclass(frozen=True)
 class Timeline:
-    """A recorded timeline of one GPU; everything in the order of its start.
+    """A recorded timeline of one GPU, which did something; everything in the order of its start.
 
     In a step that has a range of its own (`STEP`), phases only say where the CPU was. In others
     the GPU finished each phase's work before the next began, and phases have busy shares.
@@ -106,49 +70,55 @@ class Timeline:
     calls: Sequence[Call]
 
     @cached_property
-    def busy(self) -> list[tuple[int, int]]:
-        """When anything ran on the GPU: intervals that do not touch, in order."""
-        merged: list[tuple[int, int]] = []
-        for activity in self.activities:
-            if merged and activity.start <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(merged[-1][1], activity.end)
-            else:
-                merged.append((activity.start, activity.end))
-        return merged
+    def busy(self) -> NDArray[np.int64]:
+        """When anything ran on the GPU: starts and ends that do not touch, in order."""
+        starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
+        ends = np.maximum.accumulate(ends)
+        idle_before = np.append(True, starts[1:] > ends[:-1])
+        return np.column_stack([starts[idle_before], ends[np.append(idle_before[1:], True)]])
 
     @property
     def whole_steps(self) -> list[Range]:
         """Steps with a range of their own; all that was recorded, if nobody marked a range."""
-        if self.ranges or not self.busy:
+        if self.ranges:
             return [each for each in self.ranges if each.phase == STEP]
-        return [Range(0, STEP, self.busy[0][0], self.busy[-1][1])]
+        return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]
 
-    def usages(self) -> list[Usage]:
-        """Of each phase in steps that have phases, and of each whole step."""
+    def usages(self) -> pd.DataFrame:
+        """By step and phase, for steps that have phases and for whole ones, nsys's metrics."""
         whole = self.whole_steps
         marked = {each.step for each in whole}
-        sums: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-        for each in (*(r for r in self.ranges if r.step not in marked), *whole):
-            busy = sum(end - start for start, end in self._busy_in(each))
-            parts = (each.end - each.start, busy, self._launches_in(each))
-            for place, part in enumerate(parts):
-                sums[each.step, each.phase][place] += part
-        return [
-            Usage(*key, time / 1e9, busy / 1e9, launches)
-            for key, (time, busy, launches) in sums.items()
+        launched = np.sort([each.launched for each in self.activities])
+        rows = [
+            (
+                *(each.step, each.phase, each.end - each.start),
+                np.diff(self._busy_in(each)).sum(),
+                np.diff(np.searchsorted(launched, (each.start, each.end))).sum(),
+            )
+            for each in (*(r for r in self.ranges if r.step not in marked), *whole)
         ]
+        times = ["timeline_seconds", "timeline_busy_seconds"]
+        table = pd.DataFrame(rows, columns=["step", "phase", *times, "timeline_launches"])
+        sums = table.groupby(["step", "phase"], sort=False, as_index=False).sum()
+        sums[times] /= 1e9
+        return sums
 
-    def gaps(self) -> list[Gap]:
-        """Of the whole steps, in order."""
-        gaps: list[Gap] = []
+    def gaps(self) -> pd.DataFrame:
+        """When nothing ran on the GPU in whole steps, in order.
+
+        Returns:
+            ``step``, ``start`` and ``end``; ``waited_for``, what ended it, or `THE_END`, and
+            ``phase``, in which the CPU asked for that; ``calls``, nanoseconds that the CPU spent
+            in calls of CUDA meanwhile, by name; ``seconds``, and of these ``called``, in calls.
+        """
+        rows = []
         ended_by = {activity.start: activity for activity in reversed(self.activities)}
         going: list[Call] = []
         coming = deque(self.calls)  # in order, as gaps are, so one pass does
         for step in self.whole_steps:
-            working = [(step.start, step.start), *self._busy_in(step), (step.end, step.end)]
-            for (_, start), (end, _) in pairwise(working):
-                if end <= start:
-                    continue
+            busy = self._busy_in(step)
+            starts, ends = np.append(step.start, busy[:, 1]), np.append(busy[:, 0], step.end)
+            for start, end in np.column_stack([starts, ends])[starts < ends].tolist():
                 while coming and coming[0].start < end:
                     going.append(coming.popleft())
                 going = [call for call in going if call.end > start]
@@ -157,53 +127,32 @@ class Timeline:
                     calls[call.name] += min(call.end, end) - max(call.start, start)
                 phase, waited_for = OUTSIDE, THE_END
                 if activity := ended_by.get(end):
-                    phase, waited_for = self.phase_at(_launched(activity)), activity.name
-                gaps.append(Gap(step.step, start, end, phase, waited_for, calls))
-        return gaps
+                    phase, waited_for = self.phase_at(activity.launched), activity.name
+                rows.append((step.step, start, end, phase, waited_for, calls))
+        gaps = pd.DataFrame(rows, columns=["step", "start", "end", "phase", "waited_for", "calls"])
+        seconds = (gaps.end - gaps.start) / 1e9
+        called = gaps.calls.map(lambda spent: sum(spent.values()) / 1e9)
+        return gaps.assign(seconds=seconds, called=np.minimum(seconds, called))  # threads overlap
 
-    def during(self, ranges: Iterable[Range]) -> list[Activity]:
-        """What was launched in some ranges."""
-        order, times = self._by_launch
+    def of_whole_steps(self) -> list[Activity]:
+        """What was launched in whole steps."""
         return [
-            order[i]
-            for each in ranges
-            for i in range(bisect_left(times, each.start), bisect_left(times, each.end))
+            activity
+            for step in self.whole_steps
+            for activity in self.activities
+            if step.start <= activity.launched < step.end
         ]
 
     def phase_at(self, when: int) -> str:
         """The phase that the CPU was in; `OUTSIDE` if it was in none."""
-        phases, starts = self._phases
-        place = bisect_right(starts, when) - 1
-        inside = place >= 0 and when < phases[place].end
-        return phases[place].phase if inside else OUTSIDE
+        place = bisect_right(self._phases, when, key=lambda each: each.start) - 1
+        inside = place >= 0 and when < self._phases[place].end
+        return self._phases[place].phase if inside else OUTSIDE
 
     @cached_property
-    def _phases(self) -> tuple[list[Range], list[int]]:
-        phases = [each for each in self.ranges if each.phase != STEP]
-        return phases, [each.start for each in phases]
+    def _phases(self) -> list[Range]:
+        return [each for each in self.ranges if each.phase != STEP]
 
-    @cached_property
-    def _by_launch(self) -> tuple[list[Activity], list[int]]:
-        # Without its call (it lies before the recording), its own time is the best guess.
-        order = sorted(self.activities, key=_launched)
-        return order, [*map(_launched, order)]
-
-    def _launches_in(self, where: Range) -> int:
-        times = self._by_launch[1]
-        return bisect_left(times, where.end) - bisect_left(times, where.start)
-
-    def _busy_in(self, where: Range) -> Iterator[tuple[int, int]]:
-        first = bisect_right(self.busy, where.start, key=lambda interval: interval[1])
-        for start, end in self.busy[first:]:
-            if start >= where.end:
-                return
-            yield max(start, where.start), min(end, where.end)
-
-
-def _launched(activity: Activity) -> int:
-    return activity.start if activity.launched is None else activity.launched
-
-
-def unversioned(call: str) -> str:
-    """The name of a CUDA call without its version, e.g. of ``cudaLaunchKernel_v7000``."""
-    return re.sub(r"_v\d+$", "", call)
+    def _busy_in(self, where: Range) -> NDArray[np.int64]:
+        reaches_in = (self.busy[:, 1] > where.start) & (self.busy[:, 0] < where.end)
+        return self.busy[reaches_in].clip(where.start, where.end)

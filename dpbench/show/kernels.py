@@ -141,6 +141,26 @@ def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
     ]
 
 
+def step_milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds, with one digit after the point or three in all."""
+    return f"{seconds * 1e3:.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:.3g}"
+
+
+ROOFLINE_COLUMNS: dict[str, Shown] = {
+    "TFLOP": ("flops", lambda operations: gigabytes(operations / 1e3)),
+    "GB": ("bytes", gigabytes),
+    "FLOP\n/ B": ("intensity", "{:.1f}".format),
+    "bound by": ("bound_by", str),
+    "least\nms": ("least_seconds", step_milliseconds),
+}
+"""Of a phase under the roofs; where it was timed, `TIMED_COLUMNS` as well."""
+
+TIMED_COLUMNS: dict[str, Shown] = {
+    "time\nms": ("seconds", step_milliseconds),
+    "% of\nroof": ("share", "{:.0%}".format),
+}
+
+
 def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
     """For each trainer a line for the step, then one per phase that matters to any of them."""
     matters = rows.phase[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()]
@@ -151,27 +171,21 @@ def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
         kind="stable",
     )
     lines = lines.assign(name=lines.trainer.where(lines.phase == STEP, "· " + lines.phase))
-    columns: dict[str, Shown] = {
-        "trainer\n· phase": ("name", str),
-        "TFLOP": ("flops", lambda operations: gigabytes(operations / 1e3)),
-        "GB": ("bytes", gigabytes),
-        "FLOP\n/ B": ("intensity", "{:.1f}".format),
-        "bound by": ("bound_by", str),
-        "least\nms": ("least_seconds", _milliseconds),
-    }
-    if rows.seconds.notna().any():
-        columns["time\nms"] = ("seconds", _milliseconds)
-        columns["% of\nroof"] = ("share", "{:.0%}".format)
-    precision = str(rows.precision.iloc[0])
+    timed = TIMED_COLUMNS if rows.seconds.notna().any() else {}
+    columns: dict[str, Shown] = {"trainer\n· phase": ("name", str), **ROOFLINE_COLUMNS, **timed}
     note = (
-        f"Roofs of {roofs.name}: {roofs.bandwidth / 1e9:.4g} GB/s and "
-        f"{roofs.flops[precision] / 1e12:.4g} TFLOP/s at {precision}, which meet at "
-        f"{roofs.ridge(precision):.1f} FLOP/B ({roofs.premise}). FLOP are counted: matrix products "
-        f"and attention. The step's least time is the sum of its phases'."
+        f"{roofs_in_words(roofs, rows.precision)} FLOP are counted: matrix products and "
+        f"attention. The step's least time is the sum of its phases'."
     )
     return Table.of(title, lines, columns, [note])
 
 
-def _milliseconds(seconds: float) -> str:
-    """Seconds in milliseconds, with one digit after the point or three in all."""
-    return f"{seconds * 1e3:.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:.3g}"
+def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
+    """The bandwidth of a card, its arithmetic at some precisions, and where the two meet."""
+    peaks = [
+        f"{roofs.flops[name] / 1e12:.4g} TFLOP/s at {name}, which meet at "
+        f"{roofs.ridge(name):.1f} FLOP/B"
+        for name in dict.fromkeys(precisions)
+    ]
+    roof = f"{roofs.bandwidth / 1e9:.4g} GB/s and {' or '.join(peaks)}"
+    return f"Roofs of {roofs.name}: {roof} ({roofs.premise})."

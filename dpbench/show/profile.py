@@ -11,7 +11,7 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.timeline import Timeline
+from dpbench.results.timeline import Activity, Timeline
 from dpbench.show.kernels import wrapped
 from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
 from dpbench.show.tables import title_of
@@ -62,37 +62,39 @@ def _profile_table(title: str, wide: pd.DataFrame) -> Table:
     return _by_phase(title, wide, columns, notes)
 
 
-def copies_table(launches: Sequence[Mapping[str, Any]], steps: int) -> list[Table]:
+def copies_table(launches: Sequence[Any], steps: int) -> list[Table]:
     """Copies and memsets by phase and by the operator that asked for them; none on the CPU."""
-    copies = pd.DataFrame([launch for launch in launches if launch["kind"] != "kernel"])
+    copies = pd.DataFrame([vars(launch) for launch in launches if launch.kind != "kernel"])
     if copies.empty:
         return []
-    copies = copies.sort_values("bytes", ascending=False, kind="stable").head(TOP)
-    copies["copy"] = copies.phase + ": " + copies.name.str.partition(" (")[0]
+    by = copies.groupby(["phase", "name", "operator", "called_by"], dropna=False, sort=False)
+    sums = (by.bytes.agg(["size", "sum"]) / steps).reset_index()
+    sums = sums.sort_values("sum", ascending=False, kind="stable").head(TOP)
     columns: dict[str, Shown] = {
         "copy": ("copy", str),
-        "count": ("count", lambda count: f"{count / steps:g}"),
-        "GB": ("bytes", lambda moved: gigabytes(moved / steps)),
-        "operator": ("operator", lambda name: name or ABSENT),
-        "called by": ("called_by", lambda name: name or ABSENT),
+        "count": ("size", "{:g}".format),
+        "GB": ("sum", gigabytes),
+        "operator": ("operator", str),
+        "called by": ("called_by", str),
     }
     note = "A copy on the device reads its bytes and writes them; a memset only writes."
-    return [Table.of("Copies and memsets, per step", copies, columns, [note])]
+    named = sums.assign(copy=sums.phase + ": " + sums.name.str.partition(" (")[0])
+    return [Table.of("Copies and memsets, per step", named, columns, [note])]
 
 
 def profile_report(
     record: Mapping[str, Any],
     rows: Iterable[Measurement],
-    launches: Sequence[Mapping[str, Any]],
+    launches: Sequence[Any],
     operators: Sequence[Mapping[str, Any]],
     threshold: float,
 ) -> str:
     """The text report of one profiled case.
 
-    ``launches`` are what the device did, folded: sums over the recorded steps. ``operators`` are
-    sums by operator, and by operator and input shapes, of each cycle; their ``kind`` is
-    ``operator``, ``call`` (of CUDA), ``kernel`` or ``annotation``. An operator that takes
-    ``threshold`` milliseconds of a step is a bottleneck.
+    ``launches`` are what the device did in the recorded steps. ``operators`` are sums by operator,
+    and by operator and input shapes, of each cycle; their ``kind`` is ``operator`` (or a call of
+    CUDA), ``kernel`` or ``annotation``. An operator that takes ``threshold`` milliseconds of a
+    step is a bottleneck.
     """
     frame = to_frame(rows)
     steps = int(frame.repeat.nunique())
@@ -104,14 +106,13 @@ def profile_report(
     per_step = (cycles.groupby(keys, dropna=False, sort=False).sum() / steps).reset_index()
     shapeless, of_operators = per_step.input_shapes.isna(), per_step.kind == "operator"
     by_name, by_shape = per_step[of_operators & shapeless], per_step[of_operators & ~shapeless]
-    calls = per_step[shapeless & per_step.kind.isin(["operator", "call"])]
     device, column = ("GPU", "device") if record["device"] != "cpu" else ("CPU", "cpu")
     found = [
         *recorded_tables(frame),
         *copies_table(launches, steps),
         _bottlenecks(by_name, device, f"self_{column}_seconds", threshold),
         _by(by_name, "self_device_seconds", "Operators by GPU time"),
-        _by(calls, "self_cpu_seconds", "Operators and CUDA calls by CPU time"),
+        _by(by_name, "self_cpu_seconds", "Operators and CUDA calls by CPU time"),
         _by(by_name, f"self_{column}_memory_bytes", f"Operators by {device} memory"),
         _by(by_shape, f"self_{column}_seconds", f"Operators and input shapes by {device} time"),
     ]
@@ -172,19 +173,10 @@ def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
     """Every table of one timeline."""
     head = f"{title}, {timeline.device}, {timeline.tool}"
     steps = max(len(timeline.whole_steps), 1)
-    gaps = pd.DataFrame(
-        [
-            {**vars(gap), "seconds": gap.seconds, "called": gap.call_seconds}
-            for gap in timeline.gaps()
-        ],
-        columns=["step", "start", "end", "phase", "waited_for", "calls", "seconds", "called"],
-    )
-    usages = pd.DataFrame(map(vars, timeline.usages()))
-    usages = usages.groupby(["step", "phase"]).sum().groupby("phase").median()
-    usages = usages.add_prefix("timeline_")
+    gaps, usages = timeline.gaps(), timeline.usages()
     usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds
     found = [
-        _usage_table(f"{head}: per step", usages),
+        _usage_table(f"{head}: per step", usages.groupby("phase").median()),
         _waits(gaps, "phase", f"{head}: waits by phase, per step", steps),
         _waits(gaps, "waited_for", f"{head}: what the GPU waited for, per step", steps),
         _longest(timeline, gaps, f"{head}: the longest gaps"),
@@ -250,13 +242,8 @@ def _meanwhile(seconds: float, calls: dict[str, int]) -> str:
 
 def _activities(timeline: Timeline, title: str, steps: int) -> Table:
     """What ran in whole steps, by name."""
-    rows = pd.DataFrame(
-        [
-            (each.name, each.kind, each.end - each.start, each.bytes)
-            for each in timeline.during(timeline.whole_steps)
-        ],
-        columns=["name", "kind", "time", "bytes"],
-    )
+    rows = pd.DataFrame(timeline.of_whole_steps(), columns=Activity._fields)
+    rows["time"] = rows.end - rows.start
     sums = rows.groupby(["name", "kind"], sort=False).agg(
         count=("time", "size"), time=("time", "sum"), bytes=("bytes", "sum")
     )

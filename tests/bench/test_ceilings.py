@@ -44,7 +44,6 @@ def test_they_are_the_roofs_of_their_device_alone(tmp_path: Path) -> None:
     [
         {},
         {**H200, "flops": {"fp32": 1e13}},
-        {**H200, "bandwidth": 0},
         {**H200, "bandwidth": None},
     ],
 )

@@ -104,12 +104,8 @@ def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[
     handler = signal.getsignal(signal.SIGINT)
 
     def run_here(*program: str, instrument: str = "timing", **how: Any) -> dict[str, Any]:
-        script = asdict(ScriptRun(instrument, program, **how))
-        del script["program"]
-        run(
-            script | {"case": asdict(script_case("mine")), "record": "record.json", "folder": ""},
-            program,
-        )
+        script = ScriptRun(instrument, program, **how)
+        run(script, script_case("mine"), Path("record.json"))
         found: dict[str, Any] = json.loads(Path("record.json").read_text())
         return found
 
@@ -232,11 +228,11 @@ if arguments == ["--version"]:
     print("Version 2025.3.1.0")
     sys.exit()
 start = arguments.index("-m")
-options = json.loads(arguments[start + 2])
+what = json.loads(arguments[start + 2])
 with open("arguments.json", "w") as stream:
-    json.dump([arguments, options], stream)
+    json.dump([arguments, what["script"]], stream)
 shutil.copy("recorded.ncu-rep", arguments[arguments.index("--export") + 1])
-with open(options["record"], "w") as stream:
+with open(what["record"], "w") as stream:
     json.dump({"torch": "2.11.0", "notes": [], "error": None}, stream)
 """
 
@@ -252,12 +248,12 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     how = ["--instrument=ncu", "--ncu-path=./ncu", "--steps=1"]
     assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
     assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in capsys.readouterr().out
-    arguments, options = json.loads(Path("arguments.json").read_text())
+    arguments, script = json.loads(Path("arguments.json").read_text())
     report = "ncu_reports/script/report_training"
     under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
     assert {*under, f"{report}.ncu-rep", f"{report}.log"} <= {*arguments}
     assert arguments[-2:] == ["training.py", "--private"]
-    assert (options["name"], options["skip"], options["steps"]) == ("ncu", 3, 1)
+    assert (script["name"], script["skip"], script["steps"]) == ("ncu", 3, 1)
     moved = rows("run.json", "dram_read_bytes")
     assert {("training", "clip"), ("training", "step")} <= set(moved)
     assert len(moved["training", "step"]) >= 1

@@ -9,8 +9,13 @@ import pytest
 from dpbench import Case, CaseReport
 from dpbench.case import PHASES
 from dpbench.instruments.cupti.instrument import Cupti
-from dpbench.instruments.nsys.instrument import Nsys, timeline_of
-from dpbench.instruments.nsys.program import ImporterMissing, NsysNotFound, find_nsys
+from dpbench.instruments.nsys.instrument import (
+    ImporterMissing,
+    Nsys,
+    NsysNotFound,
+    find_nsys,
+    timeline_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -30,6 +35,6 @@ def test_busy_shares_agree_with_the_counters_within_three_points(tmp_path: Path)
     # The step by phase and the whole ones launch the same.
     launched = sum(recorded.value("timeline_launches", phase) for phase in (*PHASES, "outside"))
     assert launched == pytest.approx(recorded.value("timeline_launches"), rel=0.01)
-    waited = sum(gap.seconds for gap in timeline.gaps()) / len(timeline.whole_steps)
+    waited = timeline.gaps().seconds.sum() / len(timeline.whole_steps)
     idle = recorded.value("timeline_seconds") - recorded.value("timeline_busy_seconds")
     assert waited == pytest.approx(idle, rel=0.2)

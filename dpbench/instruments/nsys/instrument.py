@@ -1,26 +1,74 @@
-"""How busy the GPU is by phase, and which launches it waits for, by Nsight Systems."""
+"""How busy the GPU is by phase, and which launches it waits for, by Nsight Systems.
+
+Its programs record a case and export what they recorded as an SQLite file, which is read here.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
 from dpbench.instruments.child import Child, log_lines, step_command
-from dpbench.instruments.nsys import program
-from dpbench.instruments.nsys.program import EXPORTED, RAW, REPORT
+from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
+from dpbench.instruments.processes import run
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
 from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Timeline
 from dpbench.settings import Settings
+
+REPORT, RAW, EXPORTED = ".nsys-rep", ".qdstrm", ".sqlite"
+"""What a file is by its suffix: a report, what the collector wrote for the importer, an export."""
+
+INSTALLED = (
+    "/usr/local/cuda/bin/nsys",
+    "/opt/nvidia/nsight-systems*/*/bin/nsys",
+    "/opt/nvidia/nsight-systems*/*/target-linux-*/nsys",
+    # Nsight Compute brings a collector for its own system trace.
+    "/opt/nvidia/nsight-compute/*/host/target-linux-*/nsys",
+    "/usr/local/cuda*/nsight-compute-*/host/target-linux-*/nsys",
+)
+"""Where NVIDIA installs nsys, the best place first."""
+
+ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
+
+
+class NsysNotFound(InstrumentError):
+    """There is no Nsight Systems here."""
+
+    remedy = (
+        "install Nsight Systems (package nsight-systems, or nsight-systems-cli of NVIDIA) and put "
+        "nsys on PATH; Nsight Compute brings one too, in host/target-linux-*"
+    )
+
+
+class ImporterMissing(InstrumentError):
+    """A collector that cannot make a report of what it collected."""
+
+    remedy = (
+        "install the whole of Nsight Systems, or what its QdstrmImporter needs (Debian: libdw1, "
+        "libelf1)"
+    )
+
+
+class ExportFailed(InstrumentError):
+    """A report of which this nsys makes no SQLite file."""
+
+    remedy = (
+        "install Nsight Systems 2021.4 or newer, at least as new as what made the report, and "
+        "have dpbench show read the report"
+    )
 
 
 @dataclass(frozen=True)
@@ -44,14 +92,14 @@ class Nsys(Instrument):
     @classmethod
     def from_settings(cls, settings: Settings) -> Nsys:
         steps = Steps(settings.warmup, settings.active)
-        return cls(settings.ncu_dir, program.find_nsys(), steps, settings.timeout)
+        return cls(settings.ncu_dir, find_nsys(), steps, settings.timeout)
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=True)
 
     @property
     def versions(self) -> Mapping[str, str]:
-        return {"nsys": program.nsys_version(self.path)}
+        return {"nsys": nsys_version(self.path)}
 
     def report(self, case: Case) -> Path:
         return (self.directory / case.report_path).with_suffix(REPORT)
@@ -90,14 +138,14 @@ class Nsys(Instrument):
             if "torch" not in record or not raw.exists():  # else only nsys failed, as importer
                 raise
         if not report.exists() and raw.exists():
-            program.imported(self.path, raw, timeout=self.timeout)
+            imported(self.path, raw, timeout=self.timeout)
         if not report.exists():
             raise NothingTraced(f"{case.id}: nsys left no report")
-        program.exported(self.path, report, target, timeout=self.timeout)
+        exported(self.path, report, target, timeout=self.timeout)
         timeline = read_timeline(target)
         if not any(each.phase == STEP for each in timeline.ranges):
             raise NothingTraced(f"{case.id}: {target} has no step that dpbench marked")
-        tool = f"nsys {program.nsys_version(self.path)}, torch {record['torch']}"
+        tool = f"nsys {nsys_version(self.path)}, torch {record['torch']}"
         before = record["untraced_seconds"]
         traced = median((each.end - each.start) / 1e9 for each in timeline.whole_steps)
         slowed = f"a step took {traced * 1e3:.1f} ms recorded, {before * 1e3:.1f} ms before"
@@ -111,20 +159,83 @@ def timeline_of(path: Path) -> Timeline:
         target = path
         if path.suffix == REPORT:
             target = Path(scratch, path.stem + EXPORTED)
-            program.exported(program.find_nsys(), path, target, timeout=Settings.timeout)
+            exported(find_nsys(), path, target, timeout=Settings.timeout)
         return read_timeline(target, path)
 
 
 def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:
     """The rows of a timeline; the step by phase is the first, whole ones are counted from 0."""
     whole = [each.step for each in timeline.whole_steps]
-    for usage in timeline.usages():
-        repeat = whole.index(usage.step) if usage.phase == STEP else 0
-        for metric, value in {
-            "timeline_seconds": usage.seconds,
-            "timeline_busy_seconds": usage.busy_seconds,
-            "timeline_launches": usage.launches,
-        }.items():
-            yield Measurement(
-                case, Nsys.name, usage.phase, metric, value, unit(metric), repeat, device, tool
-            )
+    for usage in timeline.usages().to_dict("records"):
+        step, phase = usage.pop("step"), usage.pop("phase")
+        repeat = whole.index(step) if phase == STEP else 0
+        for metric, value in usage.items():
+            numbers = phase, str(metric), value, unit(str(metric)), repeat
+            yield Measurement(case, Nsys.name, *numbers, device, tool)
+
+
+# --- the programs -----------------------------------------------------------------------------
+
+
+def find_nsys() -> str:
+    """The ``nsys`` on ``PATH``, or where NVIDIA installs it, or the collector of Nsight Compute."""
+    for candidate in _candidates():
+        if found := shutil.which(candidate):
+            return found
+    raise NsysNotFound("Nsight Systems (nsys) was not found")
+
+
+def _candidates() -> Iterator[str]:
+    yield "nsys"
+    for pattern in INSTALLED:
+        yield from sorted(map(str, Path("/").glob(pattern[1:])), reverse=True)
+    try:
+        yield from map(str, Path(find_ncu()).resolve().parent.glob("host/target-linux-*/nsys"))
+    except NcuNotFound:
+        return
+
+
+@cache
+def nsys_version(path: str) -> str:
+    """The version that an ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
+    match = re.search(r"version (\d+\.\d+\.\d+)", _run([path, "--version"], ANSWER_SECONDS)[1])
+    return match[1] if match else "unknown"
+
+
+def find_importer(nsys: str) -> Path | None:
+    """The importer that belongs to an ``nsys``: beside the collector's folder, in the host's."""
+    collector = Path(nsys).resolve()
+    return next(iter(sorted(collector.parents[1].glob("*/QdstrmImporter"))), None)
+
+
+def imported(nsys: str, raw: Path, *, timeout: float) -> Path:
+    """The report made of what a collector without importer left."""
+    importer = find_importer(nsys)
+    if importer is None:
+        raise ImporterMissing(f"{nsys} left {raw}, and there is no QdstrmImporter beside it")
+    report = raw.with_suffix(REPORT)
+    command = [str(importer), "--force-overwrite", "--input-file", str(raw)]
+    code, said = _run([*command, "--output-file", str(report)], timeout)
+    if code or not report.exists():
+        raise ImporterMissing(f"{importer} made no report of {raw} ({said or f'exit code {code}'})")
+    raw.unlink()  # ten times the report's size
+    return report
+
+
+def exported(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
+    """A report as a SQLite file."""
+    target.unlink(missing_ok=True)
+    command = [nsys, "export", "--type", "sqlite", "--force-overwrite", "true", "--quiet", "true"]
+    code, said = _run([*command, "--output", str(target), str(report)], timeout)
+    if code or not target.exists():
+        version = nsys_version(nsys)
+        why = said or f"exit code {code}"
+        raise ExportFailed(f"nsys {version} made no SQLite file of {report} ({why})")
+    return target
+
+
+def _run(command: Sequence[str], timeout: float) -> tuple[int, str]:
+    """Exit code and last line of a program."""
+    code, output = run(command, timeout=timeout)
+    lines = [line.strip() for line in output.replace("\r", "\n").splitlines() if line.strip()]
+    return code, lines[-1] if lines else ""

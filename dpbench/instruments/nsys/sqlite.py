@@ -7,9 +7,10 @@ is missing, and so are columns in files of older versions.
 
 from __future__ import annotations
 
+import re
 import sqlite3
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from dpbench.instruments.base import InstrumentError
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.results.kernels import short_name
-from dpbench.results.timeline import Activity, Call, Range, Timeline, unversioned
+from dpbench.results.timeline import Activity, Call, Range, Timeline
 
 START_END_RANGE = 60
 """``NvtxStartEndRange`` in ``ENUM_NSYS_EVENT_TYPE``."""
@@ -66,22 +67,25 @@ class _Export:
         self.strings: dict[int, str] = dict(database.execute("SELECT id, value FROM StringIds"))
 
     def timeline(self, path: Path) -> Timeline:
-        calls = list(self._calls())
-        launched = {key: call.start for call, key in calls if key[1]}
-        found = [
-            (device, Activity(start, end, kind, name, size, launched.get(key)))
-            for device, key, start, end, kind, name, size in self._activities()
-        ]
+        calls, launched = [], {}
+        columns = ("start", "end", "globalTid", "correlationId", "nameId")
+        rows = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", *columns)
+        for start, end, thread, number, name in rows:
+            calls.append(Call(start, end, re.sub(r"_v\d+$", "", self.strings.get(name, "?"))))
+            launched[_key(thread, number)] = start
+        found: dict[int, list[Activity]] = defaultdict(list)
+        for device, activity in self._activities(launched):
+            found[device].append(activity)
         if not found:
             said = "; ".join(text for (text,) in self.select("DIAGNOSTIC_EVENT", "text"))
             raise NothingTraced(f"{path}: no kernel, copy or memset was traced ({said or 'empty'})")
-        busiest = Counter(device for device, _ in found).most_common(1)[0][0]
+        names = {str(name) for (name,) in self.select("TARGET_INFO_GPU", "name")}
         return Timeline(
-            self._device(),
+            names.pop() if len(names) == 1 else "a GPU",
             f"nsys {self._version()}",
             sorted(self._ranges(), key=lambda each: (each.start, -each.end)),
-            sorted((a for d, a in found if d == busiest), key=lambda a: (a.start, a.end)),
-            sorted((call for call, _ in calls), key=lambda call: call.start),
+            sorted(found[max(found, key=lambda device: len(found[device]))]),
+            sorted(calls),
         )
 
     def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
@@ -91,8 +95,8 @@ class _Export:
             chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
             yield from self.database.execute(f"SELECT {chosen} FROM {table}")
 
-    def _activities(self) -> Iterator[tuple[Any, ...]]:
-        """Device, `_key`, and what `Activity` begins with."""
+    def _activities(self, launched: Mapping[Any, int]) -> Iterator[tuple[int, Activity]]:
+        """What ran on each device; without its call, its own start is when it was launched."""
         copies = dict(self.select("ENUM_CUDA_MEMCPY_OPER", "id", "label"))
         columns = ("start", "end", "deviceId", "correlationId", "globalPid", "bytes")
         for table, (kind, name) in DEVICE_TABLES.items():
@@ -102,13 +106,8 @@ class _Export:
                     what = short_name(self.strings.get(called, "?"))
                 else:
                     what = f"{kind} {copies.get(called, '')}".strip()
-                yield device, _key(process, number), start, end, kind, what, size or 0
-
-    def _calls(self) -> Iterator[tuple[Call, tuple[int, int]]]:
-        columns = ("start", "end", "globalTid", "correlationId", "nameId")
-        rows = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", *columns)
-        for start, end, thread, number, name in rows:
-            yield Call(start, end, unversioned(self.strings.get(name, "?"))), _key(thread, number)
+                when = launched.get(_key(process, number), start) if number else start
+                yield device, Activity(start, end, kind, what, when, size or 0)
 
     def _ranges(self) -> Iterator[Range]:
         rows = self.select("NVTX_EVENTS", "start", "end", "eventType", "text", "textId")
@@ -119,10 +118,6 @@ class _Export:
             if kind == START_END_RANGE and place == NVTX_DOMAIN and end and step.isdecimal():
                 yield Range(int(step), phase, start, end)
 
-    def _device(self) -> str:
-        names = {str(name) for (name,) in self.select("TARGET_INFO_GPU", "name")}
-        return names.pop() if len(names) == 1 else "a GPU"
-
     def _version(self) -> str:
         for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
             for name, value in self.select(table, "name", "value"):
@@ -131,6 +126,6 @@ class _Export:
         return "unknown"
 
 
-def _key(process_or_thread: int | None, number: int | None) -> tuple[int, int]:
+def _key(process_or_thread: int | None, number: int | None) -> tuple[int, int | None]:
     """What a call and what it launched have in common: correlation numbers are a process's own."""
-    return (process_or_thread or 0) >> PID_BITS, number or 0
+    return (process_or_thread or 0) >> PID_BITS, number

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +17,7 @@ from dpbench.files import check_writable
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.torch_profiler import trace
 from dpbench.metrics import METRICS, unit
-from dpbench.results.kernels import KernelLaunch
+from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
 
 INSTRUMENT = "torch_profiler"  # the instrument's name in rows
@@ -41,7 +41,7 @@ class Profile:
     """What is known of a profiled case."""
 
     rows: list[Measurement]
-    launches: list[dict[str, Any]]  # of `grouped`; sums over all steps
+    launches: list[trace.Launch]  # of all steps
     operators: list[dict[str, Any]]  # by name and by input shapes, of each cycle
 
 
@@ -59,17 +59,16 @@ def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profil
     The record is that of `dpbench.process.profiled.profile_case`.
     """
     traces = [trace.read(path) for path in _in_order(directory, "trace_*.json.gz")]
-    calls = frozenset[str]().union(*(recorded.calls for recorded in traces))
     operators = [
-        {**line, "kind": "call"} if line["name"] in calls else line
+        line
         for path in _in_order(directory, "operators_*.json")
         for line in json.loads(path.read_text(encoding="utf-8"))
     ]
-    profile = Profile(list(profile_rows(case, record, traces)), grouped(traces), operators)
+    launches = [launch for recorded in traces for launch in recorded.launches]
+    profile = Profile(list(profile_rows(case, record, traces)), launches, operators)
     if find_spec("tensorboard") is not None:
         write_log(case, record, profile.rows, directory)
-    document = {"schema": SCHEMA, **record, "launches": profile.launches}
-    document["rows"] = as_rows(profile.rows)
+    document = {"schema": SCHEMA, **record, "rows": as_rows(profile.rows)}
     (directory / SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return profile
 
@@ -107,8 +106,8 @@ def read_rows(directory: Path) -> list[Measurement]:
     return [Measurement.from_row(row) for row in document["rows"]]
 
 
-def operators_of(directory: Path, launches: Sequence[KernelLaunch]) -> list[str | None]:
-    """The operator behind each kernel that another process launched, as far as it is known.
+def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[KernelCount]:
+    """Kernels that another process launched, with the operator behind each, as far as it is known.
 
     The two tools write kernels' names in ways of their own, so a kernel is found by its place
     among those of its phase. Both processes ran the same step; should they have launched
@@ -121,7 +120,9 @@ def operators_of(directory: Path, launches: Sequence[KernelLaunch]) -> list[str 
     counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
     known = {phase: iter(names) for phase, names in seen.items() if len(names) == counted[phase]}
     return [
-        next(known[launch.phase]) if launch.repeat == 0 and launch.phase in known else None
+        replace(launch, operator=next(known[launch.phase]))
+        if launch.repeat == 0 and launch.phase in known
+        else launch
         for launch in launches
     ]
 
@@ -176,20 +177,3 @@ def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, 
 def copy_metric(name: str) -> str:
     """The metric of a copy or memset with this name in a trace."""
     return next((m for start, m in COPIES.items() if name.startswith(start)), OTHER_COPIES)
-
-
-def grouped(traces: list[trace.Trace]) -> list[dict[str, Any]]:
-    """What the device did; ``count``, ``bytes`` and ``seconds`` are sums over recorded steps."""
-    folded: dict[tuple[Any, ...], list[trace.Launch]] = defaultdict(list)
-    names = ("phase", "kind", "name", "operator", "called_by")
-    for launch in chain.from_iterable(recorded.launches for recorded in traces):
-        folded[tuple(getattr(launch, name) for name in names)].append(launch)
-    return [
-        {
-            **dict(zip(names, key, strict=True)),
-            "count": len(launches),
-            "bytes": sum(launch.bytes for launch in launches),
-            "seconds": sum(launch.seconds for launch in launches),
-        }
-        for key, launches in folded.items()
-    ]

@@ -20,19 +20,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.base import InstrumentError
 
 ANNOTATION = "dpbench."  # what the name of a phase's annotation begins with
 STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step
-Kind = Literal["kernel", "memcpy", "memset"]
-KINDS: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-"""What the device does, by the category of its events."""
-
-CALLS = ("cuda_runtime", "cuda_driver", "overhead")
-"""Categories of what the CPU does between an operator and the device."""
+KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of what the device does."""
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
 """What PyTorch puts before the name of a backward function while it evaluates it."""
@@ -52,7 +48,7 @@ class Launch:
 
     repeat: int  # the recorded step, from 0
     phase: str  # in which it was launched
-    kind: Kind
+    kind: str  # kernel, memcpy or memset
     name: str  # the kernel's, demangled, or e.g. "Memcpy DtoD (Device -> Device)"
     seconds: float  # how long the device took
     bytes: int  # what a copy or memset moved; 0 for a kernel, whose trace does not say
@@ -71,11 +67,10 @@ class Trace:
     launches: list[Launch]  # in the order of the launches; empty on the CPU
     cpu_seconds: list[dict[str, float]]  # of each step, of the training thread
     memory_growth: list[dict[str, int]]  # of each step
-    calls: frozenset[str] = frozenset()  # CUDA's and the profiler's; for PyTorch, operators too
 
 
 def read(path: Path) -> Trace:
-    """Read one trace, ``.json`` or ``.json.gz``.
+    """Read one trace, ``.json.gz``.
 
     Work that was launched outside every phase belongs to `OUTSIDE`; nothing is dropped, and a
     trace of another program is one step outside all phases.
@@ -89,7 +84,6 @@ def read(path: Path) -> Trace:
             launches=_launches(by_category, timeline),
             cpu_seconds=timeline.seconds(),
             memory_growth=_memory_growth(by_category, timeline),
-            calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
         )
     except (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
         what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
@@ -100,8 +94,7 @@ def read(path: Path) -> Trace:
 
 
 def _events(path: Path) -> dict[str, list[Event]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as stream:
+    with gzip.open(path, "rb") as stream:
         events = json.load(stream)["traceEvents"]
     by_category: dict[str, list[Event]] = defaultdict(list)
     for event in events:
@@ -160,7 +153,7 @@ def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[
             Launch(
                 repeat,
                 phase,
-                KINDS[event["cat"]],
+                event["cat"].removeprefix("gpu_"),
                 event["name"],
                 float(event["dur"]) / 1e6,
                 int(event.get("args", {}).get("bytes", 0)),

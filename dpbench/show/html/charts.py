@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,7 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, PHASES
 from dpbench.errors import ConfigurationError
-from dpbench.metrics import EXPECTED_BY
-from dpbench.results.frame import CONFIGURATION, with_logical
+from dpbench.results.frame import CONFIGURATION
 from dpbench.results.roofline import (
     BUSY,
     LAUNCH_BOUND,
@@ -24,27 +24,24 @@ from dpbench.results.roofline import (
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import (
-    CASE,
     CELL,
-    DRAM,
     KEYS,
     LOGICAL,
-    NEEDS_LOGICAL,
     UNMEASURED,
     Material,
-    has_case_of,
     pivot,
 )
 from dpbench.show.html.figures import (
+    CASE,
     NEUTRAL,
     PHASE_STYLES,
     Chart,
     Json,
     Key,
     Style,
-    milliseconds,
     times,
 )
+from dpbench.show.kernels import ROOFLINE_COLUMNS, TIMED_COLUMNS, roofs_in_words
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, in_order, ordered
 
@@ -52,46 +49,42 @@ COLOUR, COLOUR_OF_STEP = PHASE_STYLES["backward"].colour, "#7F8790"
 """Of bars that are about no phase and no trainer, and of the whole step's beside its phases."""
 
 
-def phases(material: Material) -> Chart:
+def phases(material: Material) -> Chart | None:
     """Bytes by trainer, stacked by phase; one panel per cell of the grid.
 
     A phase is left out if no case moves `SHOWN_SHARE` of its step there. A case that failed
     before any was counted stands where it belongs.
     """
     basis = material.basis
-    title = f"{basis.name} by trainer and phase"
     wide = pivot(material.summary[material.summary.metric == basis.metric], "phase")
     wide = wide.reindex(columns=[*wide.columns, *({STEP} - {*wide.columns})])
     wide["ratio"] = wide[KEYS].merge(material.step_bytes(basis), how="left").ratio
     shown = [n for n in ALL_PHASES if n in wide and (wide[n] > SHOWN_SHARE * wide[STEP]).any()]
     if not shown:
-        return Chart("phases", title, missing="No bytes by phase were measured or counted.")
-    keys = ["run", "title", "batch_size", "seq_len", "trainer"]
+        return None
+    keys = [name for name in KEYS if name != "device"]
     known = pd.MultiIndex.from_frame(wide[keys])
     failed = material.failed[~pd.MultiIndex.from_frame(material.failed[keys]).isin(known)]
-    failed = failed.drop(columns=[*PHASES], errors="ignore")
-    drawn = in_order(pd.concat([wide, failed], ignore_index=True), CELL) if len(failed) else wide
-    columns: dict[str, Shown] = {f"{name}, GB": (name, gigabytes) for name in (*shown, STEP)}
-    return Chart(
-        "phases",
-        title,
-        basis.premise,
-        figures.bar_panels(
-            drawn.assign(end=drawn[STEP], label=list(map(_end_of_bar, drawn.to_dict("records")))),
-            {name: PHASE_STYLES[name].colour for name in shown},
-            basis.short,
-            stacked=True,
+    if len(failed):
+        failed = failed.drop(columns=[*PHASES], errors="ignore")
+        wide = in_order(pd.concat([wide, failed], ignore_index=True), CELL)
+    ends = f"At the end of a bar: GB of the whole step, and how many times {material.baseline}'s."
+    return figures.bar_chart(
+        Chart(
+            "phases",
+            f"{basis.name} by trainer and phase",
+            basis.premise,
+            notes=[ends, *material.of_ratios],
         ),
-        [Key("■", name, PHASE_STYLES[name].colour) for name in shown],
-        Table.of(
-            f"{basis.name} of one step by phase, {basis.premise}; ratio to {material.baseline}",
-            wide,
-            {**CASE, **columns, f"÷ {material.baseline}": ("ratio", times)},
-        ),
-        [
-            f"At the end of a bar: GB of the whole step, and how many times {material.baseline}'s.",
-            *material.cautions,
-        ],
+        wide.assign(end=wide[STEP], label=list(map(_end_of_bar, wide.to_dict("records")))),
+        {name: PHASE_STYLES[name].colour for name in shown},
+        basis.short,
+        f"{basis.name} of one step by phase, {basis.premise}; ratio to {material.baseline}",
+        columns={
+            f"{STEP}, GB": (STEP, gigabytes),
+            f"÷ {material.baseline}": ("ratio", times),
+        },
+        stacked=True,
     )
 
 
@@ -103,30 +96,22 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
     return f" {gigabytes(row[STEP])}{ratio}"
 
 
-def ratios(material: Material) -> Chart:
+def ratios(material: Material) -> Chart | None:
     """The ratio in each cell of the grid; a panel for each configuration with several cells."""
     basis, found, batches = material.basis, material.ratios, ["batch_size", "seq_len"]
-    title = f"{basis.name} as a multiple of {material.baseline} training, over the grid"
-    if found.empty:
-        return Chart("ratios", title, missing=_no_ratio(material))
     places = found[batches].to_numpy(object).tolist()
-    cells = [f"{batch} × {seq}" if seq else str(batch) for batch, seq in places]
-    drawn = found.assign(cell=cells)
-    drawn = drawn[drawn.groupby("title").cell.transform("nunique") > 1]
+    found = found.assign(cell=[f"{batch} × {seq}" if seq else str(batch) for batch, seq in places])
+    drawn = found[found.groupby("title").cell.transform("nunique") > 1]
     if drawn.empty:
-        why = "No trainer was measured in more than one cell: its ratio stands at its bar above."
-        return Chart("ratios", title, missing=why)
+        return None
     keys = [*material.keys(drawn.trainer), Key("┄", f"{material.baseline} = 1")]
     across: Json = {"xref": "paper", "x0": 0, "x1": 1}
-    notes, shapes = [*material.cautions], [figures.dashed(**across, y0=1, y1=1)]
-    top = max(float(drawn.ratio.max()) * 1.1, 1.5)
+    shapes, top = [figures.dashed(**across, y0=1, y1=1)], max(float(drawn.ratio.max()) * 1.1, 1.5)
     if limits := material.expected.get(basis.metric):
         place = {**across, "y0": limits[0], "y1": min(limits[1], top)}
         grey = {"fillcolor": NEUTRAL, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
         shapes.append({"type": "rect", **place, **grey})
         keys.append(Key("▒", "expected range", NEUTRAL))
-        usual = f"{limits[0]:g} to {limits[1]:g} times {material.baseline}'s bytes."
-        notes.insert(0, f"{EXPECTED_BY.capitalize()}: {usual}")
     layout: Json = {"yaxis": figures.axis(f"{basis.name} ÷ {material.baseline}", range=[0, top])}
     panels = []
     for config, rows in drawn.sort_values(batches, kind="stable").groupby("title", sort=False):
@@ -138,7 +123,8 @@ def ratios(material: Material) -> Chart:
     caption = f"{basis.name} ÷ those of {material.baseline} in the same run and cell"
     columns: dict[str, Shown] = {**CASE, f"{basis.name} ÷ {material.baseline}": ("ratio", times)}
     table = Table.of(f"{caption} ({basis.premise})", found, columns)
-    return Chart("ratios", title, basis.premise, panels, keys, table, notes)
+    title = f"{basis.name} as a multiple of {material.baseline} training, over the grid"
+    return Chart("ratios", title, basis.premise, panels, keys, table, material.of_ratios)
 
 
 def _joined(points: pd.DataFrame, style: Style) -> Json:
@@ -152,30 +138,25 @@ def _joined(points: pd.DataFrame, style: Style) -> Json:
     return figures.marks(x, y, marker, said, mode="lines+markers", line=line)
 
 
-def _no_ratio(material: Material) -> str:
-    trainers = set(material.step_bytes(material.basis).trainer)
-    if not trainers:
-        return "No bytes were measured or counted."
-    if material.baseline not in trainers:
-        return f"No ratio: the {material.baseline!r} trainer was not measured in these runs."
-    return f"No ratio: no run has another trainer and {material.baseline!r} in the same cell."
-
-
-def memory(material: Material) -> Chart:
+def memory(material: Material) -> Chart | None:
     """Peak memory by trainer; one panel per cell of the grid."""
-    peaks, title = material.peaks, "Peak memory by trainer"
+    peaks = material.peaks
     if peaks.empty:
-        return Chart("memory", title, missing="No peak memory was measured or counted.")
+        return None
     premise = "measured by PyTorch's allocator"
     if material.basis is LOGICAL:
         premise = material.basis.premise
-    labels = [f" {gigabytes(peak)}" for peak in peaks.value]
-    drawn = peaks.assign(**{"peak memory": peaks.value}, end=peaks.value, label=labels)
-    unit = f"peak memory, GB ({material.basis.verb})"
-    columns: dict[str, Shown] = {**CASE, "peak memory, GB": ("value", gigabytes)}
-    table = Table.of(f"Peak memory of one step ({premise})", peaks, columns)
-    panels = figures.bar_panels(drawn, {"peak memory": COLOUR}, unit)
-    return Chart("memory", title, premise, panels, table=table)
+    return figures.bar_chart(
+        Chart("memory", "Peak memory by trainer", premise),
+        peaks.assign(
+            **{"peak memory": peaks.value},
+            end=peaks.value,
+            label=[f" {gigabytes(peak)}" for peak in peaks.value],
+        ),
+        {"peak memory": COLOUR},
+        f"peak memory, GB ({material.basis.verb})",
+        f"Peak memory of one step ({premise})",
+    )
 
 
 def busy(material: Material) -> Chart | None:
@@ -186,81 +167,57 @@ def busy(material: Material) -> Chart | None:
     summary, keys = material.summary, [*KEYS, "phase"]
     if BUSY not in {*summary.metric}:
         return None
-    times = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
-    rows = summary[summary.metric == BUSY].join(times.rename("cycles"), on=keys)
+    elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
+    rows = summary[summary.metric == BUSY].join(elapsed.rename("cycles"), on=keys)
     longest = rows.groupby(KEYS).cycles.transform("max")
     rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin([*ALL_PHASES, STEP])]
     if rows.empty:
         return None
     colours = {name: style.colour for name, style in PHASE_STYLES.items()} | {STEP: COLOUR_OF_STEP}
-    shown = {name: colour for name, colour in colours.items() if name in set(rows.phase)}
     how_to_read = (
         f"Left of the line, at {LAUNCH_BOUND:.0%}, the GPU waits for the CPU to launch its work, "
         f"and bytes do not explain the time. {BUSY_OF}"
     )
-    percent: Shown = ("value", lambda share: f"{share * 100:.0f}")
-    return Chart(
-        "busy",
-        "How busy the GPU was, by phase",
-        "measured by hardware counters: the part of the time in which the GPU did anything",
-        figures.bar_panels(
-            pivot(rows, "phase").assign(end=1.0, label=""),
-            shown,
-            "busy, % of the time",
-            scale=0.01,
-            write="busy {:.0%}".format,
-            line=LAUNCH_BOUND,
+    return figures.bar_chart(
+        Chart(
+            "busy",
+            "How busy the GPU was, by phase",
+            "measured by hardware counters: the part of the time in which the GPU did anything",
+            notes=[how_to_read],
         ),
-        [Key("■", name, colour) for name, colour in shown.items()],
-        Table.of(
-            "Part of its time in which the GPU was busy, by phase",
-            in_order(rows),
-            {**CASE, "phase": ("phase", str), "busy, %": percent},
-        ),
-        [how_to_read],
+        pivot(rows, "phase").assign(end=1.0, label=""),
+        {name: colour for name, colour in colours.items() if name in set(rows.phase)},
+        "busy, % of the time",
+        "Part of its time in which the GPU was busy, by phase",
+        unit="%",
+        line=LAUNCH_BOUND,
     )
 
 
-def against_logical(material: Material) -> Chart:
-    """Measured beside logical bytes of the same case, whichever run has counted it first.
-
-    Counts depend on nothing but the case and the versions that counted it.
-    """
-    title = "Measured against logical bytes"
-    dram = material.step_bytes(DRAM)
-    counted = material.step_bytes(LOGICAL).drop_duplicates(list(AXES))
-    both = with_logical(pd.concat([dram, counted]))
-    both = both[both.measured].dropna(subset="logical")
+def against_logical(material: Material) -> Chart | None:
+    """Measured beside logical bytes of the same case."""
+    both = material.beside_logical
     if both.empty:
-        why = "No DRAM bytes were measured in these runs." if dram.empty else NEEDS_LOGICAL
-        return Chart("logical", title, missing=why)
-    bars = {"measured": COLOUR, "logical (counted)": NEUTRAL}
-    labels = ["" if pd.isna(times) else f" {times:.2f}" for times in both.over_logical]
-    drawn = both.assign(end=both[["value", "logical"]].max(axis=1), label=labels)
-    drawn = drawn.assign(**dict(zip(bars, (both.value, both.logical), strict=True)))
-    columns: dict[str, Shown] = {
-        "measured, GB": ("value", gigabytes),
-        "logical (counted), GB": ("logical", gigabytes),
-        "measured ÷ logical": ("over_logical", "{:.3f}".format),
-    }
-    return Chart(
-        "logical",
-        title,
-        "coloured bars are measured, grey ones are counted without hardware",
-        figures.bar_panels(drawn, bars, "GB per step"),
-        [
-            Key("■", "measured: DRAM bytes, by hardware counters", COLOUR),
-            Key("■", "counted: logical bytes, without hardware", NEUTRAL),
-        ],
-        Table.of(
-            "DRAM bytes of one step, measured, beside logical bytes, counted without hardware",
-            both,
-            {**CASE, **columns},
+        return None
+    return figures.bar_chart(
+        Chart(
+            "logical",
+            "Measured against logical bytes",
+            "DRAM bytes by hardware counters, and logical bytes counted without hardware",
+            notes=[
+                "At the right: measured ÷ logical. Logical bytes are what operators must move if "
+                "nothing stays in a cache between two of them."
+            ],
         ),
-        [
-            "At the right: measured ÷ logical. Logical bytes are what operators must move if "
-            "nothing stays in a cache between two of them."
-        ],
+        both.assign(
+            **{"measured": both.value, "logical (counted)": both.logical},
+            end=both[["value", "logical"]].max(axis=1),
+            label=["" if pd.isna(over) else f" {over:.2f}" for over in both.over_logical],
+        ),
+        {"measured": COLOUR, "logical (counted)": NEUTRAL},
+        "GB per step",
+        "DRAM bytes of one step, measured, beside logical bytes, counted without hardware",
+        columns={"measured ÷ logical": ("over_logical", "{:.3f}".format)},
     )
 
 
@@ -269,25 +226,36 @@ def against_logical(material: Material) -> Chart:
 TERA = 1e12
 
 
-def roofline(material: Material) -> Chart:
+def roofline(material: Material) -> Chart | None:
     """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
-    title = "Roofline by phase"
     drawn: list[pd.DataFrame] = []
     refusals: list[str] = []
     cards: dict[str, Roofs] = {}
-    for run, device, frame in _with_operations(material):
-        try:
-            card = cards[device] = find_card(device)
-            rows = under(intensities(frame), card).assign(run=run)
+    everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
+    counted = everything[everything.instrument == UNMEASURED]
+    counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
+    for run in material.runs:
+        measured = run.frame[run.frame.instrument != UNMEASURED]
+        table = intensities(pd.concat([measured, counted]), complete=False)
+        table = table[table.bytes_are == MEASURED_BYTES]
+        for device, rows in table.groupby("device", sort=False):
+            try:
+                card = cards[str(device)] = find_card(str(device))
+            except ConfigurationError as error:
+                refusals.append(f"{device}: {error}.")
+                continue
             ridges = [card.ridge(precision) for precision in rows.precision]
-            drawn.append(rows.assign(peak=rows.precision.map(card.flops), ridge=ridges))
-        except ConfigurationError as error:
-            refusals.append(f"{device}: {error}.")
+            peaks = rows.precision.map(card.flops)
+            drawn.append(under(rows, card).assign(run=run.name, peak=peaks, ridge=ridges))
+    chart = Chart(
+        "roofline",
+        "Roofline by phase",
+        "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
+        "operations counted without hardware",
+        notes=refusals,
+    )
     if not drawn:
-        why = " ".join(dict.fromkeys(refusals)) or NEEDS_LOGICAL
-        if not refusals and material.step_bytes(DRAM).empty:
-            why = "No DRAM bytes were measured in these runs, so no phase has a place under a roof."
-        return Chart("roofline", title, missing=why)
+        return chart if refusals else None
     table = _phases_to_show(pd.concat(drawn, ignore_index=True), material.summary)
     placed = table[table.flops > 0]
     speeds = [*placed.flops_per_second / TERA, *placed.peak / TERA]
@@ -303,30 +271,23 @@ def roofline(material: Material) -> Chart:
     ]
     keys = [Key("■", key.text, key.colour) for key in material.keys(table.trainer)]
     keys += [Key(s.glyph, name) for name, s in PHASE_STYLES.items() if name in set(placed.phase)]
-    used = []
-    for device, card in cards.items():
-        precisions = sorted(set(table.precision[table.device == device]))
-        peaks = [f"{gigabytes(card.flops[name] / 1e3)} TFLOP/s at {name}" for name in precisions]
-        roof = ", ".join([f"{gigabytes(card.bandwidth)} GB/s", *peaks])
-        used += [f"Roofs of {card.name}: {roof} ({card.premise})."] if peaks else []
+    if (placed.busy < LAUNCH_BOUND).any():
+        keys.append(Key("·", f"in a mark: GPU busy below {LAUNCH_BOUND:.0%}, waits for launches"))
+    used = [
+        roofs_in_words(card, sorted(precisions))
+        for device, card in cards.items()
+        if len(precisions := table.precision[table.device == device])
+    ]
     columns: dict[str, Shown] = {
+        **CASE,
         "phase": ("phase", str),
-        "TFLOP (counted)": ("flops", lambda flops: gigabytes(flops / 1e3)),
-        "DRAM GB (measured)": ("bytes", gigabytes),
-        "FLOP/B": ("intensity", "{:.1f}".format),
-        "ms (measured)": ("seconds", milliseconds),
-        "least ms": ("least_seconds", milliseconds),
-        "bound by": ("bound_by", str),
-        "% of roof": ("percent", "{:.0f}".format),
+        **ROOFLINE_COLUMNS,
+        **TIMED_COLUMNS,
     }
     as_text = Table.of(
-        "Phases under the roofs: operations counted, bytes and time measured",
-        table.assign(percent=table.share * 100),
-        {**CASE, **columns},
-    )
-    premise = (
-        "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
-        "operations counted without hardware"
+        "Phases under the roofs: operations counted, DRAM bytes and time measured",
+        table,
+        {header.replace("\n", " "): shown for header, shown in columns.items()},
     )
     how_to_read = (
         "A mark is a phase of a trainer; rings about one centre are trainers at the same place. "
@@ -334,24 +295,7 @@ def roofline(material: Material) -> Chart:
         "here; how much of its roof every phase reaches is in the table."
     )
     notes = [*refusals, *used, how_to_read]
-    return Chart("roofline", title, premise, panels, keys, as_text, notes)
-
-
-def _with_operations(material: Material) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """By run and device, the measured rows of cases whose operations some run has counted."""
-    everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
-    counted = everything[everything.instrument == UNMEASURED]
-    counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
-    for run in material.runs:
-        measured = run.frame[run.frame.instrument != UNMEASURED]
-        for device, rows in measured.groupby("device", sort=False):
-            complete = has_case_of(rows, counted)
-            for metric in ("dram_read_bytes", "step_time_seconds"):
-                complete &= has_case_of(rows, rows[rows.metric == metric])
-            if complete.any():
-                theirs = counted[has_case_of(counted, rows[complete])]
-                both = pd.concat([rows[complete], theirs], ignore_index=True)
-                yield run.name, str(device), both
+    return replace(chart, panels=panels, keys=keys, table=as_text, notes=notes)
 
 
 def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
@@ -361,7 +305,7 @@ def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     steps = table[table.phase == STEP].set_index(case).seconds
     table = table.join(titles, on=case).join(steps.rename("whole"), on=case)
     matters = table.phase.isin(PHASES) | (table.seconds / table.whole > SHOWN_SHARE)
-    table = table[(table.bytes_are == MEASURED_BYTES) & matters & (table.phase != STEP)]
+    table = table[table.whole.notna() & matters & (table.phase != STEP)]
     return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
 
 
@@ -380,7 +324,10 @@ def _marks_under(placed: pd.DataFrame, look: Mapping[str, Style]) -> Iterator[Js
     for name, size in zip(present, np.linspace(15, 4.5, len(present)), strict=True):
         group = placed[placed.trainer == name]
         marker = {
-            "symbol": [f"{PHASE_STYLES[phase].symbol}-open" for phase in group.phase],
+            "symbol": [
+                f"{PHASE_STYLES[phase].symbol}-open{'-dot' * waits}"
+                for phase, waits in zip(group.phase, group.busy < LAUNCH_BOUND, strict=True)
+            ],
             "size": float(size),
             "color": look[name].colour,
             "line": {"width": 1.5},
@@ -393,4 +340,4 @@ def _marks_under(placed: pd.DataFrame, look: Mapping[str, Style]) -> Iterator[Js
 
 def _under(row: Mapping[Any, Any]) -> str:
     speed = f"{row['intensity']:.1f} FLOP/B, {row['flops_per_second'] / TERA:.1f} TFLOP/s"
-    return f"{row['trainer']}: {speed}, {row['share']:.0%} of the roof"
+    return f"{row['trainer']}: {speed}, {row['share']:.0%} of the roof, bound by {row['bound_by']}"

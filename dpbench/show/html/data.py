@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from dpbench.case import AXES, PHASES
-from dpbench.metrics import METRICS
+from dpbench.metrics import EXPECTED_BY, METRICS
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
     of_one_instrument,
     summarise,
+    with_logical,
     with_ratios,
 )
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 from dpbench.show.html.figures import Key, Style, styles
-from dpbench.show.layout import Shown
 from dpbench.show.tables import in_order, title_parts
 
 UNMEASURED = "logical"
@@ -34,19 +34,6 @@ CELL = [axis for axis in CONFIGURATION if axis not in PHASES]
 
 KEYS = ["run", "title", "device", *CELL, "trainer"]
 """What tells a case on the page from every other; its optimizer is in the title."""
-
-CASE: Mapping[str, Shown] = {
-    "configuration": ("title", str),
-    "batch": ("batch_size", str),
-    "sequence": ("seq_len", str),
-    "trainer": ("trainer", str),
-}
-"""The columns of a table that name a case."""
-
-NEEDS_LOGICAL = (
-    "These runs hold no logical counts of the measured cases. dpbench run --instrument logical "
-    "counts them, in seconds a case and without a GPU; draw its run beside these."
-)
 
 IN_CACHE = (
     "Warning: some steps move less than 1 GB. At that size the data stays in the L2 cache, and "
@@ -63,12 +50,6 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
         label = name if seen[name] == 1 else f"{name} ({seen[name]})"
         runs.append(Run(Path(label), document, label))
     return runs
-
-
-def has_case_of(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are of a case of which the others have a row."""
-    cases, known = (pd.MultiIndex.from_frame(frame[list(AXES)]) for frame in (rows, others))
-    return pd.Series(cases.isin(known), index=rows.index)
 
 
 class Basis(NamedTuple):
@@ -126,22 +107,23 @@ class Material:
         return summary.assign(title=_titles(summary, summary))
 
     @cached_property
-    def failed(self) -> pd.DataFrame:
-        """The cases that failed or were skipped, one row each.
+    def outcomes(self) -> pd.DataFrame:
+        """What became of each case: its fields, ``run``, and if it has no result ``error``."""
+        rows = [
+            {"run": run.name, **vars(outcome.case), **vars(outcome), "skipped": outcome.skipped}
+            for run in self.runs
+            for outcome in run.outcomes
+        ]
+        return pd.DataFrame(rows, columns=["run", *AXES, "error", "message", "skipped"])
 
-        With the case's fields, ``run``, ``error``, ``message`` and ``fate``; ``device`` is where
-        the others of the run were measured; ``title`` as in the summary.
+    @cached_property
+    def failed(self) -> pd.DataFrame:
+        """The cases that failed or were skipped (their ``fate``), with a ``title`` as in `summary`.
+
+        ``device`` is where the others of the run were measured.
         """
-        failed = pd.DataFrame(
-            [
-                {"run": run.name, **vars(outcome.case), **vars(outcome)}
-                | {"fate": "skipped" if outcome.skipped else "failed"}
-                for run in self.runs
-                for outcome in run.outcomes
-                if outcome.error
-            ],
-            columns=["run", *AXES, "error", "message", "fate"],
-        )
+        failed = self.outcomes.dropna(subset="error")
+        failed = failed.assign(fate=failed.skipped.map({True: "skipped", False: "failed"}))
         devices = _subject(self.summary).drop_duplicates("run").set_index("run").device
         failed["device"] = [devices.get(run, "") for run in failed.run]
         return failed.assign(title=_titles(failed, self.summary))
@@ -173,16 +155,32 @@ class Material:
         return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
 
     @cached_property
-    def cautions(self) -> list[str]:
+    def of_ratios(self) -> list[str]:
         """What must be said beside ratios of these bytes."""
-        small = (self.step_bytes(DRAM).value < IN_CACHE_BYTES).any()
-        return [IN_CACHE] if self.basis is DRAM and small else []
+        said = []
+        if len(self.ratios) and (limits := self.expected.get(self.basis.metric)):
+            usual = "{}: {:g} to {:g} times {}'s bytes."
+            said.append(usual.format(EXPECTED_BY.capitalize(), *limits, self.baseline))
+        if self.basis is DRAM and (self.step_bytes(DRAM).value < IN_CACHE_BYTES).any():
+            said.append(IN_CACHE)
+        return said
+
+    @cached_property
+    def beside_logical(self) -> pd.DataFrame:
+        """Measured steps with logical bytes of the case, whichever run has counted it first.
+
+        Counts depend on nothing but the case and the versions that counted it.
+        """
+        counted = self.step_bytes(LOGICAL).drop_duplicates(list(AXES))
+        both = with_logical(pd.concat([self.step_bytes(DRAM), counted]))
+        return both[both.measured].dropna(subset="logical")
 
     @cached_property
     def peaks(self) -> pd.DataFrame:
         """Peak memory of each case, by the same premise as the bytes."""
         rows = self.summary[self.summary.metric == "peak_memory_bytes"]
-        return rows[rows.measured == (self.basis is DRAM)].drop_duplicates(KEYS)
+        rows = rows[(rows.phase == STEP) & (rows.measured == (self.basis is DRAM))]
+        return rows.drop_duplicates(KEYS)
 
 
 def pivot(rows: pd.DataFrame, columns: str, values: str = "value") -> pd.DataFrame:

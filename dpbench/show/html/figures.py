@@ -11,15 +11,27 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from dpbench.case import OUTSIDE
-from dpbench.show.layout import Table, gigabytes
+from dpbench.show.layout import Shown, Table, gigabytes
 
-GIGA = 1e9
+CASE: Mapping[str, Shown] = {
+    "configuration": ("title", str),
+    "batch": ("batch_size", str),
+    "sequence": ("seq_len", str),
+    "trainer": ("trainer", str),
+}
+"""The columns of a table that name a case."""
+
+UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
+    "GB": (1e9, gigabytes),
+    "%": (0.01, lambda share: f"{share * 100:.0f}"),
+}
+"""Units of bars: how much one is, and how a number of them is written."""
 
 ROW, BAR = 30, 13
 """Height of a trainer's stacked bar with its gap, and of one bar beside others, px."""
@@ -101,107 +113,105 @@ class Chart:
     """A section of the page.
 
     ``premise`` is where its numbers come from, ``keys`` its legend, ``table`` the same numbers
-    as text, ``missing`` why there is nothing to draw, ``width`` that of a panel at least, px.
+    as text; ``notes`` alone say why there is nothing to draw.
     """
 
     id: str
     title: str
-    premise: str = ""
-    panels: list[Panel] = field(default_factory=list)
-    keys: list[Key] = field(default_factory=list)
+    premise: str
+    panels: Sequence[Panel] = ()
+    keys: Sequence[Key] = ()
     table: Table | None = None
-    notes: list[str] = field(default_factory=list)
-    missing: str = ""
-    width: int = 440
+    notes: Sequence[str] = ()
 
 
 def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
-    """A drawing without plotly's own template: the page brings its colours, light and dark."""
-    settings = {
-        "height": height,
-        "margin": {"l": 10, "r": 16, "t": 10, "b": 46},
-        "showlegend": False,
-        "dragmode": False,
-        "hovermode": "closest",
-    }
-    return Panel(title, {"data": traces, "layout": {**settings, **layout}})
+    """A drawing without what all have in common: the page brings that, light and dark."""
+    return Panel(title, {"data": traces, "layout": {"height": height, **layout}})
 
 
-def bar_panels(
-    drawn: pd.DataFrame,
+def bar_chart(
+    chart: Chart,
+    rows: pd.DataFrame,
     colours: Mapping[str, str],
-    unit: str,
+    scale: str,
+    caption: str,
     *,
+    unit: str = "GB",
+    columns: Mapping[str, Shown] | None = None,
     stacked: bool = False,
-    scale: float = GIGA,
-    write: Callable[[float], str] = lambda value: f"{gigabytes(value)} GB",
     line: float | None = None,
-) -> list[Panel]:
-    """A drawing for each cell of the grid, with bars for each trainer; all have one scale.
+) -> Chart:
+    """A chart with a panel for each cell of the grid, in it bars for each trainer, and its table.
 
     Args:
-        drawn: a row for each case, with the columns that become bars, and ``label``, which
-            stands at ``end``.
+        chart: without panels, legend and table.
+        rows: one for each case, with the columns that become bars, and ``label``, which stands
+            at ``end``.
         colours: of the bars, by column.
-        unit: of the axis, for people.
+        scale: what the axis says; all panels have the same one.
+        caption: of the table.
+        unit: of the bars; one of `UNITS`.
+        columns: what the table has beside the bars.
         stacked: whether a trainer's bars stand in one row.
-        scale: how much one of the axis's unit is.
-        write: how a number is said when the pointer rests on its bar.
         line: where a dashed line stands.
     """
-    longest = drawn.end.max() / scale or 1
+    size, write = UNITS[unit]
+    longest = rows.end.max() / size or 1
     # A label that begins at 0, where nothing was measured, needs no room beside the bars.
-    room = 12 + CHARACTER * max(map(len, drawn.label[drawn.end.notna()]), default=0)
-    row = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
+    room = 12 + CHARACTER * max(map(len, rows.label[rows.end.notna()]), default=0)
+    height = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
+    layout: Json = {
+        "margin": {"l": 10, "r": room, "t": 6, "b": 46},
+        "barmode": "stack" if stacked else "group",
+        "bargap": 0.25,
+        "xaxis": axis(scale, range=[0, longest]),
+    }
+    if line is not None:
+        layout["shapes"] = [dashed(x0=line / size, x1=line / size, y0=0, y1=1, yref="paper")]
     panels = []
-    for title, rows in cells(drawn):
-        names = rows.trainer.tolist()
+    for title, of_cell in cells(rows):
+        names = of_cell.trainer.tolist()
+        layout["yaxis"] = {
+            "type": "category",
+            "autorange": "reversed",
+            "ticks": "",
+            "tickmode": "array",
+            "tickvals": names,
+            "ticktext": [plain(name, LONGEST_NAME) for name in names],
+        }
         labels = {
             "type": "scatter",
             "mode": "text",
             "y": names,
-            "x": (rows.end.fillna(0) / scale).tolist(),
-            "text": rows.label.tolist(),
+            "x": (of_cell.end.fillna(0) / size).tolist(),
+            "text": of_cell.label.tolist(),
             "textposition": "middle right",
             "cliponaxis": False,
             "hoverinfo": "skip",
         }
-        layout: Json = {
-            "margin": {"l": 10, "r": room, "t": 6, "b": 46},
-            "barmode": "stack" if stacked else "group",
-            "bargap": 0.25,
-            "xaxis": axis(unit, range=[0, longest]),
-            "yaxis": {
-                "type": "category",
-                "autorange": "reversed",
-                "automargin": True,
-                "ticks": "",
-                "tickmode": "array",
-                "tickvals": names,
-                "ticktext": [plain(name, LONGEST_NAME) for name in names],
-            },
-        }
-        if line is not None:
-            layout["shapes"] = [dashed(x0=line / scale, x1=line / scale, y0=0, y1=1, yref="paper")]
-        traces = [_bars(rows, name, colour, scale, write) for name, colour in colours.items()]
-        panels.append(panel(title, [*traces, labels], 58 + row * len(rows), **layout))
-    return panels
+        traces = [_bars(of_cell, name, colour, unit) for name, colour in colours.items()]
+        panels.append(panel(title, [*traces, labels], 58 + height * len(names), **layout))
+    keys = [Key("■", name, colour) for name, colour in colours.items()] if len(colours) > 1 else []
+    shown: dict[str, Shown] = {f"{name}, {unit}": (name, write) for name in colours}
+    measured = rows.dropna(subset=[*colours, "end"], how="all")
+    table = Table.of(caption, measured, {**CASE, **shown, **(columns or {})})
+    return replace(chart, panels=panels, keys=keys, table=table)
 
 
-def _bars(
-    rows: pd.DataFrame, name: str, colour: str, scale: float, write: Callable[[float], str]
-) -> Json:
+def _bars(rows: pd.DataFrame, name: str, colour: str, unit: str) -> Json:
+    size, write = UNITS[unit]
     values = rows[name].astype(object).where(rows[name].notna(), None).tolist()
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
         "y": rows.trainer.tolist(),
-        "x": [None if value is None else value / scale for value in values],
+        "x": [None if value is None else value / size for value in values],
         "marker": {"color": colour},
         "hoverinfo": "text",
         "hovertext": [
-            "" if value is None else lines(trainer, f"{name}: {write(value)}")
+            "" if value is None else lines(trainer, f"{name}: {write(value)} {unit}")
             for trainer, value in zip(rows.trainer, values, strict=True)
         ],
     }
@@ -229,7 +239,7 @@ def dashed(**place: Any) -> Json:
 
 def axis(title: str, **settings: Any) -> Json:
     """An axis with its unit in the title."""
-    return {"title": {"text": title, "standoff": 8}, "automargin": True, **settings}
+    return {"title": {"text": title}, **settings}
 
 
 def log_axis(title: str, seen: list[float]) -> Json:
@@ -257,8 +267,3 @@ def lines(*texts: object) -> str:
 
 times = "{:.2f}×".format
 """How a ratio is written."""
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds."""
-    return f"{seconds * 1e3:.1f}"

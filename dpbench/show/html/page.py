@@ -6,6 +6,7 @@ import base64
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -16,16 +17,24 @@ from plotly.offline import get_plotlyjs
 
 from dpbench.case import AXES
 from dpbench.files import write_text
-from dpbench.metrics import unit
+from dpbench.metrics import RATIO, unit
 from dpbench.registry import TRAINERS
-from dpbench.results.rows import COLUMNS, STEP
+from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios, roofline
-from dpbench.show.html.data import CASE, KEYS, UNMEASURED, Material
-from dpbench.show.html.figures import Chart, milliseconds, times
+from dpbench.show.html.data import DRAM, KEYS, UNMEASURED, Material, pivot
+from dpbench.show.html.figures import CASE, Chart, times
+from dpbench.show.kernels import step_milliseconds
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
+from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import in_order
 from dpbench.show.view import column, usual_columns
+
+NEEDS_LOGICAL = (
+    "These runs hold no logical counts of the measured cases, without which there is no roofline "
+    "and nothing to hold bytes against. dpbench run --instrument logical counts them, in seconds a "
+    "case and without a GPU; draw its run beside these."
+)
 
 Limits = Mapping[str, tuple[float, float]]
 """By metric, between which ratios to standard it is expected."""
@@ -62,6 +71,7 @@ def render(runs: Sequence[Run], expected: Limits | None = None) -> str:
         failures=failures(material),
         charts=draw(material),
         cases=cases(material),
+        recorded=recorded(runs),
         rows=every_row(runs),
         environments=environments(runs),
         style=Markup((templates / "report.css").read_text(encoding="utf-8")),
@@ -86,19 +96,16 @@ def headline(material: Material) -> list[str]:
         **dict(sorted(Counter(material.failed.fate).items())),
     }
     sentences = [f"{n} {'case' if n == 1 else 'cases'} {what}." for what, n in counts.items() if n]
+    if len(material.step_bytes(DRAM)) and material.beside_logical.empty:
+        sentences.append(NEEDS_LOGICAL)
     return sentences if len(summary) else ["No number was measured or counted.", *sentences]
 
 
 def trainers(material: Material) -> Table:
     """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
-    listed = [
-        {**vars(outcome.case), "failed": bool(outcome.error)}
-        for run in material.runs
-        for outcome in run.outcomes
-    ]
-    each = pd.DataFrame(listed, columns=[*AXES, "failed"])
-    each = each.groupby(list(AXES), sort=False).failed.any().reset_index()
-    counts = each.groupby("trainer", sort=False).failed.agg(cases="size", failed="sum")
+    each = material.outcomes.groupby(list(AXES), sort=False).error.count().reset_index()
+    failed = (each.error > 0).groupby(each.trainer, sort=False)
+    counts = failed.agg(cases="size", failed="sum")
     extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
     peaks = material.peaks.groupby("trainer").value.max().rename("peak")
     table = counts.join(extremes).join(peaks).reset_index()
@@ -127,28 +134,33 @@ def failures(material: Material) -> Table | None:
 def cases(material: Material) -> Table:
     """Whole steps, one line per case and premise."""
     step = material.summary[material.summary.phase == STEP]
-    wide = step[[*KEYS, "measured"]].drop_duplicates()
+    wide = pivot(step, "metric").merge(
+        pivot(step, "metric", "ratio"), on=KEYS, suffixes=("", RATIO)
+    )
+    wide["premise"] = wide.device.map({NO_HARDWARE: "counted"}).fillna("measured")
     columns: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
     columns |= {**CASE, "premise": ("premise", str)}
     numbers = []
     for shown in dict.fromkeys([*usual_columns(), column("samples_per_second")]):
-        rows = step.loc[step.metric == shown.metrics[0], [*KEYS, "measured", shown.kind]]
-        if rows.empty:
-            continue
-        rows = rows.drop_duplicates([*KEYS, "measured"]).rename(columns={shown.kind: shown.name})
-        wide = wide.merge(rows, how="left")
-        numbers.append(shown.name)
-        header = shown.header.replace("\n", " ").replace("mem.", "memory")
-        write = {"B": gigabytes, "s": milliseconds}.get(unit(shown.name), "{:.2f}".format)
-        if shown.kind != "value":
-            write, header = times, header.replace("÷ std", f"÷ {material.baseline}")
-        columns[f"{header}, GB" if write is gigabytes else header] = (shown.name, write)
-    wide = wide.dropna(subset=numbers, how="all")
-    return Table.of(
-        "One step of each case: means over the steps, medians of times; exact when pointed at",
-        wide.assign(premise=wide.measured.map({True: "measured", False: "counted"})),
-        columns,
-    )
+        name, header = shown.metrics[0], shown.header.replace("\n", " ").replace("mem.", "memory")
+        write = {"B": gigabytes, "s": step_milliseconds}.get(unit(name), "{:.2f}".format)
+        if shown.kind == "ratio":
+            name, write = name + RATIO, times
+            header = header.replace("÷ std", f"÷ {material.baseline}")
+        if name in wide:
+            numbers.append(name)
+            columns[f"{header}, GB" if write is gigabytes else header] = (name, write)
+    title = "One step of each case: means over the steps, medians of times; exact when pointed at"
+    return Table.of(title, wide.dropna(subset=numbers, how="all"), columns)
+
+
+def recorded(runs: Sequence[Run]) -> list[Table]:
+    """What profilers recorded of each case, by phase, as the terminal has it."""
+    return [
+        replace(table, title=f"{run.name}: {table.title}" if len(runs) > 1 else table.title)
+        for run in runs
+        for table in recorded_tables(run.frame)
+    ]
 
 
 def every_row(runs: Sequence[Run]) -> Table:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpbench.case import Case
-from dpbench.instruments.logical.autocast import LOWER, SUMS, WIDEST
+from dpbench.instruments.logical.as_on_cuda import LOWER, SUMS, WIDEST
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.training.base import Batch

@@ -10,9 +10,8 @@ import pytest
 from dpbench import Case
 from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed
-from dpbench.instruments.nsys import program as nsys
-from dpbench.instruments.nsys.instrument import Nsys, timeline_of, timeline_rows
-from dpbench.instruments.nsys.program import ImporterMissing
+from dpbench.instruments.nsys import instrument as nsys
+from dpbench.instruments.nsys.instrument import ImporterMissing, Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.sqlite import NothingTraced
 from dpbench.process.schedule import Steps
 from dpbench.results.frame import summarise, to_frame

@@ -25,13 +25,22 @@ def test_ranges_activities_and_calls_are_read_in_the_order_of_time(tmp_path: Pat
     ]
     fill = "vectorized_elementwise_kernel<FillFunctor>"
     assert timeline.activities == [
-        Activity(12_000, 15_000, "kernel", fill, 0, 11_000),
-        Activity(17_000, 18_000, "memset", "memset", 64, 14_000),
+        Activity(12_000, 15_000, "kernel", fill, 11_000),
+        Activity(17_000, 18_000, "memset", "memset", 14_000, 64),
     ]
     assert timeline.calls == [
         Call(11_000, 16_000, "cudaLaunchKernel"),
         Call(14_000, 19_000, "cudaMemsetAsync"),
     ]
+
+
+@pytest.mark.parametrize("plain", ["cudaLaunchKernel", "cudaMemcpyAsync_ptsz", "cuLaunchKernelEx"])
+def test_a_call_is_named_without_its_version(plain: str, tmp_path: Path) -> None:
+    made = case_recording()
+    for name in (plain, f"{plain}_v7000"):
+        made.call(name, 9000, 9001)
+    calls = read_timeline(made.write(tmp_path / "a.sqlite")).calls
+    assert [call.name for call in calls[-2:]] == [plain, plain]
 
 
 def test_ranges_of_others_or_without_an_end_are_left_out(tmp_path: Path) -> None:
@@ -45,14 +54,14 @@ def test_a_copy_is_named_by_its_kind(tmp_path: Path) -> None:
     made = Recording()
     made.copy(0, 1, 10)
     [copy] = read_timeline(made.write(tmp_path / "a.sqlite")).activities
-    assert copy == Activity(0, 1000, "memcpy", "memcpy Device-to-Device", 10, None)
+    assert copy == Activity(0, 1000, "memcpy", "memcpy Device-to-Device", 0, 10)
 
 
 def test_correlation_numbers_belong_to_a_process(tmp_path: Path) -> None:
     made = Recording()
     other = made.call("cudaLaunchKernel_v7000", 1, 2, thread=(99 << 24) + 1)
     made.kernel(5, 6, correlationId=other)
-    assert read_timeline(made.write(tmp_path / "a.sqlite")).activities[0].launched is None
+    assert read_timeline(made.write(tmp_path / "a.sqlite")).activities[0].launched == 5000
 
 
 def test_of_several_gpus_the_busiest_is_read(tmp_path: Path) -> None:

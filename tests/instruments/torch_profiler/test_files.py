@@ -12,20 +12,20 @@ import pytest
 from dpbench import Case
 from dpbench.case import OUTSIDE
 from dpbench.commands.step import write_profile
-from dpbench.instruments.ncu.kernel_report import read_kernels
+from dpbench.instruments.ncu.report import read_kernels
 from dpbench.instruments.torch_profiler.files import (
     REPORT,
     DeviceActivityMissing,
     copy_metric,
-    grouped,
-    operators_of,
     profile_rows,
     read_rows,
+    with_operators,
     write_summary,
 )
 from dpbench.instruments.torch_profiler.trace import read
-from dpbench.results.kernels import KernelLaunch, short_name
+from dpbench.results.kernels import KernelCount, short_name
 from dpbench.results.report import CaseReport
+from dpbench.show.profile import copies_table
 from tests.recorded import unpacked
 
 DATA = Path(__file__).parents[2] / "data" / "profile"
@@ -69,11 +69,14 @@ def test_a_trace_without_the_device_is_an_error_on_cuda() -> None:
         list(profile_rows(STANDARD, record(), [empty]))
 
 
-def test_launches_fold_by_operator_over_steps() -> None:
-    trace = read(DATA / "dpsgd" / "trace_0.json.gz")
-    once, twice = grouped([trace]), grouped([trace, trace])
-    assert sum(line["count"] for line in once) == len(trace.launches)
-    assert [line["count"] for line in twice] == [2 * line["count"] for line in once]
+def test_copies_are_summed_by_operator_over_steps() -> None:
+    launches = read(DATA / "dpsgd" / "trace_0.json.gz").launches
+    [once], [twice] = copies_table(launches, 1), copies_table(launches * 2, 2)
+    assert once == twice
+    copies = [launch for launch in launches if launch.kind != "kernel"]
+    sums = [dict(zip(once.headers, line, strict=True)) for line in once.exact]
+    assert sum(line["count"] for line in sums) == len(copies)
+    assert sum(line["GB"] for line in sums) == sum(launch.bytes for launch in copies)
 
 
 def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> None:
@@ -115,15 +118,14 @@ def test_kernels_under_ncu_find_their_operators_by_place(trainer: str, tmp_path:
         for found in (counted.launches, launched)
     )
     assert theirs == ours
-    operators = operators_of(DATA / trainer, counted.launches)
-    placed = zip(counted.launches, operators, strict=True)
+    placed = with_operators(DATA / trainer, counted.launches)
     expected = {(x.phase, short_name(x.name), x.operator) for x in launched}
-    assert {(x.phase, short_name(x.name), operator) for x, operator in placed} == expected
+    assert {(x.phase, short_name(x.name), x.operator) for x in placed} == expected
 
 
 def test_a_phase_with_another_number_of_kernels_has_no_operators() -> None:
-    def kernel(phase: str) -> KernelLaunch:
-        return KernelLaunch(0, phase, "k", (1, 1, 1), 0.0, 0.0, 0.0, 0.0)
+    def kernel(phase: str) -> KernelCount:
+        return KernelCount(0, phase, "k", 1, 0.0, 0.0, 0.0, 0.0)
 
-    found = operators_of(DATA / "standard", [kernel("optimizer"), kernel("forward")])
-    assert found == ["aten::_foreach_add_", None]
+    found = with_operators(DATA / "standard", [kernel("optimizer"), kernel("forward")])
+    assert [kernel.operator for kernel in found] == ["aten::_foreach_add_", None]

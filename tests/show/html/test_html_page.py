@@ -56,8 +56,12 @@ def cell(**parts: Any) -> dict[str, Any]:
     return document
 
 
+def named(*documents: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(f"run{place}", document) for place, document in enumerate(documents)]
+
+
 def charts_of(*documents: dict[str, Any], **expected: tuple[float, float]) -> dict[str, Chart]:
-    found = labelled((f"run{place}", document) for place, document in enumerate(documents))
+    found = labelled(named(*documents))
     return {
         chart.id: chart
         for chart in draw(Material(found, expected) if expected else Material(found))
@@ -96,7 +100,7 @@ def test_how_busy_the_gpu_was_is_drawn_where_it_is_known() -> None:
     bars = {trace["name"]: trace for trace in panel.figure["data"] if trace["type"] == "bar"}
     assert list(bars) == ["forward", "clip", "noise", "step"]
     assert [trace["x"][1] for trace in bars.values()] == pytest.approx([100, 10, 0, 7200 / 91])
-    assert bars["clip"]["hovertext"][1] == "dpsgd<br>clip: busy 10%"
+    assert bars["clip"]["hovertext"][1] == "dpsgd<br>clip: 10 %"
     assert panel.figure["layout"]["shapes"][0]["x0"] == pytest.approx(70)
     assert "busy" not in charts_of(cell())
 
@@ -149,6 +153,17 @@ def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers()
     assert all(f"<br>{name}: " in marks[0]["hovertext"][0] for name in OURS)
 
 
+def test_a_phase_that_waits_for_its_launches_is_marked_under_its_roof() -> None:
+    roofline = charts_of(with_busy_shares(), COUNTED)["roofline"]
+    for trace in roofline.panels[0].figure["data"][1:]:
+        said = [text.partition("<br>")[0] for text in trace["hovertext"]]
+        dotted = [symbol.endswith("-open-dot") for symbol in trace["marker"]["symbol"]]
+        assert dotted == [phase == "clip" for phase in said]
+    assert "bound by launches, busy 10%" in str(roofline.panels[0].figure)
+    assert "waits for launches" in roofline.keys[-1].text
+    assert "waits" not in str(charts_of(cell(), COUNTED)["roofline"])
+
+
 def test_two_runs_of_one_cell_are_drawn_apart() -> None:
     charts = charts_of(cell(), cell(), COUNTED)
     once = charts_of(cell(), COUNTED)["roofline"]
@@ -156,32 +171,58 @@ def test_two_runs_of_one_cell_are_drawn_apart() -> None:
     assert len(charts["roofline"].table.cells) == 2 * len(once.table.cells)
 
 
-def test_chart_that_needs_counts_says_so() -> None:
-    charts = charts_of(GRID1)
-    assert "dpbench run --instrument logical" in charts["logical"].missing
-    assert "dpbench run --instrument logical" in charts["roofline"].missing
+def test_a_page_without_counts_says_what_it_lacks() -> None:
+    assert not {"logical", "roofline"} & {*charts_of(GRID1)}
+    needed = "dpbench run --instrument logical"
+    lacking, complete = (
+        Elements(render(labelled(named(*documents)))).text
+        for documents in ([cell()], [cell(), COUNTED])
+    )
+    assert any(needed in text for text in lacking)
+    assert not any(needed in text for text in complete)
 
 
-def test_one_cell_says_why_there_are_no_lines() -> None:
+def test_a_card_without_a_data_sheet_has_no_roofs() -> None:
+    document = cell()
+    for row in document["rows"]:
+        row["device"] = "NVIDIA T1"
+    chart = charts_of(document, COUNTED)["roofline"]
+    assert "NVIDIA T1: unknown card" in chart.notes[0]
+    assert [*chart.panels, chart.table] == [None]
+    render(labelled(named(document, COUNTED)))
+
+
+def test_one_cell_has_no_lines_and_no_heat_map() -> None:
     charts = charts_of(cell())
-    assert "in more than one cell" in charts["ratios"].missing
+    assert [*charts] == ["phases", "memory"]
     assert len(charts["phases"].panels) == 1
+    assert "user of this suite: 2 to 5 times standard's bytes." in charts["phases"].notes[1]
+    drawn = [trace for chart in charts.values() for p in chart.panels for trace in p.figure["data"]]
+    assert {trace["type"] for trace in drawn} == {"bar", "scatter"}
 
 
 def test_without_a_baseline_bytes_are_drawn_and_ratios_are_not() -> None:
-    document = cell()
+    document = copy.deepcopy(GRID1)
     document["rows"] = [r for r in document["rows"] if r["trainer"] == "dpsgd"]
     charts = charts_of(document)
-    assert "'standard' trainer was not measured" in charts["ratios"].missing
+    assert "ratios" not in charts
     assert charts["phases"].table is not None
-    assert [line[-1] for line in charts["phases"].table.cells] == ["-"]
+    assert {line[-1] for line in charts["phases"].table.cells} == {"-"}
+
+
+def test_what_nsight_systems_recorded_is_a_section_of_its_own() -> None:
+    name = "h200-nsys.json"
+    page = Elements(render([Run.load(ROOT / "docs/results" / name)])).text
+    title = "dpsgd, 1b bf16, batch 8, sequence 256, NVIDIA H200: Nsight Systems, per step"
+    assert {"Recorded by profilers", title} <= {*page}
+    assert "Recorded by profilers" not in Elements(render(labelled(named(cell())))).text
 
 
 def test_zero_bytes_are_drawn_without_a_ratio() -> None:
-    document = cell()
+    document = copy.deepcopy(GRID1)
     for row in document["rows"]:
         row["value"] = 0.0
-    assert "No ratio" in charts_of(document)["ratios"].missing
+    assert "ratios" not in charts_of(document)
     assert "NaN" not in "".join(Elements(render(labelled([("zero", document)]))).scripts[:1])
 
 

@@ -9,11 +9,14 @@
 
   const isDark = () => !printing && (chosen ? chosen === "dark" : system.matches);
 
-  // Plotly takes the page's own colours, so that one place says what light and dark are.
+  // What all charts have in common. Plotly takes the page's own colours, so that one place says
+  // what light and dark are.
   const template = () => {
     const style = getComputedStyle(root);
     const colour = (name) => style.getPropertyValue(name).trim();
     const axis = {
+      automargin: true,
+      title: { standoff: 8 },
       gridcolor: colour("--grid"),
       linecolor: colour("--line"),
       zerolinecolor: colour("--line"),
@@ -22,6 +25,10 @@
     };
     return {
       layout: {
+        margin: { l: 10, r: 16, t: 10, b: 46 },
+        showlegend: false,
+        dragmode: false,
+        hovermode: "closest",
         paper_bgcolor: colour("--page"),
         plot_bgcolor: colour("--page"),
         font: { color: colour("--text"), family: getComputedStyle(document.body).fontFamily, size: 12 },

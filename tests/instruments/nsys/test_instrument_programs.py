@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments.nsys import program as nsys
-from dpbench.instruments.nsys.program import ExportFailed, ImporterMissing, NsysNotFound
+from dpbench.instruments.nsys import instrument as nsys
+from dpbench.instruments.nsys.instrument import ExportFailed, ImporterMissing, NsysNotFound
 from tests.programs import program
 
 WRITES = """
