@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from itertools import product
 from numbers import Integral
 from pathlib import Path
@@ -217,8 +218,9 @@ class Case:
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
-        """The case that a row is about; what else is in the row is left alone."""
-        return cls(**{axis: row[axis] if axis in row else ADDED[axis] for axis in AXES})
+        """The case that a row is about, made once however many rows it has."""
+        known = {**ADDED, **row}
+        return _case(*(known[axis] for axis in AXES))
 
     @classmethod
     def from_report_path(cls, path: Path) -> Case:
@@ -308,6 +310,7 @@ AXES = tuple(f.name for f in fields(Case))
 
 USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
 """What each axis is unless it is said; `MISSING` for those that have to be."""
+_case = cache(Case)
 
 LATER = ("optimizer", "micro_batches", "trainable", "activation_checkpointing")
 """Axes that only what is unusual about them names."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import SCRIPT
-from dpbench.comparison import Asked, Comparison, asked_for
+from dpbench.comparison import Comparison, asked_for
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
 from dpbench.results.rows import NO_HARDWARE
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dpbench.gpu import Gpu
     from dpbench.instruments.base import Instrument
     from dpbench.results.conditions import Conditions
+    from dpbench.results.gate import CasesAsked
     from dpbench.results.outcome import Outcome, OutcomeStore
     from dpbench.results.run import Run
     from dpbench.results.storage import RunFile
@@ -284,7 +285,7 @@ class Session:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def finish(self, *, complete: bool, limited: Asked | None = None) -> None:
+    def finish(self, *, complete: bool, limited: CasesAsked | None = None) -> None:
         """Compare, write everything for the last time, let go of the file.
 
         Args:
@@ -314,7 +315,7 @@ class Session:
             shown[:0] = [(before.name, before.document)] if before.sources else []
         write_html(path, labelled(shown), self.view.expected)
 
-    def _compare(self, outcomes: Sequence[Outcome], limited: Asked, complete: bool) -> None:
+    def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
         """Show the session beside its reference, and hold to limits what they are for."""
         comparison = self.comparison
         compares = self.settings.compares or comparison.named or self.unjudged  # tests may have

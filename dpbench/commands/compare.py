@@ -53,8 +53,7 @@ def run(options: argparse.Namespace) -> int:
 def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool) -> bool:
     """Print what changed from one run to another; returns whether that is a failure."""
     title = f"{before.name} -> {after.name}"
-    if not across:
-        check_comparable(before, after)
+    check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
     verdict = judge(before, after, limits, across=across)
     if verdict.changes.empty:
         raise ConfigurationError(f"{title}: the two have no case in common")

@@ -244,7 +244,7 @@ class EachTest:
             return self.comparison.judge(run, chosen, asked_for(outcomes))
 
         verdict = judged(outcomes)
-        ratios = {str(limit) for limit in chosen if limit.ratio}
+        ratios = {str(limit) for limit in chosen if limit.of}
         if not any(missing.limit in ratios for missing in verdict.unjudged):
             return verdict
         baselines = [

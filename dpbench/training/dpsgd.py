@@ -62,7 +62,8 @@ class DPSGDTrainer(TrainerBase):
 
     def wrapped(self) -> nn.Module:
         """The model with Opacus's hooks."""
-        return GradSampleModule(self.model)
+        model: nn.Module = GradSampleModule(self.model)
+        return model
 
     def private_loss(self, batch: Batch) -> Any:
         """A loss whose ``backward()`` leaves what the optimizer clips."""

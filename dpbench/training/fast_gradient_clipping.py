@@ -30,11 +30,12 @@ class DPFastGradientClippingTrainer(DPSGDTrainer):
     optimizer_class = DPOptimizerFastGradientClipping
 
     def wrapped(self) -> nn.Module:
-        return GradSampleModuleFastGradientClipping(
+        model: nn.Module = GradSampleModuleFastGradientClipping(
             self.model,
             max_grad_norm=self.max_grad_norm,
             use_ghost_clipping=self.use_ghost_clipping,
         )
+        return model
 
     def private_loss(self, batch: Batch) -> DPTensorFastGradientClipping:
         """Its ``backward()`` is two passes: norms, then the weighted loss."""

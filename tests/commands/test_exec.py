@@ -6,10 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,9 +45,40 @@ def rows(path: str, metric: str) -> dict[tuple[str, str], list[float]]:
     return found
 
 
+@contextmanager
+def as_left_before() -> Iterator[None]:
+    """Let a script run in this process, and leave that as it was."""
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("argv", "path"):
+            patch.setattr(sys, name, [*getattr(sys, name)])
+        patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+
+class ProcessHere:
+    """Stands in for a script's process: runs it in this one, which has loaded PyTorch already."""
+
+    def __init__(self, command: Sequence[str], **_: object) -> None:
+        options, *program = command[command.index("-m") + 2 :]
+        with as_left_before():
+            sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
+            self.status = run(json.loads(options), program)
+
+    def wait(self) -> int | str | None:
+        return self.status
+
+    poll = wait
+
+
 def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    here = SimpleNamespace(Popen=ProcessHere)
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
     plain = ["exec", "--save=plain", "--skip=1", "--steps=2", "training.py"]
     assert main(plain) == 0
     told = ["--name=private", "--baseline=1", "--json=private.json", "--skip=1", "--steps=2"]
@@ -96,12 +129,8 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
 
 
 @pytest.fixture
-def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
+def script_here() -> Iterator[Callable[..., dict[str, Any]]]:
     """Run a script as its own process would, in this one; returns what that writes down."""
-    for name in ("argv", "path"):
-        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    handler = signal.getsignal(signal.SIGINT)
 
     def run_here(*program: str, instrument: str = "timing", **how: Any) -> dict[str, Any]:
         script = ScriptRun(instrument, program, **how)
@@ -109,8 +138,8 @@ def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[
         found: dict[str, Any] = json.loads(Path("record.json").read_text())
         return found
 
-    yield run_here
-    signal.signal(signal.SIGINT, handler)
+    with as_left_before():
+        yield run_here
 
 
 def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(

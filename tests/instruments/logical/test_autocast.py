@@ -161,7 +161,7 @@ def test_what_runs_again_in_backward_is_cast_as_before() -> None:
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc"])
 def test_autocast_moves_less_than_single_precision_and_more_than_half(trainer: str) -> None:
     def moved_by(precision: str) -> float:
-        rows = Logical().count(Case(trainer, 4, 64, "100x64x2x2", precision=precision)).rows
+        rows = Logical().count(Case(trainer, 4, 64, "100x64x1x2", precision=precision)).rows
         sums = [row.value for row in rows if row.phase == "step" and row.unit == "B"]
         return sum(sums[:2])
 
