@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
+from dpbench.case import Case
 from dpbench.gpu import visible_gpus
 from dpbench.metrics import METRICS
-from dpbench.registry import registries
+from dpbench.registry import NAMED, is_builtin
+
+if TYPE_CHECKING:
+    from dpbench.instruments.logical.instrument import Logical, LogicalResult
 
 pytest_plugins = ["pytester"]
 
@@ -31,9 +36,10 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """
     if request.node.get_closest_marker("gpu"):
         return
-    for registry in registries().values():
+    for registry in NAMED.values():
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
+    monkeypatch.setattr(METRICS, "_every", METRICS._every)
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
     for variable in (*READ_BY_PYTEST, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)
@@ -53,6 +59,27 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from dpbench.instruments.logical.instrument import Counting, Logical
 
     monkeypatch.setattr(Logical, "start", lambda *counted: Counting(*counted))
+
+
+COUNTS: dict[Case, LogicalResult] = {}
+"""Of cases that came with dpbench, which always count the same."""
+
+
+@pytest.fixture
+def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count a case that came with dpbench once for all tests that are about what follows."""
+    from dpbench.instruments.logical.instrument import Logical
+
+    count = Logical.count
+
+    def count_once(self: Logical, case: Case) -> LogicalResult:
+        if not is_builtin(case):
+            return count(self, case)
+        if case not in COUNTS:
+            COUNTS[case] = count(self, case)
+        return COUNTS[case]
+
+    monkeypatch.setattr(Logical, "count", count_once)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from dpbench.instruments.ncu.kernel_report import read_kernels
+from dpbench.instruments.ncu.report import read_kernels
 from dpbench.results.kernels import fold
 
 RECORDED = Path(__file__).parents[1] / "tests/data/tiny-fp32/kernels/report_dpsgd_bs4_seq64.ncu-rep"

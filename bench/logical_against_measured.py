@@ -1,7 +1,7 @@
 """Logical bytes and peak memory beside measured ones: ``python bench/logical_against_measured.py``.
 
-Counts every case of the built-in trainers and models that a document under ``docs/results`` has
-measured, and prints one table a document.
+Counts every case of the built-in trainers, models and workloads that a document under
+``docs/results`` has measured, and prints one table a document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pandas as pd
 
 from dpbench.case import Case
 from dpbench.instruments.logical.instrument import Logical
-from dpbench.registry import MODELS, TRAINERS
+from dpbench.registry import MODELS, TRAINERS, WORKLOADS
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import ABSENT, Table
@@ -39,7 +39,9 @@ def counted(case: Case) -> tuple[Measurement, ...]:
 
 def is_builtin(case: Case) -> bool:
     """Whether a case can be built from its name alone."""
-    return case.trainer in TRAINERS and case.model in MODELS
+    return case.trainer in TRAINERS and (
+        case.model in MODELS or (not case.model and case.workload in WORKLOADS)
+    )
 
 
 def measured(path: Path) -> list[Measurement]:

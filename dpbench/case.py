@@ -1,11 +1,12 @@
-"""What is measured: one configuration (`Case`) and many of them (`Grid`)."""
+"""What is measured: one configuration."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from itertools import product
 from numbers import Integral
 from pathlib import Path
@@ -97,50 +98,37 @@ MODEL_SIZES = {
 Parameter = int | float | bool | str
 
 
-def parameters_of(text: str) -> dict[str, Parameter]:
-    """The parameters in a text such as ``depth=50,image_size=64``."""
-    return {name: _read(value) for name, value in _pairs(text.split(",") if text else [])}
-
-
 def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
     """Parameters as one text, the same however they were given."""
     if isinstance(given, Mapping):
         pairs = [(str(name), _written(value).strip()) for name, value in given.items()]
     else:
-        texts = [given] if isinstance(given, str) else given
-        pairs = _pairs(part for text in texts if text for part in text.split(","))
+        pairs = parameter_pairs(given)
     for name, value in pairs:
         if not name.isidentifier() or not value.isprintable() or not value or "," in value:
             raise ConfigurationError(
-                f"a parameter is NAME=VALUE in printable text without commas, not {name}={value!r}"
+                f"a parameter is NAME=VALUE in printable text without commas, not "
+                f"{f'{name}={value}'!r}"
             )
     return ",".join(
         f"{name}={_written(_read(value))}" for name, value in sorted(dict(pairs).items())
     )
 
 
-def parameter_grid(given: Iterable[str] | Mapping[str, object]) -> tuple[str, ...]:
+def parameter_pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
+    """The names and values in one or more texts such as ``depth=50,image_size=64``."""
+    text = given if isinstance(given, str) else ",".join(given)
+    parts = (part.partition("=") for part in text.split(",") if text)
+    return [(name.strip(), value.strip()) for name, _, value in parts]
+
+
+def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
     """Every combination of parameters; one that is given several values takes each in turn."""
-    if isinstance(given, Mapping):
-        pairs = [
-            (name, each)
-            for name, value in given.items()
-            for each in (value if isinstance(value, list) else [value])
-        ]
-    else:
-        pairs = list(_pairs(part for text in given for part in text.split(",")))
-    values: dict[str, list[object]] = {}
-    for name, value in pairs:
+    values: dict[str, list[str]] = {}
+    for name, value in parameter_pairs(given):
         values.setdefault(name, []).append(value)
     found = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
     return tuple(dict.fromkeys(map(parameters_text, found)))
-
-
-def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
-    pairs = [(name.strip(), value.strip()) for name, _, value in (p.partition("=") for p in parts)]
-    if wrong := [name for name, value in pairs if not value]:
-        raise ConfigurationError(f"a parameter is NAME=VALUE, not {wrong[0]!r}")
-    return pairs
 
 
 def _read(text: str) -> Parameter:
@@ -194,58 +182,45 @@ class Case:
     activation_checkpointing: str = "off"
 
     def __post_init__(self) -> None:
-        if self.workload == SCRIPT:
-            self._leave_out_what_nobody_says()
+        axes: dict[str, Any] = vars(self)
+        if self.workload == SCRIPT:  # nobody says how it trains
+            said = {"trainer": self.trainer, "batch_size": self.batch_size, "workload": SCRIPT}
+            axes |= {axis: type(USUAL[axis])() for axis in AXES if axis not in said}
+            if self.batch_size:
+                axes["batch_size"] = _positive(COUNTS["batch_size"], self.batch_size)
             return
-        object.__setattr__(self, "batch_size", _positive("batch size", self.batch_size))
-        object.__setattr__(self, "set", parameters_text(self.set))
-        parts = _positive("number of micro-batches", self.micro_batches)
-        object.__setattr__(self, "micro_batches", parts)
-        if self.batch_size % parts:
-            raise ConfigurationError(
-                f"batch size {self.batch_size} cannot be trained in {parts} parts of equal size"
-            )
-        lora_rank(self.trainable)  # refuses what is no rank
-        if self.precision not in PRECISIONS:
-            raise unknown("precision", self.precision, PRECISIONS)
-        if self.activation_checkpointing not in CHECKPOINTING:
-            what = "activation checkpointing"
-            raise unknown(what, self.activation_checkpointing, CHECKPOINTING)
+        axes["set"] = parameters_text(self.set)
+        checked = {*AXES}
         if self.workload != TRANSFORMER:
-            self._leave_out_the_transformers()
-            return
-        object.__setattr__(self, "seq_len", _positive("sequence length", self.seq_len))
-        ModelSize.parse(self.model_size)
-        if self.attention not in ATTENTIONS:
-            raise unknown("attention", self.attention, ATTENTIONS)
-        if self.set:
+            given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
+            check_belongs(given, [self.workload])
+            axes |= OF_TRANSFORMER
+            checked -= OF_TRANSFORMER.keys()
+        elif self.set:
             raise ConfigurationError(
                 f"the transformer's parameters have options of their own "
                 f"({', '.join(OF_TRANSFORMER)}): drop set {self.set}, or name its workload"
             )
-
-    def _leave_out_what_nobody_says(self) -> None:
-        """Blank how a script trains; its batch size may be said, and is 0 if it is not."""
-        if self.batch_size:
-            object.__setattr__(self, "batch_size", _positive("batch size", self.batch_size))
-        for name in {*AXES} - {"trainer", "batch_size", "workload"}:
-            object.__setattr__(self, name, type(getattr(Case, name))())
-
-    def _leave_out_the_transformers(self) -> None:
-        """Blank the axes that only the transformer has, so that no table shows them."""
-        for name, blank in OF_TRANSFORMER.items():
-            value = getattr(self, name)
-            if value not in (blank, getattr(Case, name)):
-                raise ConfigurationError(
-                    f"{name} is the transformer's, and workload {self.workload} takes its own "
-                    f"parameters (set): drop {name} {value}"
-                )
-            object.__setattr__(self, name, blank)
+        for axis, what in COUNTS.items():
+            if axis in checked:
+                axes[axis] = _positive(what, axes[axis])
+        for axis, known in CHOICES.items():
+            if axis in checked and axes[axis] not in known:
+                raise unknown(axis.replace("_", " "), axes[axis], known)
+        if "model_size" in checked:
+            ModelSize.parse(self.model_size)
+        if self.batch_size % self.micro_batches:
+            raise ConfigurationError(
+                f"batch size {self.batch_size} cannot be trained in {self.micro_batches} parts of "
+                f"equal size"
+            )
+        lora_rank(self.trainable)  # refuses what is no rank
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
-        """The case that a row is about; what else is in the row is left alone."""
-        return cls(**{axis: row[axis] if axis in row else ADDED[axis] for axis in AXES})
+        """The case that a row is about, made once however many rows it has."""
+        known = {**ADDED, **row}
+        return _case(*(known[axis] for axis in AXES))
 
     @classmethod
     def from_report_path(cls, path: Path) -> Case:
@@ -274,7 +249,7 @@ class Case:
         """What the workload is built with."""
         if self.workload == TRANSFORMER:
             return {name: getattr(self, name) for name in OF_TRANSFORMER}
-        return parameters_of(str(self.set))
+        return {name: _read(value) for name, value in parameter_pairs(str(self.set))}
 
     @property
     def size(self) -> ModelSize:
@@ -300,10 +275,8 @@ class Case:
         return self._configuration(str)
 
     def _configuration(self, written: Callable[[str], str]) -> str:
-        usual = (("attention", ("sdpa", "")), ("model", ("simple", "")))
-        rest = [
-            getattr(self, name) for name, usually in usual if getattr(self, name) not in usually
-        ]
+        named = {axis: getattr(self, axis) for axis in ("attention", "model")}
+        rest = [name for axis, name in named.items() if name not in ("", USUAL[axis])]
         rest += [f"{axis}={written(value)}" for axis, value in unusual(vars(self)).items()]
         return "-".join([written(trained_in(vars(self))), self.precision, *rest])
 
@@ -317,6 +290,15 @@ class Case:
         return Path(self._configuration(_for_path)) / name
 
 
+def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
+    """Refuse axes of the transformer where none is trained."""
+    wrong = [axis for axis in given if axis in OF_TRANSFORMER]
+    if wrong and TRANSFORMER not in workloads:
+        raise ConfigurationError(
+            f"{wrong[0]} is the transformer's: {workloads[0]} takes its own parameters (set)"
+        )
+
+
 def trained_in(axes: Mapping[Any, Any]) -> str:
     """What is trained, in short: the transformer's size, or the workload and its parameters."""
     if axes.get("workload", TRANSFORMER) == TRANSFORMER:
@@ -325,6 +307,10 @@ def trained_in(axes: Mapping[Any, Any]) -> str:
 
 
 AXES = tuple(f.name for f in fields(Case))
+
+USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
+"""What each axis is unless it is said; `MISSING` for those that have to be."""
+_case = cache(Case)
 
 LATER = ("optimizer", "micro_batches", "trainable", "activation_checkpointing")
 """Axes that only what is unusual about them names."""
@@ -356,12 +342,23 @@ def lora_rank(trainable: str) -> int | None:
     return _positive("rank", int(rank))
 
 
-ADDED: dict[str, Any] = {f.name: f.default for f in fields(Case)[AXES.index("workload") :]}
+ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
 """Axes that files of older versions lack, and what they were then."""
 
 
-COUNTS = ("batch_size", "seq_len", "micro_batches")
-"""The axes that are whole numbers."""
+COUNTS = {
+    "batch_size": "batch size",
+    "seq_len": "sequence length",
+    "micro_batches": "number of micro-batches",
+}
+"""The axes that are whole numbers, in words."""
+
+CHOICES = {
+    "precision": PRECISIONS,
+    "attention": ATTENTIONS,
+    "activation_checkpointing": CHECKPOINTING,
+}
+"""The axes that are one of a few names."""
 
 SCRIPT = "script"
 """The workload of a case that is somebody's script or loop: its name is known, no other axis."""

@@ -8,30 +8,17 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
 from dpbench.errors import ConfigurationError, DpbenchError
 
-COMMANDS = (
-    "doctor",
-    "smoke",
-    "step",
-    "run",
-    "exec",
-    "show",
-    "compare",
-    "list",
-)
+COMMANDS = ("doctor", "smoke", "step", "run", "exec", "show", "compare", "list")
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""
-
-LOAD_TRAINERS = ("smoke", "step", "run")
-"""Commands that find outside trainers, models and instruments in the current directory too.
-
-It is searched last, or a file there could pass for a module of dpbench's or of a library's."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -43,28 +30,29 @@ ENDED_BY_CTRL_C = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 good, 1 a failure, 2 bad input)."""
-    name = ["dpbench"]  # and the command's, as soon as it is known
+    name = "dpbench"
     try:
         try:
             if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal knows ÷
                 sys.stdout.reconfigure(errors="backslashreplace")
-            return _run(argv, name)
+            options = _parsed(sys.argv[1:] if argv is None else argv)
+            name += f" {options.command_name}"
+            with _ending_signals_as_ctrl_c():
+                return int(options.command(options))
         finally:  # here, where a closed pipe can be caught, and not when the interpreter ends
             print(end="", flush=True)
     except DpbenchError as error:
         code, words = error.exit_code, str(error)
     except KeyboardInterrupt:
         code, words = ENDED_BY_CTRL_C, "interrupted"
-    except BrokenPipeError:  # dpbench list | head
-        _discard(sys.stdout)
-        code, words = PIPE_CLOSED, ""
-    except OSError as error:  # dpbench list >/dev/full
+    except OSError as error:
         if error.filename is not None:
             raise
         _discard(sys.stdout)
-        code, words = 1, str(error)
+        # dpbench list | head, or >/dev/full
+        code, words = (PIPE_CLOSED, "") if isinstance(error, BrokenPipeError) else (1, str(error))
     try:
-        print(f"{' '.join(name)}: {words}\n" if words else "", end="", file=sys.stderr, flush=True)
+        print(words and f"{name}: {words}\n", end="", file=sys.stderr, flush=True)
     except OSError:  # with 2>&1 both are the pipe
         _discard(sys.stderr)
     return code
@@ -75,25 +63,28 @@ def _discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _run(argv: Sequence[str] | None, name: list[str]) -> int:
-    """Read the arguments and run their command; its name is added to the other."""
+def _parsed(written: Sequence[str]) -> argparse.Namespace:
+    """What the arguments ask for."""
     try:
         directory = str(Path.cwd())
     except FileNotFoundError as error:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
-    written = sys.argv[1:] if argv is None else argv
-    options = build_parser().parse_args([hyphenated(text) for text in written])
+    if directory not in sys.path:  # last, or a file there could pass for a library's module
+        sys.path.append(directory)
+    options = build_parser(*written[:1]).parse_args([hyphenated(text) for text in written])
     for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are
         if rest := getattr(options, name_of_rest, None):
             setattr(options, name_of_rest, [*written[-len(rest) :]])
-    name.append(options.command_name)
-    if options.command_name in LOAD_TRAINERS and directory not in sys.path:
-        sys.path.append(directory)
-    # A batch system's signal must end the measured processes too, as Ctrl-C does.
-    heard = [s for s in ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]  # not nohup's
+    return options
+
+
+@contextmanager
+def _ending_signals_as_ctrl_c() -> Iterator[None]:
+    """A batch system's signal ends the measured processes too, as Ctrl-C does; not nohup's."""
+    heard = [s for s in ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
     handlers = {s: signal.signal(s, signal.default_int_handler) for s in heard}
     try:
-        return int(options.command(options))
+        yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -104,24 +95,24 @@ def hyphenated(text: str) -> str:
     return re.sub(r"^--[a-z_]+", lambda match: match[0].replace("_", "-"), text)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command and its help."""
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """The parser of this command, or of every one; what the others need is not imported."""
     parser = argparse.ArgumentParser(
         prog="dpbench",
         description="Measure how many bytes differentially private training moves.",
         epilog="`pytest -m gpu --ncu` is the same measurement with assertions.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
-    for name in COMMANDS:
+    for name in [command] if command in COMMANDS else COMMANDS:
         module = import_module(f"dpbench.commands.{name}")
         text = (module.__doc__ or "").strip()
-        command = commands.add_parser(
+        described = commands.add_parser(
             name,
             help=text.partition("\n")[0].rstrip("."),
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_arguments(command)
-        command.set_defaults(command=module.run)
+        module.add_arguments(described)
+        described.set_defaults(command=module.run)
     return parser

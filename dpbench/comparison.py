@@ -7,20 +7,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.settings import names_tests
 
 if TYPE_CHECKING:
+    from dpbench.case import Case
     from dpbench.results.compare import Threshold
-    from dpbench.results.gate import Verdict
+    from dpbench.results.gate import CasesAsked, Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.run import Run
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
-
-Asked = Sequence[tuple[Case, str]]
-"""Cases that are asked for, each by an instrument."""
 
 
 class Comparison:
@@ -46,14 +43,21 @@ class Comparison:
 
     def begin(self) -> None:
         """Find the run that was named, or those of which one may be the reference."""
-        from dpbench.results.storage import Storage
-
         settings = self.settings
         if not settings.compares:
             return
         if settings.compare:
+            from dpbench.results.compare import check_comparable
+            from dpbench.results.storage import Storage
+
             self.named = Storage(settings.storage).find(_named_run(settings, settings.compare))
-            self._check(self.reference)
+            check_comparable(
+                self.reference,
+                self.sources,
+                "this session measures",
+                across=settings.compare_across,
+                option="--dpbench-compare-across" if settings.of_pytest else "",
+            )
             return
         self.candidates = self._saved()
         if not self.limits or settings.compare_first_run_ok:
@@ -75,23 +79,6 @@ class Comparison:
         from dpbench.results.storage import Storage
 
         return Storage(self.settings.storage).candidates({device for device, _ in self.sources})
-
-    def _check(self, run: Run) -> None:
-        """Refuse a run that cannot be compared with what will be measured."""
-        devices = {instrument: device for device, instrument in self.sources}
-        conflict = any(devices.get(name, device) != device for device, name in run.sources)
-        apart = conflict or not set(self.sources) & set(run.sources)
-        shared = {name for _, name in run.sources} & set(devices)
-        if apart and not (shared and self.settings.compare_across):
-            there, here = (
-                "; ".join(f"{name} on {device}" for device, name in pairs) or "nothing"
-                for pairs in (run.sources, self.sources)
-            )
-            across = "; --dpbench-compare-across does it all the same"
-            remedy = across if shared and self.settings.of_pytest else ""
-            raise ConfigurationError(
-                f"{run.path} holds {there}, this session measures {here}: not compared{remedy}"
-            )
 
     @cached_property
     def reference(self) -> Run:
@@ -121,7 +108,7 @@ class Comparison:
         if shared["candidates"] is not None:
             self.candidates = [Path(path) for path in shared["candidates"]]
 
-    def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
+    def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""
         from dpbench.results.gate import judge
 

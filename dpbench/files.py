@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from dpbench.errors import ConfigurationError
@@ -101,43 +102,36 @@ class Locked(Exception):
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
     """Hold a lock file among processes; the system lets go of it if the process dies.
 
-    Yields whether it is held: some file systems know no locks (ENOLCK, EOPNOTSUPP, EIO), and what
-    has been measured on them is worth more than the lock. (Versions of filelock differ in what
-    they do then; some wait for ever.) Without ``wait``, `Locked` is raised if another has it.
+    Yields its descriptor, or None: some file systems know no locks (ENOLCK, EOPNOTSUPP, EIO), and
+    what has been measured on them is worth more than the lock. (Versions of filelock differ in
+    what they do then; some wait for ever.) Without ``wait``, `Locked` is raised if another has it,
+    with what that one wrote into the file.
     """
-    descriptor = _lock(path, wait)
+    descriptor: int | None = None
+    with ExitStack() as ending:
+        try:
+            # Whoever held it may have removed it.
+            while descriptor is None or not os.fstat(descriptor).st_nlink:
+                descriptor = _open(path)
+                ending.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError as error:
+                    raise Locked(os.pread(descriptor, 1000, 0).decode(errors="replace")) from error
+        except OSError:
+            descriptor = None
+        yield descriptor
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a file that every user may open, whatever the umask."""
     try:
-        yield descriptor is not None
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _lock(path: Path, wait: bool) -> int | None:
-    """A descriptor that holds the lock, or None where there are no locks."""
-    import fcntl
-
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:
-            return None
-        try:
-            with suppress(PermissionError):  # another user's, who made it so
-                os.fchmod(descriptor, 0o666)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.fstat(descriptor).st_nlink:  # else whoever held it has removed it
-                return descriptor
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise Locked(str(path)) from error
-        except OSError:
-            os.close(descriptor)
-            return None
-        except BaseException:  # Ctrl-C while waiting
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        return os.open(path, os.O_RDWR)  # without O_CREAT, which Linux may refuse for another's
+    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with suppress(PermissionError):  # another user was faster
+            os.fchmod(descriptor, 0o666)
+        return descriptor

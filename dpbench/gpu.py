@@ -5,17 +5,17 @@ Asks the driver through NVML, which creates no CUDA context and needs no torch.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpbench.errors import ConfigurationError
+from dpbench.files import Locked, locked
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Gpu:
     memory_bytes: int | None  # the whole card's, if it says so
     driver: str
     chip: str = ""  # named where it has counters of its own, see chip_of
+    free_bytes: int | None = field(default=None, compare=False)  # when the driver was asked
+    processes: tuple[int, ...] = field(default=(), compare=False)  # that computed on it then
 
 
 def chip_of(major: int, minor: int) -> str:
@@ -72,63 +74,37 @@ def _asked_driver() -> tuple[list[Gpu], str]:
 
     Of several GPUs one may have failed: CUDA's numbers are unknown then, so none is named.
     """
-    with _nvml() as nvml:
-        try:
+    import pynvml as nvml
+
+    try:
+        with ExitStack() as ending:
             nvml.nvmlInit()
+            ending.callback(nvml.nvmlShutdown)
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
             gpus = [_described(nvml, handle) for handle in handles]
-        except nvml.NVMLError as error:
-            return [], f"NVML says {str(error)!r}"
-        slices: dict[str, Gpu] = {}
-        for handle, gpu in zip(handles, gpus, strict=True):
-            with suppress(nvml.NVMLError):  # no MIG on this GPU, or no further slice
-                for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
-                    slices[nvml.nvmlDeviceGetUUID(mig)] = gpu
-        return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), slices), ""
+            slices: dict[str, Gpu] = {}
+            for handle, gpu in zip(handles, gpus, strict=True):
+                with suppress(nvml.NVMLError):  # no MIG on this GPU, or no further slice
+                    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                        mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+                        slices[nvml.nvmlDeviceGetUUID(mig)] = gpu
+    except nvml.NVMLError as error:
+        return [], f"NVML says {str(error)!r}"
+    return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), slices), ""
 
 
 def _described(nvml: Any, handle: object) -> Gpu:
-    memory, chip = None, ""
-    with suppress(nvml.NVMLError):  # some integrated GPUs do not say
-        memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    with suppress(nvml.NVMLError):
-        chip = chip_of(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-    return Gpu(uuid, name, memory, nvml.nvmlSystemGetDriverVersion(), chip)
-
-
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    """NVIDIA's library, shut down at the end if it was initialised."""
-    import pynvml
-
-    try:
-        yield pynvml
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-
-
-@dataclass(frozen=True)
-class Use:
-    """What else goes on on a GPU: its free memory, B, and processes that compute on it."""
-
-    free_bytes: int | None
-    processes: tuple[int, ...]
-
-
-def in_use(gpu: Gpu) -> Use:
-    """How a GPU is used now; nothing is known of it if the driver does not say."""
-    with _nvml() as nvml:
-        try:
-            nvml.nvmlInit()
-            handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-            free = int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
-            running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except nvml.NVMLError:
-            return Use(None, ())
-        return Use(free, tuple(process.pid for process in running))
+    found: dict[str, Any] = {"memory_bytes": None}
+    with suppress(nvml.NVMLError):  # some integrated GPUs do not say
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        found |= {"memory_bytes": int(memory.total), "free_bytes": int(memory.free)}
+    with suppress(nvml.NVMLError):
+        found["chip"] = chip_of(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    with suppress(nvml.NVMLError):
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        found["processes"] = tuple(process.pid for process in running)
+    return Gpu(uuid, name, driver=nvml.nvmlSystemGetDriverVersion(), **found)
 
 
 def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None = None) -> list[Gpu]:
@@ -173,37 +149,24 @@ def exclusive(
     Others who wait for it are told its ``purpose``, such as a case's id; ``waiting`` is told whom
     this process waits for, whenever that is another one.
     """
-    path = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock"
-    create = 0 if path.exists() else os.O_CREAT  # which Linux may refuse for another user's file
-    try:
-        file = os.open(path, os.O_RDWR | create, 0o666)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path}: {error.strerror}; set TMPDIR to another folder"
-        ) from error
-    try:
-        with suppress(PermissionError):
-            os.fchmod(file, 0o666)  # for every user, whatever the umask
-        told = ""
+    path, told = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock", ""
+    with ExitStack() as held:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file = held.enter_context(locked(path, wait=False))
                 break
-            except BlockingIOError:
-                holder = os.pread(file, 1000, 0).decode(errors="replace")
-            except OSError as error:
-                raise ConfigurationError(
-                    f"{path.parent} has no file locks ({error.strerror}); "
-                    f"set TMPDIR to a folder on a local disk"
-                ) from error
+            except Locked as error:
+                holder = str(error)
             if holder.endswith("\n") and holder != told:  # else it is still to be written
                 waiting(holder.strip())
                 told = holder
             time.sleep(POLL_SECONDS)
+        if file is None:
+            raise ConfigurationError(
+                f"{path} cannot be locked; set TMPDIR to another folder, on a local disk"
+            )
         os.ftruncate(file, 0)  # of one that was killed
         since = time.strftime("%H:%M:%S")
         os.pwrite(file, f"process {os.getpid()} ({purpose}) since {since}\n".encode(), 0)
         yield
         os.ftruncate(file, 0)
-    finally:
-        os.close(file)

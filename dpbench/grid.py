@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from dpbench.case import (
     TRANSFORMER,
     Case,
     Parameter,
+    check_belongs,
     parameter_grid,
 )
 from dpbench.errors import ConfigurationError, unknown
@@ -64,23 +64,14 @@ class Grid:
                 cell.update(OF_TRANSFORMER)
         return list(dict.fromkeys(Case(name, **cell) for cell in cells for name in self.trainer))
 
-    def narrow(self, **axes: Iterable[Any] | None) -> Grid:
-        """Replace the values along the named axes; None leaves an axis alone."""
-        chosen: dict[str, Any] = {k: tuple(v) for k, v in axes.items() if v is not None}
-        return replace(self, **chosen)
-
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
-        """A grid by name, or from a TOML file."""
+        """A grid by name, or from TOML: one key per `Case` field, a value or a list."""
         if name_or_file in GRIDS:
             return GRIDS[name_or_file]
         if not name_or_file.endswith(".toml"):
             raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
-        return cls.from_file(Path(name_or_file))
-
-    @classmethod
-    def from_file(cls, path: Path) -> Grid:
-        """Read a grid from TOML: one key per `Case` field, a value or a list, and ``baseline``."""
+        path = Path(name_or_file)
         try:
             return cls(path.stem, **_axes(tomllib.loads(path.read_text(encoding="utf-8"))))
         except OSError as error:
@@ -89,57 +80,44 @@ class Grid:
             raise ConfigurationError(f"grid file {path}: {error}") from error
 
 
-def _axes(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The axes of a grid file's table."""
+def _axes(table: dict[str, Any]) -> dict[str, Any]:
+    """The axes of a grid file's table, and its baseline."""
     axes: dict[str, Any] = {}
+    if "baseline" in table:
+        axes["baseline"] = baseline = table.pop("baseline")
+        if not isinstance(baseline, str):
+            raise ConfigurationError(f"baseline must be the name of a trainer, not {baseline!r}")
     for key, value in table.items():
-        if key not in (*AXES, "baseline"):
-            raise unknown("key", key, (*AXES, "baseline"))
-        if key == "baseline":
-            if not isinstance(value, str):
-                raise ConfigurationError(f"baseline must be the name of a trainer, not {value!r}")
-            axes[key] = value
-            continue
-        if key == "set":
-            axes[key] = _parameters(value)
-            continue
         wanted = int if key in COUNTS else str
         values = value if isinstance(value, list) else [value]
-        if not values or any(type(v) is not wanted for v in values):
+        if key not in AXES:
+            raise unknown("key", key, (*AXES, "baseline"))
+        if key == "set":
+            values = [*_parameters(value)]
+        elif not values or any(type(v) is not wanted for v in values):
             raise ConfigurationError(
                 f"{key} must be {wanted.__name__} or a list of {wanted.__name__}, not {value!r}"
             )
         axes[key] = tuple(values)
-    check_belongs(axes, axes.get("workload", (TRANSFORMER,)))
-    needed = ["trainer", "batch_size"]
-    if TRANSFORMER in axes.get("workload", (TRANSFORMER,)):
-        needed.append("seq_len")
+    workloads = axes.get("workload", (TRANSFORMER,))
+    check_belongs(axes, workloads)
+    needed = ("trainer", "batch_size", *(("seq_len",) if TRANSFORMER in workloads else ()))
     if missing := [key for key in needed if key not in axes]:
         raise ConfigurationError(f"missing {', '.join(missing)}")
     return axes
 
 
-def _parameters(value: object) -> tuple[str, ...]:
+def _parameters(table: object) -> tuple[str, ...]:
     """The combinations of a grid file's ``set = {image_size = [64, 224]}``."""
-    each = (
-        [v if isinstance(v, list) else [v] for v in value.values()]
-        if isinstance(value, dict)
-        else [[]]
-    )
-    if not all(each) or any(not isinstance(v, Parameter) for values in each for v in values):
+    values = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in (table.items() if isinstance(table, dict) else [("set", [])])
+    }
+    if not all(v and all(isinstance(each, Parameter) for each in v) for v in values.values()):
         raise ConfigurationError(
-            f"set must be a table of numbers, strings or lists of them, not {value!r}"
+            f"set must be a table of numbers, strings or lists of them, not {table!r}"
         )
-    return parameter_grid(value)  # type: ignore[arg-type]
-
-
-def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
-    """Refuse axes of the transformer where none is trained."""
-    wrong = [axis for axis in given if axis in OF_TRANSFORMER]
-    if wrong and TRANSFORMER not in workloads:
-        raise ConfigurationError(
-            f"{wrong[0]} is the transformer's: {workloads[0]} takes its own parameters (set)"
-        )
+    return parameter_grid(f"{name}={each}" for name, value in values.items() for each in value)
 
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")

@@ -28,8 +28,19 @@ SECTOR_BYTES = 32
 RATIO = "_ratio"
 """The end of the name of a metric's ratio to the baseline's."""
 
-Kind = Literal["value", "ratio", "spread", "over_logical", "logical"]
-"""Which number of a metric a column shows."""
+Kind = Literal["value", "ratio", "spread", "over_logical", "logical", "throughput"]
+"""What a number is: a metric's own value, or what follows from it."""
+
+STANDARD = "÷ std"
+"""How a header says that a column is a ratio to standard training."""
+
+DERIVED: Mapping[Kind, str] = {
+    "ratio": STANDARD,
+    "spread": "spread",
+    "over_logical": "÷ logical",
+    "logical": "logical",
+}
+"""What follows from a metric and is one, e.g. ``dram_ratio``; and what heads its column."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +64,14 @@ class Metric:
         shown: what of it is shown unless columns are chosen.
         expected: between which ratios to the baseline the user of this suite expects it.
         higher_is_better: whether a fall is a change for the worse; else a rise is.
-        may_fall: whether it can be below zero.
         adds_up: whether its phases add up to the step.
         middle: whether a case's value is the median over its steps; else it is the mean.
         throughput: whether it is shown divided by the time of a step, too.
         spread: whether its spread over the steps says how far a row can be trusted.
         source: where an instrument finds it: a field of `KernelCount`, or how an activity's name
             in a trace of the PyTorch profiler begins.
+        of: the metric from which it follows, if it is one of those that `derived` makes.
+        kind: how it follows from that one.
     """
 
     name: str
@@ -75,22 +87,18 @@ class Metric:
     shown: tuple[Kind, ...] = ()
     expected: tuple[float, float] | None = None
     higher_is_better: bool = False
-    may_fall: bool = False
     adds_up: bool = True
     middle: bool = False
     throughput: bool = True
     spread: bool = False
     source: str = ""
+    of: str = ""
+    kind: Kind = "value"
 
     @property
     def unit(self) -> str:
         """``B``, ``s``, ``1/s`` or ``1``."""
         return unit(self.name)
-
-    @property
-    def stem(self) -> str:
-        """Its name in those of its ratio and spread, e.g. ``l2`` for ``l2_total_bytes``."""
-        return stem(self.name)
 
     @property
     def short_header(self) -> str:
@@ -105,10 +113,29 @@ class Metric:
         fitting = (names for pattern, names in self.chips if fnmatchcase(chip.upper(), pattern))
         return next(fitting, self.counters)
 
+    def derived(self) -> Iterator[Metric]:
+        """What follows from it, each a metric of its own."""
+        made: list[tuple[str, str, Kind]] = [
+            (derived_name(self.name, kind), f"{self.short_header}\n{header}", kind)
+            for kind, header in DERIVED.items()
+            if self.logical or kind not in ("over_logical", "logical")
+        ]
+        if self.unit == "B" and "ncu" in self.by:
+            name, header = self.name.replace("_bytes", "_throughput"), " ".join(self.header.split())
+            made.append((name, f"{header}\nGB/s", "throughput"))
+        better = self.higher_is_better
+        for name, header, kind in made:
+            header = header if self.header else ""
+            yield Metric(name, header, self.by, higher_is_better=better, of=self.name, kind=kind)
+
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:
         """Its counters as each kind of chip has them."""
         return tuple(filter(None, (self.counters, *(names for _, names in self.chips))))
+
+    def value(self, counted: Mapping[str, float]) -> float:
+        """What it is where its counters have these values."""
+        return self.scale * sum(counted[counter] for counter in self.counters)
 
 
 UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
@@ -125,9 +152,9 @@ def stem(metric: str) -> str:
     return re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
 
 
-def ratio_name(metric: str) -> str:
-    """The name of a metric's ratio to the baseline's, e.g. ``l2_ratio``."""
-    return stem(metric) + RATIO
+def derived_name(metric: str, kind: Kind = "ratio") -> str:
+    """The name of what follows from a metric, e.g. ``l2_ratio``."""
+    return f"{stem(metric)}_{kind}"
 
 
 class Metrics(Mapping[str, Metric]):
@@ -135,10 +162,12 @@ class Metrics(Mapping[str, Metric]):
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._known = {metric.name: metric for metric in metrics}
+        self._every: dict[str, Metric] = {}
         self._complete = False
 
     def register(self, *metrics: Metric) -> None:
         """Add metrics; each name means one thing."""
+        self._every = {}
         for metric in metrics:
             if self._known.setdefault(metric.name, metric) != metric:
                 raise ConfigurationError(f"metric {metric.name!r} exists; choose another name")
@@ -172,10 +201,31 @@ class Metrics(Mapping[str, Metric]):
         """Between which ratios to the baseline a metric is expected, where it is."""
         return {metric.name: metric.expected for metric in self.values() if metric.expected}
 
-    def of_ratio(self, name: str) -> str | None:
-        """The metric whose ratio has this name, if one has."""
-        names = (metric for metric in self if name in (ratio_name(metric), metric + RATIO))
-        return next(names, None)
+    def every(self) -> dict[str, Metric]:
+        """These and what follows from them, by name, and the largest spread of a case."""
+        if not self._every:
+            found = (each for metric in self.values() for each in (metric, *metric.derived()))
+            self._every = {each.name: each for each in (*found, LARGEST_SPREAD)}
+        return self._every
+
+    def find(self, name: str) -> Metric | None:
+        """What a person's name means: one of `every`, or a hardware counter by its own name.
+
+        ``l2_bytes`` is the total, ``dram_bytes_ratio`` the same as ``dram_ratio``.
+        """
+        every, own = self.every(), name.removesuffix(RATIO)
+        spellings = [name, re.sub("_bytes$", "_total_bytes", name)]
+        spellings += [derived_name(own)] if own != name else []
+        for spelling in spellings:
+            if spelling in every:
+                return every[spelling]
+        counter = Metric(own, own)
+        known = (each for each in (counter, *counter.derived()) if each.name == name)
+        return next(known, None) if "__" in name else None
+
+
+LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread")
+"""The largest of the spreads that say how far a row can be trusted."""
 
 
 def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -268,7 +318,7 @@ METRICS = Metrics((
     Metric("cpu_time_seconds", "CPU\nms", _PROFILER),
     Metric("device_time_seconds", "GPU\nms", _PROFILER),
     Metric("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, adds_up=False),
-    Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, may_fall=True, adds_up=False),
+    Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, adds_up=False),
     Metric("memcpy_device_to_device_bytes", "device\nto device", _PROFILER, source="Memcpy DtoD"),
     Metric("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
     Metric("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
@@ -296,8 +346,8 @@ def expectations(texts: Iterable[str]) -> dict[str, tuple[float, float]]:
         match = re.fullmatch(rf"\s*(\w+)\s*:{number}-{number}", text)
         if match is None or float(match[2]) > float(match[3]):
             raise ConfigurationError(f"expectation {text!r}: write dram_ratio:2-5, or none")
-        metric = METRICS.of_ratio(match[1])
-        if metric is None:
-            raise unknown("ratio", match[1], map(ratio_name, METRICS))
-        expected[metric] = float(match[2]), float(match[3])
+        ratio = METRICS.find(match[1])
+        if ratio is None or ratio.kind != "ratio":
+            raise unknown("ratio", match[1], map(derived_name, METRICS))
+        expected[ratio.of] = float(match[2]), float(match[3])
     return expected

@@ -25,7 +25,7 @@ def option(
     pytest_help: str | None = None,
     **declared: Any,
 ) -> Any:
-    """A field that is an option; ``{prefix}`` in its help stands for what pytest puts before names.
+    """A field that is an option.
 
     Pytest calls it ``--dpbench-NAME``, commands ``--NAME``, unless another name is given here.
     """

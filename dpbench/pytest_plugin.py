@@ -13,14 +13,15 @@ import pytest
 
 from dpbench.errors import DpbenchError
 from dpbench.plugin import hooks
-from dpbench.plugin.asked import NEEDS, case_of, measuring_fixtures, takes, takes_any
-from dpbench.plugin.each_test import MARKER
-from dpbench.plugin.whole_session import NAME, WholeSession, read_settings
-from dpbench.plugin.workers import Workers, in_order, useful_workers
+from dpbench.plugin.each_test import MARKER, EachTest
+from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
 from dpbench.settings import declare
 
 if TYPE_CHECKING:
     from dpbench.results.report import CaseReport
+
+NAME = "dpbench-tests"
+"""What pytest calls the plugin that the fixtures belong to."""
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -42,57 +43,20 @@ def pytest_configure(config: pytest.Config) -> None:
         whole = WholeSession(config)
     except DpbenchError as error:
         raise pytest.UsageError(f"dpbench: {error}") from error
-    config.pluginmanager.register(whole, NAME)
-    config.pluginmanager.register(whole.each_test, f"{NAME}-tests")
-    if whole.settings.measures:
-        config.pluginmanager.register(Workers(whole.session.grid))
+    config.pluginmanager.register(whole, "dpbench-session")
+    config.pluginmanager.register(whole.each_test, NAME)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """What ``-n auto`` means where cases are measured; None leaves it to xdist."""
-    if not read_settings(config).measures or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
-        return useful_workers(read_settings(config).chosen_grid()) or None
+        settings = read_settings(config)
+        return useful_workers(settings.chosen_grid()) or None if settings.measures else None
     except DpbenchError:  # asked before `pytest_configure`, which will say what is wrong
         return None
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes ``dpbench_case`` once for each case of the grid."""
-    if "dpbench_case" in metafunc.fixturenames:
-        whole: WholeSession = metafunc.config.pluginmanager.getplugin(NAME)
-        cases = list(whole.session.grid.cases())
-        metafunc.parametrize("dpbench_case", cases, ids=[case.id for case in cases])
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what measures unless ``--ncu`` or ``--cupti`` was given: it takes minutes of a GPU.
-
-    Tests of one case come one after the other: xdist workers then measure different cases,
-    instead of waiting for each other's. In which order they measure, `in_order` says.
-    """
-    whole: WholeSession = config.pluginmanager.getplugin(NAME)
-    cases = list(whole.session.grid.cases())
-    if whole.is_worker:
-        cases = in_order(cases)
-    position = {case: place for place, case in enumerate(cases)}
-
-    def place(item: pytest.Item) -> int:
-        case = case_of(item)
-        return position.get(case, len(position)) if case else len(position)
-
-    items.sort(key=place)
-    only, skips = whole.settings.only, whole.settings.skip
-    for item in items if only or skips else ():
-        if takes_any(item) is not only:
-            option = "--dpbench-only" if only else "--dpbench-skip"
-            item.add_marker(pytest.mark.skip(reason=f"skipped by {option}"))
-    for fixture in NEEDS.keys() - measuring_fixtures(whole.settings):
-        for item in items:
-            if takes(item, fixture):
-                item.add_marker(pytest.mark.skip(reason=f"needs {NEEDS[fixture]}"))
 
 
 @pytest.fixture
@@ -111,8 +75,8 @@ def ncu(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
             standard = ncu("standard", **cell)
             assert ncu("dpsgd_ghost", **cell).ratio_to(standard) < 3
     """
-    whole: WholeSession = pytestconfig.pluginmanager.getplugin(NAME)
-    return whole.measure
+    each_test: EachTest = pytestconfig.pluginmanager.getplugin(NAME)
+    return each_test.measure
 
 
 @pytest.fixture
@@ -123,8 +87,8 @@ def counters(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
     both; where they have the same number its values are ncu's, the reference, while time, peak
     memory and busy shares are CUPTI's.
     """
-    whole: WholeSession = pytestconfig.pluginmanager.getplugin(NAME)
-    return whole.measure
+    each_test: EachTest = pytestconfig.pluginmanager.getplugin(NAME)
+    return each_test.measure
 
 
 @pytest.fixture
@@ -140,5 +104,5 @@ def logical_io(pytestconfig: pytest.Config) -> Callable[..., CaseReport]:
             standard = logical_io("standard", **cell)
             assert logical_io("dpsgd_ghost", **cell).ratio_to(standard) < 3
     """
-    whole: WholeSession = pytestconfig.pluginmanager.getplugin(NAME)
-    return whole.count
+    each_test: EachTest = pytestconfig.pluginmanager.getplugin(NAME)
+    return each_test.count

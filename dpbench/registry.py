@@ -6,21 +6,21 @@ or hand it to a child process, without importing torch.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, Case, parameter_grid
+from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, USUAL, Case, check_belongs, parameter_grid
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.grid import Grid, check_belongs
+from dpbench.grid import Grid
 
 
 class Registry(Mapping[str, Any]):
@@ -41,21 +41,17 @@ class Registry(Mapping[str, Any]):
         """Give a class, or an import target ``package.module:Class``, a short name."""
         if not isinstance(target, str):
             target = _target(self.kind, target)
-        if target.startswith("__main__:") or "<locals>" in target:
+        module, _, attribute = target.partition(":")
+        parts = f"{module}.{attribute}".split(".")
+        if module == "__main__" or not all(part.isidentifier() for part in parts):
             raise ConfigurationError(
-                f"{self.kind} {name!r}: {target} cannot be imported by the process that "
-                f"measures it; define it at the top level of a module"
+                f"{self.kind} {name!r}: {target!r} cannot be imported by the process that "
+                f"measures it; define it at the top level of a module: package.module:Class"
             )
         if not name.isidentifier():
             raise ConfigurationError(f"{self.kind} name {name!r} must be a Python identifier")
-        module, _, attribute = target.partition(":")
-        if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):
-            raise ConfigurationError(
-                f"{self.kind} {name!r}: {target!r} must be written package.module:Class"
-            )
         classes = {_class_name(builtin): builtin for builtin in self._builtin.values()}
-        meant = self._targets.get(name) or classes.get(name, target)
-        if meant != target:
+        if (meant := (classes | self._targets).get(name, target)) != target:
             raise ConfigurationError(
                 f"{self.kind} name {name!r} already means {meant}; "
                 f"choose another with NAME={target}"
@@ -65,10 +61,6 @@ class Registry(Mapping[str, Any]):
     def canonical(self, spelling: object) -> str:
         """The short name for any of the accepted spellings; registers import targets."""
         if not isinstance(spelling, str):
-            for name, target in self._targets.items():  # it may be elsewhere than it says
-                module, _, attribute = target.partition(":")
-                if getattr(sys.modules.get(module), attribute, None) is spelling:
-                    return name
             spelling = _target(self.kind, spelling)
         if spelling in self._targets:
             return spelling
@@ -76,11 +68,11 @@ class Registry(Mapping[str, Any]):
             if spelling in (target, _class_name(target)):
                 return name
         name, separator, target = spelling.rpartition("=")
-        if ":" in target:
-            name = name if separator else _class_name(target).rpartition(".")[2]
-            self.register(name, target)
-            return name
-        raise unknown(self.kind, spelling, self, "or package.module:Class")
+        if ":" not in target:
+            raise unknown(self.kind, spelling, self, "or package.module:Class")
+        name = name if separator else _class_name(target).rpartition(".")[2]
+        self.register(name, target)
+        return name
 
     def __contains__(self, name: object) -> bool:
         return name in self._targets  # the mapping's own would import the class
@@ -88,16 +80,15 @@ class Registry(Mapping[str, Any]):
     def __getitem__(self, spelling: object) -> Any:
         module, _, attribute = self._targets[self.canonical(spelling)].partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            found = import_module(module)
         except ModuleNotFoundError as error:
             raise self._not_found(spelling, module, error) from error
-        for part in attribute.split("."):
-            if not hasattr(found, part):
-                raise ConfigurationError(
-                    f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}"
-                )
-            found = getattr(found, part)
-        return found
+        try:
+            return attrgetter(attribute)(found)
+        except AttributeError as error:
+            raise ConfigurationError(
+                f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}"
+            ) from error
 
     def locate(self, spelling: str) -> None:
         """Refuse a class whose module is not there; packages around it are imported, it is not."""
@@ -141,15 +132,11 @@ class Registry(Mapping[str, Any]):
         return name if name in self._builtin else f"{name}={self._targets[name]}"
 
     def import_path(self, name: str) -> Path | None:
-        """The directory from which this process imported an outside class, if it has.
-
-        A child needs it on ``PYTHONPATH``: pytest, for one, extends ``sys.path`` by itself.
-        """
-        if self.is_builtin(name):
-            return None
-        module = self._targets[self.canonical(name)].partition(":")[0]
+        """The directory from which this process imported an outside class, if it has."""
+        name = self.canonical(name)
+        module = self._targets[name].partition(":")[0]
         file = getattr(sys.modules.get(module), "__file__", None)
-        if file is None:
+        if name in self._builtin or file is None:
             return None
         path = Path(file).resolve()
         return path.parents[module.count(".") + (path.name == "__init__.py")]
@@ -166,11 +153,10 @@ def _class_name(target: str) -> str:
     return target.rpartition(":")[2]
 
 
-def _target(kind: str, named: object) -> str:
+def _target(kind: str, named: Any) -> str:
     """The import target of a class, a function, or an object at the top level of a module."""
-    if isinstance(named, Callable):  # type: ignore[arg-type]
-        with suppress(AttributeError):
-            return f"{named.__module__}:{named.__qualname__}"  # type: ignore[attr-defined]
+    if hasattr(named, "__qualname__"):
+        return f"{named.__module__}:{named.__qualname__}"
     for module in list(sys.modules.values()):
         for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
             if value is named and module.__name__ != "__main__":
@@ -212,7 +198,7 @@ OPTIMIZERS = Registry(
     "optimizer",
     {
         "sgd": "torch.optim:SGD",
-        "momentum": "dpbench.training.optimizers:Momentum",
+        "momentum": "dpbench.training.base:Momentum",
         "adamw": "torch.optim:AdamW",
     },
 )
@@ -234,19 +220,13 @@ INSTRUMENTS = Registry(
 by an entry point; see `dpbench.instruments.choose`."""
 
 
+NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
+"""The axes of a case that name something, and where the names are known."""
+
+
 def _named(case: Case) -> Iterator[tuple[str, Registry]]:
     """The fields of a case that name something, as far as it has them, each with its registry."""
-    return ((axis, made) for axis, made in registries().items() if axis != "model" or case.model)
-
-
-def registries() -> dict[str, Registry]:
-    """The axes of a case that name something, and where the names are known."""
-    return {
-        "trainer": TRAINERS,
-        "model": MODELS,
-        "workload": WORKLOADS,
-        "optimizer": OPTIMIZERS,
-    }
+    return ((axis, made) for axis, made in NAMED.items() if axis != "model" or case.model)
 
 
 def resolve(case: Case) -> Case:
@@ -276,30 +256,32 @@ def check_parameters(case: Case) -> None:
         raise unknown(f"parameter of workload {case.workload}", wrong[0], known or ("none",))
 
 
-def chosen_grid(name_or_file: str, baseline: object = None, **axes: Iterable[Any] | None) -> Grid:
+def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any] | None) -> Grid:
     """A grid, with the values along the named axes replaced, each once and by its short name."""
     grid = Grid.named(name_or_file)
     try:
         grid = _resolved(grid)
     except ConfigurationError as error:  # the built-in grids have none
         raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
-    if axes.get("set"):
-        axes["set"] = parameter_grid(axes["set"] or ())
-    if axes.get("workload"):
-        axes["workload"] = [WORKLOADS.canonical(name) for name in axes["workload"] or ()]
-    chosen = tuple(axes.get("workload") or grid.workload)
-    check_belongs([axis for axis, values in axes.items() if values is not None], chosen)
+    given: dict[str, Any] = {
+        axis: tuple(values) for axis, values in axes.items() if values is not None
+    }
+    if "set" in given:
+        given["set"] = parameter_grid(given["set"])
     if baseline is not None:
-        grid = replace(grid, baseline=TRAINERS.canonical(baseline))
-    return _resolved(grid.narrow(**axes))
+        grid = replace(grid, baseline=baseline)
+    grid = _resolved(replace(grid, **given))
+    check_belongs(given, grid.workload)
+    return grid
 
 
 def _resolved(grid: Grid) -> Grid:
-    axes = {axis: getattr(grid, axis) for axis in AXES}
-    for axis, registry in registries().items():
-        axes[axis] = map(registry.canonical, axes[axis])
-    grid = grid.narrow(**{axis: dict.fromkeys(values) for axis, values in axes.items()})
-    return replace(grid, baseline=TRAINERS.canonical(grid.baseline))
+    """The grid with short names, and each value once."""
+    baseline = TRAINERS.canonical(grid.baseline)  # first: the trainers may have its short name
+    axes: dict[str, Any] = {axis: getattr(grid, axis) for axis in AXES}
+    axes |= {axis: map(registry.canonical, axes[axis]) for axis, registry in NAMED.items()}
+    axes = {axis: tuple(dict.fromkeys(values)) for axis, values in axes.items()}
+    return replace(grid, **axes, baseline=baseline)
 
 
 def locate(cases: Iterable[Case]) -> None:
@@ -322,27 +304,23 @@ def is_builtin(case: Case) -> bool:
     return all(registry.is_builtin(getattr(case, axis)) for axis, registry in _named(case))
 
 
-def import_paths(case: Case) -> list[Path | None]:
-    """Where what a case names was imported from, if not from dpbench."""
-    return [registry.import_path(getattr(case, axis)) for axis, registry in _named(case)]
-
-
 def arguments(case: Case) -> list[str]:
     """A case as command-line options that any dpbench process understands."""
     named = asdict(case) | {axis: reg.argument(getattr(case, axis)) for axis, reg in _named(case)}
-    blank = {field.name: (field.default, OF_TRANSFORMER.get(field.name)) for field in fields(case)}
     return [
         text
         for name, value in named.items()
-        if value not in blank[name] or (name == "model_size" and value)
+        if value not in (USUAL[name], OF_TRANSFORMER.get(name)) or (name == "model_size" and value)
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]
 
 
-def child_python_path(*directories: Path | None) -> str | None:
-    """``PYTHONPATH`` with the given directories first, or None if there are none to add."""
-    added = dict.fromkeys(str(directory) for directory in directories if directory)
-    if not added:
-        return None
-    inherited = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join([*added, *filter(None, [inherited])])
+def python_path(case: Case) -> str | None:
+    """``PYTHONPATH`` with where what a case names was imported from first; None if from dpbench.
+
+    A child needs it: pytest, for one, extends ``sys.path`` by itself.
+    """
+    found = (registry.import_path(getattr(case, axis)) for axis, registry in _named(case))
+    added = dict.fromkeys(str(directory) for directory in found if directory)
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*added, *([inherited] if inherited else [])]) if added else None

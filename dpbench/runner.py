@@ -86,9 +86,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
         rows += getattr(error, "rows", ())
         if isinstance(error, InstrumentError) and isinstance(error.log, Path):
             failure |= {"log": str(error.log), "log_tail": log_tail(error)}
-    except OSError as error:  # a full disk, say
-        failure = {"error": type(error).__name__, "message": f"{case.id}: {error}"}
-    except Exception as error:  # whatever an outside instrument can raise
+    except Exception as error:  # a full disk, or whatever an outside instrument can raise
         kind = type(error).__name__
         failure = {"error": kind, "message": f"{case.id}: {kind}: {error}"}
     return Outcome(

@@ -8,39 +8,31 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import BASELINE_TRAINER, SCRIPT
-from dpbench.comparison import Comparison
+from dpbench.case import SCRIPT
+from dpbench.comparison import Comparison, asked_for
 from dpbench.errors import ConfigurationError
 from dpbench.files import in_words, printable
 from dpbench.results.rows import NO_HARDWARE
+from dpbench.show.view import View
 
 if TYPE_CHECKING:
     from dpbench.case import Case
     from dpbench.gpu import Gpu
     from dpbench.instruments.base import Instrument
     from dpbench.results.conditions import Conditions
+    from dpbench.results.gate import CasesAsked
     from dpbench.results.outcome import Outcome, OutcomeStore
     from dpbench.results.run import Run
     from dpbench.results.storage import RunFile
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
-    from dpbench.show.view import View
-
-
-def view_of(settings: Settings, baseline: str = BASELINE_TRAINER) -> View:
-    """What the tables show."""
-    from dpbench.show.view import View
-
-    return View.of(
-        settings.columns, settings.sort, settings.group_by, settings.top, settings.expect, baseline
-    )
 
 
 class Session:
@@ -53,7 +45,6 @@ class Session:
         instruments: what measures a case, unless others are named; may be none.
         gpu: where, if on a GPU.
         workers: how many other processes there are.
-        counts: whether cases may be counted beside what the instruments measure.
     """
 
     def __init__(
@@ -63,16 +54,20 @@ class Session:
         gpu: Gpu | None,
         *,
         workers: int = 0,
-        counts: bool = False,
     ) -> None:
         self.settings = settings
         self.instruments = list(instruments)
         self.gpu = gpu
         self.workers = workers
-        self.counts = counts
         self.grid = settings.chosen_grid()
-        self.view: View
-        """What the tables show, as soon as the session has begun."""
+        self.view = View.of(
+            settings.columns,
+            settings.sort,
+            settings.group_by,
+            settings.top,
+            settings.expect,
+            self.grid.baseline,
+        )
         self.directory: Path | None = None
         """Where the session's processes leave their outcomes for each other."""
         self.file: RunFile | None = None
@@ -81,33 +76,27 @@ class Session:
         """What got worse by more than it may, as plain rows."""
         self.unjudged: list[dict[str, Any]] = []
         """What limits could not judge, as plain rows."""
-        self._tests: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-        """Which tests asked for a case (id, what measured it), and what each added to it."""
-        self.unwritten: list[Outcome] = []
-        """What other processes measured and could not write."""
         self.notes: list[str] = []
         self.problems: list[str] = []
         """Lines about how the session went; with a problem it has not succeeded."""
+        self._tests: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        """Which tests asked for a case (id, what measured it), and what each added to it."""
         self.update_environment: Callable[[dict[str, Any]], object] = lambda environment: None
         self.update_document: Callable[[dict[str, Any]], object] = lambda document: None
-        self._lacks_cases = False
-        """Whether fewer cases are asked for than by the session that this one resumes."""
         self._file_error: OSError | None = None
 
     # --- before anything is measured ---------------------------------------------------------
 
     def begin(self) -> None:
         """Check the instruments, choose references, take a number in the storage."""
-        settings = self.settings
-        self.view = view_of(settings, self.grid.baseline)
-        if settings.html:
+        if self.settings.html:
             from dpbench.show.html import check_libraries
 
             check_libraries()
         for instrument in self.instruments:
             instrument.check()
         self.comparison.begin()
-        if settings.saves:  # last: takes a number only if all else is well
+        if self.settings.saves:  # last: takes a number only if all else is well
             self._open_file()
 
     @property
@@ -119,11 +108,12 @@ class Session:
 
     @property
     def sources(self) -> list[tuple[str, str]]:
-        """Each (device, instrument) that the session can have rows of."""
+        """Each (device, instrument) that the session can have rows of; tests may always count."""
         pairs = [
             (str(self.device) if i.hardware else NO_HARDWARE, i.name) for i in self.instruments
         ]
-        return list(dict.fromkeys([*pairs, *([(NO_HARDWARE, "logical")] if self.counts else [])]))
+        pairs += [(NO_HARDWARE, "logical")] if self.settings.of_pytest else []
+        return list(dict.fromkeys(pairs))
 
     @cached_property
     def conditions(self) -> Conditions:
@@ -151,7 +141,6 @@ class Session:
             self.notes += skipped
         if path is not None:
             self.file, self.conditions, kept = RunFile.resume(storage, path, self.conditions)
-            self._lacks_cases = True  # until the cases are known
             for outcome in kept:
                 self.store.keep(outcome)
         elif settings.save is None and not settings.autosave:
@@ -163,17 +152,15 @@ class Session:
 
     def shared(self) -> dict[str, Any]:
         """What `join` needs, as plain types."""
-        writes = self.file or self.settings.files
         return {
             "directory": str(self.store.directory),
             "file": str(self.file.path) if self.file else None,
-            "conditions": dict(vars(self.conditions)) if writes else None,
+            "conditions": dict(vars(self.conditions)) if self._writes else None,
             "comparison": self.comparison.shared(),
         }
 
     def join(self, shared: Mapping[str, Any]) -> None:
         """Take part in a session that another process has begun."""
-        self.view = view_of(self.settings, self.grid.baseline)
         self.directory = Path(shared["directory"])
         if shared["conditions"] is not None:
             from dpbench.results.conditions import Conditions
@@ -196,15 +183,6 @@ class Session:
 
     # --- measuring ---------------------------------------------------------------------------
 
-    def expect(self, cases: Collection[str]) -> None:
-        """These cases of the grid are asked for, by id; with what a resumed run has of it."""
-        kept = {outcome.case.id for outcome in self.outcomes()} if self._lacks_cases else set()
-        asked = len({*cases, *(case.id for case in self.grid.cases() if case.id in kept)})
-        if self.file is not None or self.settings.files:
-            before = self.conditions.cases_asked
-            self._lacks_cases = asked < before
-            self.conditions = replace(self.conditions, cases_asked=max(asked, before))
-
     def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
         """The outcome of a case, by these instruments or the session's; it is written at once."""
         from dpbench.runner import measure
@@ -226,10 +204,8 @@ class Session:
 
     def outcomes(self) -> list[Outcome]:
         """What the session has measured and counted, by any of its processes."""
-        here = self.directory is not None and any(self.directory.glob("*.json"))
-        if not (here or self.unwritten or self.unwritten_here):
-            return []  # without pandas: most sessions of most projects have nothing
-        return [*map(self._with_tests, [*self.store.outcomes(), *self.unwritten])]
+        known = [] if self.directory is None else self.store.outcomes()
+        return [*map(self._with_tests, known)]
 
     def _with_tests(self, outcome: Outcome) -> Outcome:
         """An outcome with the tests that asked for it, beside those that a resumed run had."""
@@ -240,21 +216,16 @@ class Session:
             extra_info |= added
         return replace(outcome, tests=tuple(tests), extra_info=extra_info) if asked else outcome
 
-    @property
-    def unwritten_here(self) -> list[Outcome]:
-        """What this process measured and could not leave for the others."""
-        return [*self.store.unwritten.values()] if self.directory is not None else []
-
     def note_test(self, case: str, by: str, test: dict[str, Any], added: dict[str, Any]) -> None:
         """A test asked for a case, by its id, and what measured it, and added to it."""
         self._tests.setdefault((case, by), []).append((test, added))
 
-    def explain(self, reasons: Mapping[str, str]) -> None:
-        """Why cases that were asked for have no outcome, by id."""
-        if reasons and (self.file is not None or self.settings.files):
-            self.conditions = replace(self.conditions, not_measured=dict(reasons))
-
     # --- files -------------------------------------------------------------------------------
+
+    @property
+    def _writes(self) -> bool:
+        """Whether the session leaves a document."""
+        return self.file is not None or bool(self.settings.files)
 
     def write(self, *, complete: bool = False) -> None:
         """Bring the run and the files that were asked for up to date, all but the page."""
@@ -278,19 +249,24 @@ class Session:
                 if path := files.pop("json", None):
                     write_document(path, document)
             with self.reporting_problems():
-                asked = 0 if complete else self.conditions.cases_asked
+                asked = 0 if complete else document["session"]["cases_asked"]
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
                 write_renderings(outcomes, self.view, **files, missing=missing)
 
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
 
-        session = self.conditions.session(
-            COMPLETE if complete else INTERRUPTED, self.regressions, self.unjudged
-        )
+        status = COMPLETE if complete else INTERRUPTED
+        session = self.conditions.session(status, self.regressions, self.unjudged)
+        session["cases_asked"] = max(session["cases_asked"], self._cases_of(outcomes))
         made = document(outcomes, self.conditions.environment, session)
         self.update_document(made)
         return made
+
+    def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
+        """How many cases are asked for, as far as is known, or are of the grid and measured."""
+        measured = {outcome.case for outcome in outcomes}.intersection(self.grid.cases())
+        return len(measured.union(case for case, _ in self.comparison.asked))
 
     @contextmanager
     def reporting_problems(self) -> Iterator[None]:
@@ -309,41 +285,56 @@ class Session:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def finish(self, *, complete: bool) -> None:
+    def finish(self, *, complete: bool, limited: CasesAsked | None = None) -> None:
         """Compare, write everything for the last time, let go of the file.
 
         Args:
             complete: whether every case that was asked for has an outcome, or a reason why not.
+            limited: what the command line's limits are for, if not for all that is asked for.
         """
-        complete = complete and not self._lacks_cases
         outcomes = self.outcomes()
-        if outcomes and not self.settings.of_pytest and self.settings.compares:
-            with self.reporting_problems():
-                self._compare(outcomes)
+        with self.reporting_problems():
+            self._compare(outcomes, self.comparison.asked if limited is None else limited, complete)
+        if self._writes:  # a run that it resumes may have been asked for more
+            complete = complete and self._cases_of(outcomes) >= self.conditions.cases_asked
         self.write(complete=complete)
         with self.reporting_problems():
             if outcomes and self.settings.html is not None:
-                from dpbench.show.html.data import labelled
-                from dpbench.show.html.page import write_html
-
-                path, document = self.settings.html, self._document(outcomes, complete)
-                shown: list[tuple[str, Mapping[str, Any]]] = [(path.stem, document)]
-                if self.settings.histogram is not None and self.settings.compares:
-                    before = self.comparison.reference
-                    shown[:0] = [(before.name, before.document)] if before.sources else []
-                write_html(path, labelled(shown), self.view.expected)
+                self._write_page(self.settings.html, self._document(outcomes, complete))
         if self.file is not None:
             self._close(self.file, outcomes)
 
-    def _compare(self, outcomes: Sequence[Outcome]) -> None:
-        """Judge the whole session by the limits of the command line."""
-        verdict = self.comparison.judge(
-            self.as_run(outcomes), self.comparison.limits, self.comparison.asked
-        )
-        self.comparison.show(verdict)
-        self.regressions = verdict.regressions
-        self.unjudged = [missing.as_json() for missing in verdict.unjudged]
-        self.problems += [f"{missing}{self.comparison.remedy}" for missing in verdict.unjudged]
+    def _write_page(self, path: Path, document: dict[str, Any]) -> None:
+        """Write the page of charts; with ``--dpbench-histogram`` beside the reference."""
+        from dpbench.show.html.data import labelled
+        from dpbench.show.html.page import write_html
+
+        shown: list[tuple[str, Mapping[str, Any]]] = [(path.stem, document)]
+        if self.settings.histogram is not None and self.settings.compares:
+            before = self.comparison.reference
+            shown[:0] = [(before.name, before.document)] if before.sources else []
+        write_html(path, labelled(shown), self.view.expected)
+
+    def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
+        """Show the session beside its reference, and hold to limits what they are for."""
+        comparison = self.comparison
+        compares = self.settings.compares or comparison.named or self.unjudged  # tests may have
+        if not (compares and (outcomes or comparison.limits)):
+            return
+        run, limits = self.as_run(outcomes), comparison.limits
+        comparison.show(comparison.judge(run, limits, [*limited, *asked_for(outcomes)]))
+        verdict = comparison.judge(run, limits, limited)
+        self.regressions += [row for row in verdict.regressions if row not in self.regressions]
+        if limits and not complete:
+            self.problem(
+                f"the session ended early, so {self.settings.option('compare_fail')} has not "
+                f"judged all that was asked for"
+            )
+            return
+        unjudged = [missing.as_json() for missing in verdict.unjudged]
+        self.unjudged += [row for row in unjudged if row not in self.unjudged]
+        for missing in verdict.unjudged:
+            self.problem(f"{missing}{comparison.remedy}")
 
     def as_run(self, outcomes: Sequence[Outcome]) -> Run:
         """The session so far, to be compared."""

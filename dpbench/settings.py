@@ -7,7 +7,7 @@ commands some of the same.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +36,7 @@ class Settings:
         pytest="--cupti",
     )
     only: bool = options.of_pytest(
-        "skip tests that take none of dpbench's fixtures; overrides {prefix}skip"
+        "skip tests that take none of dpbench's fixtures; overrides --dpbench-skip"
     )
     skip: bool = options.of_pytest("skip tests that take one of dpbench's fixtures")
     disable: bool = options.of_pytest(
@@ -174,7 +174,7 @@ class Settings:
     autosave: bool = options.option("save the run under the commit and the time", False)
     resume: bool = options.option(
         "go on with the latest interrupted run on this device, if versions, code and grid are the "
-        "same; with --{prefix}save or --{prefix}autosave, begin one if there is none",
+        "same; together with save or autosave, begin one if there is none",
         False,
     )
     compare: str | None = options.option(
@@ -203,7 +203,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
-        check_phases(self.phases)
+        if wrong := [phase for phase in self.phases if phase not in ALL_PHASES]:
+            raise unknown("phase", wrong[0], ALL_PHASES)
         if not (threshold := self.profile_threshold) >= 0:
             raise ConfigurationError(f"the threshold must be >= 0 ms, not {threshold:g}")
 
@@ -321,12 +322,6 @@ def check_timeout(seconds: float) -> None:
         raise ConfigurationError(f"the time-out must be positive, not {seconds:g} s")
 
 
-def check_phases(phases: Iterable[str]) -> None:
-    """Refuse what is no phase."""
-    if wrong := [phase for phase in phases if phase not in ALL_PHASES]:
-        raise unknown("phase", wrong[0], ALL_PHASES)
-
-
 _FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(Settings) if f.metadata}
 
 
@@ -363,7 +358,7 @@ def declare(
         arguments = {
             "default": default,
             **option.metadata["declared"],
-            "help": text.replace("{prefix}", "dpbench-" if of_pytest else ""),
+            "help": text,
             **changed,
         }
         add(called or _name(option, of_pytest), **arguments)

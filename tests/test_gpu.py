@@ -10,7 +10,9 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -207,6 +209,29 @@ def test_a_folder_that_cannot_hold_the_lock_is_named(
         exclusive(GPUS[0]),
     ):
         pass
+
+
+def test_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlSystemGetDriverVersion": "580",
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetHandleByIndex": 0,
+        "nvmlDeviceGetUUID": "GPU-0",
+        "nvmlDeviceGetName": "NVIDIA GeForce RTX 5090",
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=32, free=8),
+        "nvmlDeviceGetCudaComputeCapability": (12, 0),
+        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=17)],
+        "nvmlDeviceGetMaxMigDeviceCount": 0,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    [found] = visible_gpus()
+    assert astuple(found) == ("GPU-0", "NVIDIA GeForce RTX 5090", 32, "580", "GB202", 8, (17,))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus() == []
 
 
 @pytest.mark.parametrize("failing", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetUUID"])

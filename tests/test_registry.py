@@ -17,9 +17,9 @@ from dpbench.registry import (
     MODELS,
     TRAINERS,
     Registry,
-    child_python_path,
     chosen_grid,
     locate,
+    python_path,
     resolve,
 )
 
@@ -155,9 +155,9 @@ def test_unknown_name_is_refused_with_what_exists(registry: Registry, spelling: 
 )
 def test_target_that_cannot_be_imported_is_refused(registry: Registry, spelling: str) -> None:
     target = spelling.partition("=")[2]
-    assert refusal(lambda: registry.canonical(spelling)) == (
-        f"trainer 'mine': {target!r} must be written package.module:Class"
-    )
+    message = refusal(lambda: registry.canonical(spelling))
+    assert message.startswith(f"trainer 'mine': {target!r} cannot be imported")
+    assert message.endswith("package.module:Class")
 
 
 @pytest.mark.parametrize("name", ["", "my-trainer", "1st", "a=b", "../up"])
@@ -199,27 +199,21 @@ def test_own_class_does_not_take_over_the_class_name_of_a_builtin(registry: Regi
 # --- what a child process could not import ---------------------------------------------------
 
 
+CANNOT = "cannot be imported by the process that measures it"
+
+
 def test_local_class_is_refused(registry: Registry) -> None:
     class Local:
         pass
 
-    message = refusal(lambda: registry.register("mine", Local))
-    assert message.startswith("trainer 'mine': ")
-    assert "Local cannot be imported by the process that measures it" in message
-    assert message.endswith("define it at the top level of a module")
+    own = "define it at the top level of a module"
+    assert f"Local' {CANNOT}; {own}" in refusal(lambda: registry.register("mine", Local))
 
 
 def test_class_of_the_main_script_is_refused(registry: Registry) -> None:
     script = type("Mine", (), {"__module__": "__main__"})
-    assert "define it at the top level of a module" in refusal(
-        lambda: registry.register("mine", script)
-    )
-
-
-def test_target_in_the_main_script_is_refused(registry: Registry) -> None:
-    assert "define it at the top level of a module" in refusal(
-        lambda: registry.register("mine", "__main__:Mine")
-    )
+    for target in (script, "__main__:Mine"):
+        assert CANNOT in refusal(lambda target=target: registry.register("mine", target))
 
 
 @pytest.mark.parametrize(
@@ -304,29 +298,19 @@ def test_import_path_is_the_directory_that_an_own_class_came_from(
     assert registry.import_path(name) == directory.resolve()
 
 
-def test_child_python_path_puts_own_directories_before_the_inherited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/inherited")
-    path = child_python_path(Path("/mine"), None, Path("/yours"), Path("/mine"))
-    assert path == os.pathsep.join(["/mine", "/yours", "/inherited"])
-
-
-def test_child_python_path_is_left_alone_when_there_is_nothing_to_add(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/inherited")
-    assert child_python_path(None, None) is None
-
-
-@pytest.mark.parametrize("inherited", [None, ""])
-def test_child_python_path_has_no_empty_entry(
-    monkeypatch: pytest.MonkeyPatch, inherited: str | None
+@pytest.mark.parametrize("inherited", [None, "", "/inherited"])
+def test_child_is_told_where_what_a_case_names_was_imported_from(
+    write_module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, inherited: str | None
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if inherited is not None:
         monkeypatch.setenv("PYTHONPATH", inherited)
-    assert child_python_path(Path("/mine")) == "/mine"
+    directory = write_module("own_module.py").resolve()
+    case = resolve(Case("own_module:Mine", 4, 64, optimizer="own_module:Mine"))
+    assert python_path(case) is None
+    assert TRAINERS["Mine"].__name__ == "Mine"
+    assert python_path(case) == os.pathsep.join([str(directory), *filter(None, [inherited])])
+    assert python_path(Case("dpsgd", 4, 64)) is None
 
 
 # --- whether it is there -----------------------------------------------------------------------

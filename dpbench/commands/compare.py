@@ -21,14 +21,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
+from dpbench.results.compare import Threshold, check_comparable
+from dpbench.results.gate import judge
+from dpbench.results.run import Run
 from dpbench.settings import declare
-
-if TYPE_CHECKING:
-    from dpbench.results.compare import Threshold
-    from dpbench.results.run import Run
+from dpbench.show.comparison import comparison_tables, grown_lines
+from dpbench.show.layout import as_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,28 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    from dpbench.results.compare import Threshold
-    from dpbench.results.run import Run
-    from dpbench.results.storage import Storage
-
+    """Compare the first run with each of the others."""
     thresholds = [Threshold.parse(text) for text in options.fail]
-    storage = Storage(options.storage)
-    before, *others = (Run.load(storage.find(text)) for text in (options.before, *options.after))
+    names = (options.before, *options.after)
+    before, *others = (saved_run(name, options.storage) for name in names)
     bad = [_compare(before, after, thresholds, options.across) for after in others]
     return 1 if any(bad) else 0
 
 
 def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool) -> bool:
     """Print what changed from one run to another; returns whether that is a failure."""
-    from dpbench.results.compare import check_comparable
-    from dpbench.results.gate import judge
-    from dpbench.show.comparison import comparison_tables, grown_lines
-    from dpbench.show.layout import as_text
-
     title = f"{before.name} -> {after.name}"
-    if not across:
-        check_comparable(before, after)
+    check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
     verdict = judge(before, after, limits, across=across)
     if verdict.changes.empty:
         raise ConfigurationError(f"{title}: the two have no case in common")

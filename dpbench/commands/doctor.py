@@ -19,12 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from typing import TYPE_CHECKING
 
-from dpbench.settings import check_timeout, declare
-
-if TYPE_CHECKING:
-    from dpbench.doctor.findings import Finding
+from dpbench.doctor import checks
+from dpbench.doctor.checks import FAILED, Finding
+from dpbench.instruments.cupti.library import load_library
+from dpbench.instruments.cupti.metrics import describe
+from dpbench.settings import Settings, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,19 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    from dpbench.doctor import examine
-    from dpbench.doctor.findings import FAILED, Setup
-
+    """Print what each check finds, as soon as it does."""
     if options.chip:
-        from dpbench.instruments.cupti.library import load_library
-        from dpbench.instruments.cupti.metrics import describe
-
         print(describe(load_library(), options.chip))
         return 0
-    check_timeout(options.timeout)
+    names = ("ncu_dir", "ncu_path", "timeout")
+    settings = Settings(**{name: getattr(options, name) for name in names})
     findings = []
-    for finding in examine(Setup(options.ncu_dir, options.ncu_path, options.timeout)):
+    for finding in checks.examine(settings):
         findings.append(finding)
         if not options.json:
             print(as_line(finding), flush=True)

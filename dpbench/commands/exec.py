@@ -129,7 +129,6 @@ def run(options: argparse.Namespace) -> int:
     with closing(session):
         session.comparison.asked = [(c, script.name) for c in cases for script in scripts]
         session.begin()
-        session.expect([c.id for c in cases])
         for _, outcome in baseline:
             session.store.keep(outcome)
         try:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from dpbench.case import AXES
+from dpbench.results.outcome import INTERRUPTED
+from dpbench.results.run import Run
+from dpbench.results.storage import Storage, is_being_written
 from dpbench.settings import declare
-
-if TYPE_CHECKING:
-    from dpbench.results.run import Run
+from dpbench.show.layout import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print one line a run."""
-    from dpbench.results.storage import Storage
-    from dpbench.show.layout import Table
-
     runs, skipped = Storage(options.storage).listing()
     for line in skipped:
         print(f"dpbench list: {line}", file=sys.stderr)
@@ -58,9 +55,6 @@ def _cells(run: Run) -> list[str]:
 
 
 def _status(run: Run) -> str:
-    from dpbench.results.outcome import INTERRUPTED
-    from dpbench.results.storage import is_being_written
-
     if run.status == INTERRUPTED:
         return "running" if is_being_written(run.path) else INTERRUPTED
     return "regressed" if run.regressed else run.status

@@ -31,17 +31,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
-from dpbench.case import AXES
+from tqdm import tqdm
+
+from dpbench import gpu
+from dpbench.case import AXES, Case
 from dpbench.instruments import ON_GPU, choose
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import Settings, declare
-
-if TYPE_CHECKING:
-    from dpbench.case import Case
-    from dpbench.gpu import Gpu
+from dpbench.show.comparison import grown_lines
+from dpbench.show.export import append_step_summary
+from dpbench.show.layout import as_text, terminal_width
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,19 +72,16 @@ MEASURING = (
 
 def run(options: argparse.Namespace) -> int:
     """Measure the cases; the exit status is 1 if one failed or got worse."""
-    from dpbench.gpu import visible_gpus
-
     settings = Settings.read(options)
     cases = list(settings.chosen_grid().cases())
     locate(cases)
     settings.check()
-    gpu = next(iter(visible_gpus()), None)
-    names = settings.instrument or _instruments_here(settings, gpu)
-    session = Session(settings, choose(names, settings), gpu)
+    card = next(iter(gpu.visible_gpus()), None)
+    names = settings.instrument or _instruments_here(settings, card)
+    session = Session(settings, choose(names, settings), card)
     with closing(session):
         session.comparison.asked = [(case, i.name) for case in cases for i in session.instruments]
         session.begin()
-        session.expect([case.id for case in cases])
         try:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
@@ -94,8 +92,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
     """Measure the cases one after the other, and say why one failed."""
-    from tqdm import tqdm
-
     with tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress:
         for case in progress:
             progress.set_description(case.id)
@@ -104,9 +100,9 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
                 progress.write(outcome.message, file=sys.stderr)
 
 
-def _instruments_here(settings: Settings, gpu: Gpu | None) -> tuple[str, ...]:
+def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ...]:
     """Hardware where there is any, or where it was asked for; logical counting elsewhere."""
-    if gpu or settings.ncu_path or settings.ncu_metrics or settings.profiles_kernels:
+    if card or settings.ncu_path or settings.ncu_metrics or settings.profiles_kernels:
         return ON_GPU
     print("dpbench run: no CUDA GPU here, so logical bytes are counted instead", file=sys.stderr)
     return ("logical",)
@@ -114,10 +110,6 @@ def _instruments_here(settings: Settings, gpu: Gpu | None) -> tuple[str, ...]:
 
 def show(session: Session, command: str) -> None:
     """Print the tables and what there is to say; on GitHub they go into the step's summary, too."""
-    from dpbench.show.comparison import grown_lines
-    from dpbench.show.export import append_step_summary
-    from dpbench.show.layout import as_text, terminal_width
-
     tables = session.summary()
     warning = append_step_summary(tables)
     lines = [

@@ -33,20 +33,44 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pandas as pd
+
+from dpbench import gpu
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_is_file, check_writable_file, in_words, write_text
-from dpbench.results.roofline import CARDS, Roofs, find_card, read_ceilings
+from dpbench.instruments.ncu.report import (
+    KERNELS,
+    ForeignReport,
+    case_of,
+    holds_kernels,
+    read,
+    read_kernels,
+)
+from dpbench.instruments.nsys.instrument import timeline_of
+from dpbench.instruments.torch_profiler.files import with_operators
+from dpbench.results.frame import to_frame
+from dpbench.results.kernels import KernelCount, dram_bytes_of_step, fold
+from dpbench.results.roofline import (
+    CARDS,
+    find_card,
+    intensities,
+    known_roofs,
+    read_ceilings,
+    under,
+)
+from dpbench.results.run import Run
 from dpbench.settings import declare
-
-if TYPE_CHECKING:
-    from dpbench.results.kernels import KernelCount
-    from dpbench.results.run import Run
-    from dpbench.show.layout import Table
-    from dpbench.show.view import View
+from dpbench.show.export import summary_tables
+from dpbench.show.html import check_libraries
+from dpbench.show.html.data import labelled
+from dpbench.show.kernels import kernel_tables, roofline_tables
+from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
+from dpbench.show.profile import whole_timeline
+from dpbench.show.tables import tables
+from dpbench.show.view import View
 
 REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
@@ -78,8 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write the page; returns the exit code."""
-    from dpbench.show.layout import as_markdown, as_text, terminal_width
-
     view = _view(options)
     for path in filter(None, (options.markdown, options.html)):
         check_writable_file(path)
@@ -96,74 +118,61 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tables(options: argparse.Namespace, view: View) -> list[Table]:
-    from dpbench.show.export import summary_tables
-
     if options.roofline is not None:
         return _roofline([saved_run(name, options.storage) for name in options.files], options)
-    single = next((name for name in options.files if Path(name).suffix != REPORT), None)
-    if single is None:
-        return list(_of_reports(list(map(Path, options.files)), view, options))
+    alone = next((name for name in options.files if Path(name).suffix != REPORT), None)
+    if alone is None:
+        return list(_of_reports(map(Path, options.files), view, options))
     if len(options.files) > 1:
         raise ConfigurationError(
-            f"show {single} alone: only reports of Nsight Compute share tables; dpbench compare "
+            f"show {alone} alone: only reports of Nsight Compute share tables; dpbench compare "
             f"takes more runs, and so do --html and --roofline"
         )
-    if Path(single).suffix in TIMELINES:
-        return _of_timeline(Path(single))
-    run = saved_run(single, options.storage)
+    path = Path(alone)
+    if path.suffix in TIMELINES:
+        check_is_file(path)
+        return whole_timeline(timeline_of(path), path.stem)
+    run = saved_run(alone, options.storage)
     return summary_tables(run.outcomes, _view(options, run.baseline))
 
 
 def _view(options: argparse.Namespace, baseline: str = BASELINE_TRAINER) -> View:
-    from dpbench.show.view import View
-
     chosen = (options.columns, options.sort, options.group_by, options.top, options.expect)
     return View.of(*chosen, baseline=baseline)
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> list[Table]:
     """The phases of the runs under the roofs of the card that was named, or of their own."""
-    import pandas as pd
-
-    from dpbench.results.roofline import intensities, under
-    from dpbench.show.kernels import roofline_tables
-
     frame = pd.concat([run.frame for run in runs], ignore_index=True)
     if frame.duplicated([*AXES, "instrument", "phase", "metric", "repeat", "device"]).any():
         names = ", ".join(options.files)
         raise ConfigurationError(f"{names}: the same case is in two of them; name one")
     measured_on = sorted(set(frame[frame.instrument != "logical"].device))
-    tables: list[Table] = []
+    shown: list[Table] = []
     for device, rows in intensities(frame).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
-        roofs = _roofs(options.roofline, card)
-        tables += roofline_tables(under(rows, roofs), roofs)
-    return tables
+        if options.roofline.endswith(".json"):
+            roofs = read_ceilings(Path(options.roofline))
+        else:
+            roofs = find_card(options.roofline or card or _card_here())
+        shown += roofline_tables(under(rows, roofs), roofs)
+    return shown
 
 
-def _roofs(named: str, device: str | None) -> Roofs:
-    """The roofs of a card or in a file, else of a device, else of the GPU that is visible."""
-    from dpbench.gpu import visible_gpus
-
-    if named.endswith(".json"):
-        return read_ceilings(Path(named))
-    found = named or device or next((gpu.name for gpu in visible_gpus()), None)
-    if found is None:
-        raise ConfigurationError(
-            f"no CUDA GPU is visible here, so name a card with --roofline: {', '.join(CARDS)}"
-        )
-    return find_card(found)
+def _card_here() -> str:
+    for card in gpu.visible_gpus():
+        return card.name
+    raise ConfigurationError(
+        f"no CUDA GPU is visible here, so name a card with --roofline: {', '.join(CARDS)}"
+    )
 
 
 def _draw(options: argparse.Namespace, view: View) -> None:
     """Write the page of the runs."""
-    from dpbench.show.html import check_libraries
-
     check_libraries()
-    from dpbench.show.html.data import labelled
-    from dpbench.show.html.page import write_html
+    from dpbench.show.html.page import write_html  # which needs them
 
-    runs: list[Run] = [saved_run(name, options.storage) for name in options.files]
+    runs = [saved_run(name, options.storage) for name in options.files]
     for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
         view = _view(options, baseline)  # what is usually expected is of ratios to standard
     for run in runs:
@@ -176,26 +185,13 @@ def _draw(options: argparse.Namespace, view: View) -> None:
     print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")
 
 
-def _of_timeline(path: Path) -> list[Table]:
-    from dpbench.instruments.nsys.instrument import timeline_of
-    from dpbench.show.profile import whole_timeline
-
-    check_is_file(path)
-    return whole_timeline(timeline_of(path), path.stem)
-
-
 def _of_reports(
     reports: Iterable[Path], view: View, options: argparse.Namespace
 ) -> Iterator[Table]:
     """Tables of ranges, all together, then those of each report of kernels."""
-    from dpbench.instruments.ncu.range_report import case_of, holds_kernels, read
-    from dpbench.results.frame import to_frame
-    from dpbench.show.tables import tables
-
     ranges: dict[Case, Path] = {}
     of_kernels: list[Table] = []
     for path in reports:
-        check_is_file(path)
         if holds_kernels(path):
             of_kernels += _of_kernels(path, options)
         elif (other := ranges.setdefault(case_of(path), path)) is not path:
@@ -213,17 +209,9 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
 
     These are in a report that lies where it should, see `dpbench.instruments.ncu`.
     """
-    from dpbench.instruments.ncu.kernel_report import read_kernels
-    from dpbench.instruments.ncu.range_report import KERNELS, case_of, read
-    from dpbench.results.kernels import dram_bytes_of_step, fold
-    from dpbench.results.roofline import known_roofs
-    from dpbench.show.kernels import kernel_tables
-
     report = read_kernels(path)
     launches: Sequence[KernelCount] = report.launches
     if options.profile:
-        from dpbench.instruments.torch_profiler.files import with_operators
-
         launches = with_operators(options.profile, launches)
     chosen = [launch for launch in launches if options.phase in (None, launch.phase)]
     if not chosen:
@@ -240,8 +228,6 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
 
 def _title(path: Path) -> str:
     """The case that a report is of, or the report's own name if dpbench did not make it."""
-    from dpbench.instruments.ncu.range_report import ForeignReport, case_of
-
     try:
         return case_of(path).id
     except ForeignReport:

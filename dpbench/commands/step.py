@@ -23,9 +23,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dpbench import gpu
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.instruments.torch_profiler.files import REPORT, prepare, write_summary
 from dpbench.process.messages import print_record
 from dpbench.process.schedule import Schedule, Steps
 from dpbench.settings import declare
@@ -33,22 +35,17 @@ from dpbench.settings import declare
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    add_case(parser)
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="default auto: the GPU if there is one",
-    )
+    add_case(parser, device="auto")
     for name in ("warmup", "active"):
         declare(
             parser.add_argument, name, help=f"{name} steps of this process (default %(default)d)"
         )
-    parser.add_argument(
-        "--nvtx",
-        action="store_true",
-        help="mark phases as NVTX ranges for a profiler, and take no times",
-    )
+    for name, help in (
+        ("nvtx", "mark phases as NVTX ranges for a profiler, and take no times"),
+        ("nsys", "under nsys profile: have some steps recorded after the timed ones"),
+        ("logical", "count a step on tensors without data instead"),
+    ):
+        parser.add_argument(f"--{name}", action="store_true", help=help)
     parser.add_argument(
         "--cupti",
         nargs="?",
@@ -56,14 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="read hardware counters in this process, after the timed steps: of these metrics or "
         "counters, separated by commas, or of everything",
-    )
-    parser.add_argument(
-        "--nsys",
-        action="store_true",
-        help="under nsys profile: have some steps recorded after the timed ones",
-    )
-    parser.add_argument(
-        "--logical", action="store_true", help="count a step on tensors without data instead"
     )
     parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
@@ -77,15 +66,13 @@ WAYS = ("nvtx", "cupti", "nsys", "logical", "profile")
 
 def run(options: argparse.Namespace) -> int:
     """Take the steps, and print what was observed, or why not."""
-    from dpbench.gpu import visible_gpus
-
     case = chosen_case(options)
     steps = Steps(options.warmup, options.active)
     ways = [way for way in WAYS if getattr(options, way) not in (None, False)]
     if len(ways) > 1:
         raise ConfigurationError(f"--{ways[0]} excludes --{ways[1]}: choose one")
     # With "cuda", as Nsight is told to run it, the step itself says so.
-    elsewhere = options.device == "cpu" or (options.device == "auto" and not visible_gpus())
+    elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
     if elsewhere and ways and ways[0] in ("nvtx", "cupti", "nsys"):
         raise ConfigurationError(f"--{ways[0]} is about a GPU's work, and there is none: drop it")
     try:
@@ -106,7 +93,13 @@ def run(options: argparse.Namespace) -> int:
 def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
     """The record of a case, observed in the way that was asked for."""
     if options.profile:
-        return _profile(case, options)
+        from dpbench.process.profiled import profile_case
+
+        schedule, folder = Schedule.parse(options.profile_schedule), options.profile
+        prepare(folder)
+        record = profile_case(case, device=options.device, schedule=schedule, directory=folder)
+        write_profile(case, record, folder, options.profile_threshold)
+        return record
     if options.logical:
         from dpbench.instruments.logical.instrument import Logical
 
@@ -128,21 +121,9 @@ def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str
     return run_case(case, **how, nvtx=options.nvtx)
 
 
-def _profile(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    from dpbench.instruments.torch_profiler.files import prepare
-    from dpbench.process.profiled import profile_case
-
-    schedule = Schedule.parse(options.profile_schedule)
-    prepare(options.profile)
-    record = profile_case(case, device=options.device, schedule=schedule, directory=options.profile)
-    write_profile(case, record, options.profile, options.profile_threshold)
-    return record
-
-
 def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
     """Make what a person reads of what the profiler recorded: summary, report, TensorBoard."""
-    from dpbench.instruments.torch_profiler.files import REPORT, write_summary
-    from dpbench.show.profile import profile_report
+    from dpbench.show.profile import profile_report  # which imports pandas
 
     profile = write_summary(case, record, directory)
     report = profile_report(record, profile.rows, profile.launches, profile.operators, threshold)

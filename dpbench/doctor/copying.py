@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbench.doctor.counters import EXAMPLE_BYTES
+from dpbench.doctor.checks import EXAMPLE_BYTES
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 

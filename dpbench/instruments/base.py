@@ -127,3 +127,85 @@ class CaseFailed(InstrumentError):
 
 class CaseRefused(InstrumentError):
     """What the case asks for does not exist or fit together, on whatever machine."""
+
+
+# --- hardware counters, by ncu or by CUPTI -----------------------------------------------------
+
+
+class CountersForbidden(InstrumentError):
+    """Reading the GPU's performance counters is not allowed to this user."""
+
+    remedy = (
+        "run as root or with CAP_SYS_ADMIN, or let every user read them: driver option "
+        "NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+    )
+
+
+class CountersBusy(InstrumentError):
+    """Something else holds the GPU's performance counters."""
+
+    remedy = (
+        "end the other profiler (ncu, nsys, a debugger, another process that counts), or pause "
+        "DCGM's: dcgmi profile --pause, and --resume after"
+    )
+
+
+class CountersUnsupported(InstrumentError):
+    """The GPU is set up in a way that has no counters."""
+
+    remedy = "use a whole GPU that is not virtualised, split or in confidential-computing mode"
+
+
+class CounterUnknown(InstrumentError):
+    """A counter does not exist on this GPU, cannot be read in one pass, or gave no value."""
+
+    remedy = (
+        "name others with --ncu-metrics; dpbench doctor --chip and ncu --query-metrics list what "
+        "there is"
+    )
+
+
+class CountersDoNotCombine(InstrumentError):
+    """Counters that cannot be read in the same pass."""
+
+    remedy = "count them one after another"
+
+
+class ProfilerNotLoaded(InstrumentError):
+    """The profiler finds no driver, or no way to the GPU."""
+
+    remedy = (
+        "check that nvidia-smi shows the GPU here, that profiler and driver fit each other, and "
+        "that no virtual machine or sandbox hides the GPU's counters"
+    )
+
+
+class CuptiUnusable(InstrumentError):
+    """There is no libcupti here that can count ranges on this GPU with this driver."""
+
+    remedy = (
+        "PyTorch's wheels bring one: use a build of torch for CUDA 12.6.2 or newer that knows this "
+        "GPU, and no newer than the driver supports (nvidia-smi shows that), or update the driver; "
+        "beside another build, install nvidia-cuda-cupti for its version of CUDA"
+    )
+
+
+class CuptiError(InstrumentError):
+    """A function of CUPTI failed for a reason that has no remedy of its own."""
+
+
+class RangesLost(InstrumentError):
+    """Not every range that was begun was counted."""
+
+    remedy = "count fewer ranges at a time, or raise max_ranges"
+
+
+class StepsDiffer(InstrumentError):
+    """Steps that should be equal are not, so that what each counted does not belong together."""
+
+    remedy = "warm up longer, give every step the same shapes, and keep other processes off the GPU"
+
+
+KINDS = {kind.__name__: kind for kind in InstrumentError.__subclasses__()}
+KINDS |= {"OutOfMemory": CaseOutOfMemory, "ConfigurationError": CaseRefused}
+"""By name, what a process that measures can say it failed of."""

@@ -17,18 +17,18 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
+    KINDS,
     CaseFailed,
     CaseTimedOut,
     GpuBusy,
     InstrumentError,
     Running,
 )
-from dpbench.instruments.errors import KINDS
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, is_record, last_record
 from dpbench.process.schedule import Steps
-from dpbench.registry import arguments, child_python_path, import_paths
+from dpbench.registry import arguments, python_path
 from dpbench.results.rows import Measurement
 
 PATIENCE_SECONDS = 3.0
@@ -73,7 +73,7 @@ class Child(Running):
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
-        if path := child_python_path(*import_paths(case)):
+        if path := python_path(case):
             added["PYTHONPATH"] = path
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])

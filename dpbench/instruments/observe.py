@@ -1,36 +1,39 @@
-"""Steps of one's own loop by an instrument, in the process that trains."""
+"""Steps of one's own by an instrument, in the process that trains: a loop's, or a function's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 from dpbench.case import Case, script_case
-from dpbench.errors import ConfigurationError
-from dpbench.instruments.recorders import Recorder, recorder
+from dpbench.errors import ConfigurationError, own_line
+from dpbench.instruments.base import CaseFailed, Instrument, Running
+from dpbench.instruments.recorders import RECORDERS, Recorder, on_cuda, recorder
+from dpbench.process.schedule import Steps
 from dpbench.process.script import StepFinder
 from dpbench.process.watched import watch
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport
+from dpbench.results.rows import Measurement
 
 
 class Observed:
     """What `observe` hands out: says where steps are, and has the report."""
 
     def __init__(self, case: Case, heard: Recorder, finder: StepFinder) -> None:
-        self._case, self._heard, self._finder = case, heard, finder
-        self._notes: list[str] = []
+        self.case, self.heard, self.finder = case, heard, finder
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One training step; its phases are found, or said by `dpbench.phase`."""
-        finder = self._finder
+        finder = self.finder
         finder.begin_step()
         try:
             yield
         except BaseException as error:
             finder.give_up_step()
-            self._notes.append(f"{type(error).__name__} ended step {finder.steps}: not counted")
+            finder.notes.append(f"{type(error).__name__} ended step {finder.steps}: not counted")
             raise
         finder.end_step()
         if finder.failure:
@@ -39,19 +42,24 @@ class Observed:
     @property
     def report(self) -> CaseReport:
         """The report of the steps so far, as a fixture's: ``value``, ``phases``, ``ratio_to``."""
-        if not self._heard.heard:
+        if not self.heard.heard:
             raise ConfigurationError(
-                f"{self._case.id}: no step was observed: put `with seen.step():` around each, and "
+                f"{self.case.id}: no step was observed: put `with seen.step():` around each, and "
                 f"take more than are skipped"
             )
         outcome = Outcome(
-            self._case,
-            tuple(self._heard.rows(self._case)),
+            self.case,
+            tuple(self.heard.rows(self.case)),
             0.0,
-            operators=tuple(self._heard.operators),
-            notes=(*self._heard.notes, *self._finder.notes, *self._notes),
+            operators=tuple(self.heard.operators),
+            notes=self.notes,
         )
         return CaseReport.of_outcome(outcome)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed."""
+        return *self.heard.notes, *self.finder.notes
 
 
 @contextmanager
@@ -80,8 +88,63 @@ def observe(
         raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")
     heard = recorder(instrument, steps)
     finder = StepFinder(heard, skip=skip, by_hand=True)
-    with ExitStack() as held:
-        held.callback(heard.close)
-        held.callback(finder.close)
+    with closing(heard), closing(finder):
         watch(finder)
         yield Observed(script_case(name), heard, finder)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnStep(Instrument):
+    """Takes a step again and again, and hears it as an instrument hears a script's.
+
+    Args:
+        name: of the instrument, one of `RECORDERS`.
+        step: does one training step; its phases are found, or said by `dpbench.phase`.
+        steps: those that come before, and those that count.
+    """
+
+    name: str  # type: ignore[misc]
+    step: Callable[[], object]
+    steps: Steps
+
+    @property
+    def hardware(self) -> bool:  # type: ignore[override]
+        return RECORDERS[self.name].hardware
+
+    def start(self, case: Case) -> Running:
+        return OwnSteps(self, case)
+
+
+@dataclass(eq=False)
+class OwnSteps(Running):
+    """The steps, which are taken once their rows are asked for."""
+
+    instrument: OwnStep
+    case: Case
+
+    def rows(self) -> list[Measurement]:
+        import torch
+
+        from dpbench.process.step import alone
+
+        how, device = self.instrument, torch.device("cuda" if on_cuda() else "cpu")
+        warmup, active = how.steps.warmup, how.steps.active
+        with alone(device, self.case.id), observe(how.name, skip=warmup, steps=active) as seen:
+            while not seen.heard.finished:
+                with seen.step():
+                    self._take()
+        self.operators, self.notes = seen.heard.operators, seen.notes
+        if how.name == "logical" and not self.operators:
+            raise CaseFailed(
+                f"{self.case.id}: the function did nothing that could be counted: it must take one "
+                f"training step each time it is called"
+            )
+        return seen.heard.rows(self.case)
+
+    def _take(self) -> None:
+        try:
+            self.instrument.step()
+        except Exception as error:
+            where = own_line(error.__traceback__)
+            what = f"{type(error).__name__}: {error}"
+            raise CaseFailed(f"{self.case.id}: {what}{where and f' ({where})'}") from error

@@ -72,13 +72,18 @@ class ProcessGroup:
         return True
 
 
-def output_of(command: Sequence[str], *, timeout: float) -> str:
-    """What a program prints; an `OSError` or `SubprocessError` if it does not end well in time."""
-    group = ProcessGroup(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+def run(command: Sequence[str], *, timeout: float) -> tuple[int, str]:
+    """Exit code and output of a program; or 1, and why it gave none."""
+    try:
+        group = ProcessGroup(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+    except OSError as error:
+        return 1, str(error)
     try:
         output: str = group.process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        return 1, f"it took longer than {timeout:g} s"
     finally:
         group.end()
-    if group.process.returncode:
-        raise subprocess.CalledProcessError(group.process.returncode, list(command))
-    return output
+    return group.process.returncode, output

@@ -6,122 +6,120 @@ They work in the process that trains, on its own tensors and devices.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpbench.case import ALL_PHASES, Case
+from dpbench.case import Case
 from dpbench.errors import unknown
 from dpbench.instruments.base import InstrumentError
-from dpbench.metrics import unit
+from dpbench.process.script import StepRecorder
 from dpbench.results.kernels import OperatorCount
-from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.instruments.cupti.steps import StepCounter
-    from dpbench.instruments.logical.counter import Count, RunningCounter
+    from dpbench.instruments.logical.counter import RunningCounter
+    from dpbench.process.profiled import PhaseAnnotations
     from dpbench.process.step import NvtxRanges, PhaseTimes
+    from dpbench.training.phases import PhaseListener
 
 
-class Recorder(ABC):
-    """A `dpbench.process.script.StepRecorder`: hears steps, and makes rows of those that ended.
+class Recorder(StepRecorder):
+    """Hears the steps of a loop, whoever runs it, and makes rows of those that ended.
 
     Args:
         wanted: how many steps it hears; None for as many as there are.
+
+    Attributes:
+        heard: how many it has heard.
+        operators: what each operator did in the last of them, if it sees operators.
+        notes: what was assumed.
     """
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
 
+    operators: Sequence[OperatorCount] = ()
+    notes: Sequence[str] = ()
+
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted
         self.heard = 0
+        self.held = ExitStack()  # what it holds of this process
 
     @property
     def finished(self) -> bool:
-        """See `StepRecorder`."""
         return self.wanted is not None and self.heard >= self.wanted
 
+    @cached_property
     @abstractmethod
-    def start_step(self) -> None:
-        """See `PhaseListener`."""
+    def listener(self) -> PhaseListener:
+        """What is told of steps and phases; made when the first begins, and its device is known."""
 
-    @abstractmethod
+    def start_step(self) -> None:
+        self.listener.start_step()
+
     def switch(self, phase: str) -> None:
-        """See `PhaseListener`."""
+        self.listener.switch(phase)
 
     def end_step(self) -> None:
-        """See `PhaseListener`."""
+        self.listener.end_step()
         self.heard += 1
+        if self.finished:
+            self.close()
 
     @abstractmethod
     def rows(self, case: Case) -> list[Measurement]:
         """What was heard of the steps that are over."""
 
-    @property
-    def operators(self) -> Sequence[OperatorCount]:
-        """What each operator did in the last step, if it sees operators."""
-        return ()
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What was assumed."""
-        return ()
-
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give back what it holds."""
+        self.held.close()
 
-    def forked(self) -> None:  # noqa: B027
-        """See `StepRecorder`."""
+    def forked(self) -> None:
+        return  # counters and ranges are the parent's
 
 
 class TimingRecorder(Recorder):
     """Seconds by phase; on CUDA from events, and the most memory that was handed out."""
 
     name: ClassVar[str] = "timing"
+    peak: int | None = None
 
-    def __init__(self, wanted: int | None = None) -> None:
-        super().__init__(wanted)
-        self._times: PhaseTimes | None = None
-        self._peak: int | None = None
+    @cached_property
+    def listener(self) -> PhaseTimes:
+        import torch
 
-    def start_step(self) -> None:
-        if self._times is None:
-            import torch
+        from dpbench.process.step import PhaseTimes
 
-            from dpbench.process.step import PhaseTimes
-
-            self._times = PhaseTimes(torch.device("cuda" if on_cuda() else "cpu"))
-            if self._times.on_cuda:
-                torch.cuda.reset_peak_memory_stats()
-        self._times.start_step()
-
-    def switch(self, phase: str) -> None:
-        if self._times:
-            self._times.switch(phase)
+        times = PhaseTimes(torch.device("cuda" if on_cuda() else "cpu"))
+        if times.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        return times
 
     def end_step(self) -> None:
-        if self._times:
-            self._times.end_step()
-            if self._times.on_cuda:  # now: the script may go on
-                import torch
-
-                self._peak = torch.cuda.max_memory_allocated()
         super().end_step()
+        if self.listener.on_cuda:  # now: the script may go on
+            import torch
+
+            self.peak = torch.cuda.max_memory_allocated()
 
     def record(self) -> dict[str, Any]:
         """What `timing_rows` takes."""
-        if self._times is None:
+        if not self.heard:
             return {"device": "cpu", "torch": "", "phase_seconds": [], "peak_memory_bytes": None}
         import torch
 
-        seconds = self._times.seconds()[: self.heard]
         return {
-            "device": torch.cuda.get_device_name() if self._times.on_cuda else "cpu",
+            "device": torch.cuda.get_device_name() if self.listener.on_cuda else "cpu",
             "torch": torch.__version__,
-            "phase_seconds": seconds,
-            "peak_memory_bytes": self._peak,
+            "phase_seconds": self.listener.seconds()[: self.heard],
+            "peak_memory_bytes": self.peak,
         }
 
     def rows(self, case: Case) -> list[Measurement]:
@@ -138,85 +136,43 @@ class LogicalRecorder(Recorder):
 
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
-        self._counter: RunningCounter | None = None
-        self._steps: list[tuple[dict[tuple[str, str], Count], dict[str, int]]] = []
-        self._counting = False
-        self._notes: dict[str, int] = {}
+        self._steps: list[tuple[Sequence[OperatorCount], Sequence[str]]] = []  # and their phases
+        self._assumed = Counter[str]()
 
-    def start_step(self) -> None:
+    @cached_property
+    def listener(self) -> RunningCounter:
         from dpbench.instruments.logical.counter import RunningCounter
 
-        if not self._counting:
-            self._counter = self._counter or RunningCounter()
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
-            self._counting = True
-        assert self._counter
-        self._counter.start_step()
-
-    def switch(self, phase: str) -> None:
-        if self._counter:
-            self._counter.switch(phase)
+        counter = RunningCounter()
+        self.held.enter_context(counter)
+        return counter
 
     def end_step(self) -> None:
         super().end_step()
-        if self._counter:
-            self._counter.end_step()
-            self._steps.append((self._counter.counts, self._counter.peaks))
-            for note, times in self._counter.notes.items():
-                self._notes[note] = self._notes.get(note, 0) + times
-        if self.finished:
-            self.close()
-
-    def rows(self, case: Case) -> list[Measurement]:
-        return [row for repeat in range(self.heard) for row in self._rows(case, repeat)]
-
-    def _rows(self, case: Case, repeat: int) -> Iterator[Measurement]:
-        import torch
-
-        counts, phases = self._steps[repeat]
-        tool = f"torch {torch.__version__}"
-        for phase in (*(phase for phase in ALL_PHASES if phase in phases), STEP):
-            of_phase = [count for (where, _), count in counts.items() if phase in (where, STEP)]
-            for metric, value in (
-                ("logical_read_bytes", sum(count.read_bytes for count in of_phase)),
-                ("logical_write_bytes", sum(count.write_bytes for count in of_phase)),
-                ("flops", sum(count.flops for count in of_phase)),
-            ):
-                where = (unit(metric), repeat, NO_HARDWARE, tool)
-                yield Measurement(case, self.name, phase, metric, value, *where)
-
-    @property
-    def operators(self) -> Sequence[OperatorCount]:
-        if not (self._steps and self._counter):
-            return ()
-        guessed = self._counter.by_general_rule
-        found = [
-            OperatorCount(*where, **asdict(count), general_rule=where[1] in guessed)
-            for where, count in self._steps[-1][0].items()
-        ]
-        return sorted(found, key=lambda count: -count.total_bytes)
-
-    @property
-    def notes(self) -> Sequence[str]:
-        said = [f"{note} ({times}×)" for note, times in sorted(self._notes.items())]
-        if self._steps:
-            where = "CUDA" if on_cuda() else "the CPU"
-            said.append(f"operators were counted as they ran on {where}")
+        self.operators = self.listener.operators
+        self._steps.append((self.operators, [*self.listener.peaks]))
+        self._assumed.update(self.listener.notes)
+        self.notes = [f"{note} ({times}×)" for note, times in sorted(self._assumed.items())]
+        where = "CUDA" if on_cuda() else "the CPU"
+        self.notes.append(f"operators were counted as they ran on {where}")
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo and dynamo.counters["frames"]["total"]:
-            said.append("PyTorch used nothing that torch.compile had made in this process")
-        return said
+            self.notes.append("PyTorch used nothing that torch.compile had made in this process")
 
-    def close(self) -> None:
-        if self._counting and self._counter:
-            self._counting = False
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def rows(self, case: Case) -> list[Measurement]:
+        from dpbench.instruments.logical.counter import logical_rows
+
+        return [
+            row
+            for repeat, step in enumerate(self._steps)
+            for row in logical_rows(case, *step, repeat=repeat)
+        ]
 
     def forked(self) -> None:
         self.close()
 
 
-class CuptiRecorder(TimingRecorder):
+class CuptiRecorder(Recorder):
     """Times of steps without counters; after these, as many counted ones as it takes.
 
     The steps of a script need not be alike, so only that is counted which one pass is enough for
@@ -227,65 +183,37 @@ class CuptiRecorder(TimingRecorder):
     name: ClassVar[str] = "cupti"
 
     def __init__(self, wanted: int | None = None) -> None:
-        self.timed = 5 if wanted is None else wanted
-        super().__init__(3 * self.timed)
+        timed = 5 if wanted is None else wanted
+        super().__init__(3 * timed)
+        self.timing = TimingRecorder(timed)
+        self._by_phase = [True] * timed + [False] * timed
         self._counter: StepCounter | None = None
 
-    @property
-    def _counts(self) -> bool:
-        return self.heard >= self.timed
+    @cached_property
+    def listener(self) -> PhaseListener:
+        return self.timing
 
     def start_step(self) -> None:
-        if not self._counts:
-            super().start_step()
-            return
-        if self._counter is None:
+        if self.timing.finished and self._counter is None:
             from dpbench.instruments.cupti.steps import StepCounter, Target
 
-            rounds = [True] * self.timed + [False] * self.timed
             self._target = Target.of_torch()
-            self._counter = StepCounter((), self._target, rounds)
-            self.wanted = self.timed + self._counter.steps
-        self._counter.start_step()
-
-    def switch(self, phase: str) -> None:
-        if not self._counts:
-            super().switch(phase)
-        elif self._counter:
-            self._counter.switch(phase)
-
-    def end_step(self) -> None:
-        if not self._counts:
-            super().end_step()
-            return
-        if self._counter:
-            self._counter.end_step()
-        self.heard += 1
+            self.listener = self._counter = StepCounter((), self._target, self._by_phase)
+            self.held.callback(self._counter.close)
+            self.wanted = self.timing.heard + self._counter.steps
+        super().start_step()
 
     def rows(self, case: Case) -> list[Measurement]:
-        from dpbench.instruments.cupti.instrument import counted_rows, cupti_rows
+        from dpbench.instruments.cupti.instrument import counted_rows
 
-        record = self.record() | {"cupti": "", "counted_phases": {}, "counted_steps": []}
-        if self._times and record["device"] == "cpu":
+        record = self.timing.record() | {"cupti": ""}
+        if self.heard and record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
         steps = []
         if self._counter:  # older chips need two passes, and so steps that are alike
-            one_pass = self._counter.passes == 1
-            steps = self._counter.each() if one_pass else self._counter.rounds()
+            steps = self._counter.rounds()
             record["cupti"] = "{}.{}".format(*self._target.library.cuda_version)
-        by_phase = [step for step in steps if STEP not in step]
-        whole = [step for step in steps if STEP in step]
-        counted = [
-            (phase, values, repeat)
-            for alike in (by_phase, whole)
-            for repeat, step in enumerate(alike)
-            for phase, values in step.items()
-        ]
-        return [*cupti_rows(case, record), *counted_rows(case, record, counted)]
-
-    def close(self) -> None:
-        if self._counter:
-            self._counter.close()
+        return list(counted_rows(case, record, steps))
 
 
 class NvtxRecorder(Recorder):
@@ -293,40 +221,96 @@ class NvtxRecorder(Recorder):
 
     name: ClassVar[str] = "ncu"
 
-    def __init__(self, wanted: int | None = None) -> None:
-        super().__init__(wanted)
-        self._ranges: NvtxRanges | None = None
-
-    def start_step(self) -> None:
+    @cached_property
+    def listener(self) -> NvtxRanges:
         from dpbench.process.step import NvtxRanges
 
-        self._ranges = self._ranges or NvtxRanges()
-        self._ranges.start_step()
-
-    def switch(self, phase: str) -> None:
-        if self._ranges:
-            self._ranges.switch(phase)
-
-    def end_step(self) -> None:
-        super().end_step()
-        if self._ranges:
-            self._ranges.end_step()
-        if self.finished:
-            self.close()
+        ranges = NvtxRanges()
+        self.held.callback(ranges.finish)
+        return ranges
 
     def rows(self, case: Case) -> list[Measurement]:
         return []
 
-    def close(self) -> None:
-        if self._ranges:
-            self._ranges.finish()
-            self._ranges = None
+
+class ProfileRecorder(Recorder):
+    """Time, memory and copies by phase and operator, as of a case.
+
+    The profiler is started and stopped around each step that counts, so that nothing else, such
+    as an evaluation after the last of them, is in its sums.
+
+    Attributes:
+        directory: where the folder of the profile goes.
+    """
+
+    name: ClassVar[str] = "torch_profiler"
+
+    def __init__(self, wanted: int | None = None) -> None:
+        super().__init__(wanted)
+        self.directory = Settings.profile_dir
+
+    @cached_property
+    def listener(self) -> PhaseAnnotations:
+        import torch
+
+        from dpbench.instruments.torch_profiler.files import prepare
+        from dpbench.process.profiled import PhaseAnnotations
+
+        prepare(self.directory)
+        return PhaseAnnotations(torch.device("cuda" if on_cuda() else "cpu"))
+
+    def start_step(self) -> None:
+        import torch
+
+        from dpbench.process.profiled import profiler_of
+
+        if torch._C._autograd._profiler_enabled():
+            raise InstrumentError("the script runs the PyTorch profiler itself; there is only one")
+        self._profiler = profiler_of(self.listener.on_cuda)
+        self._profiler.start()
+        self.held.callback(self._stop)
+        super().start_step()
+
+    def end_step(self) -> None:
+        from dpbench.process.profiled import save
+
+        super().end_step()
+        self.close()
+        save(self._profiler, self.directory, self.heard - 1)
+
+    def rows(self, case: Case) -> list[Measurement]:
+        if not self.heard:
+            return []
+        import torch
+
+        from dpbench.instruments.torch_profiler.files import write_summary
+
+        on_cuda = self.listener.on_cuda
+        record: dict[str, Any] = {
+            "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+            "torch": torch.__version__,
+            "schedule": {"active": 1, "repeat": self.heard},
+            "phase_peaks": self.listener.peaks if on_cuda else None,
+        }
+        return write_summary(case, record, self.directory).rows
+
+    def _stop(self) -> None:
+        if self.listener.on_cuda:  # what still runs belongs to this step
+            import torch
+
+            torch.cuda.synchronize()
+        self._profiler.stop()
 
 
 RECORDERS: dict[str, type[Recorder]] = {
     recorder.name: recorder for recorder in (TimingRecorder, LogicalRecorder, CuptiRecorder)
 }
 """Those whose numbers the process that trains has itself, by instrument."""
+
+HEARD: dict[str, type[Recorder]] = RECORDERS | {
+    recorder.name: recorder for recorder in (NvtxRecorder, ProfileRecorder)
+}
+"""What can hear the steps of a script, by instrument."""
 
 
 def recorder(

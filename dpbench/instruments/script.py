@@ -1,7 +1,7 @@
 """A script's steps by one instrument: a process that runs it and hears them, and its rows.
 
-``python -m dpbench.instruments.script OPTIONS PROGRAM …`` is that process; the options are JSON.
-The program has the terminal, so what is found goes to a file.
+``python -m dpbench.instruments.script WHAT PROGRAM …`` is that process, which takes all from the
+first argument, JSON. The program has the terminal, so what is found goes to a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -26,40 +26,23 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import Instrument, InstrumentError, Running, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, Running, check_place
 from dpbench.instruments.child import describe_exit
 from dpbench.instruments.ncu.instrument import Ncu
-from dpbench.instruments.ncu.metrics import counters, resolve
-from dpbench.instruments.ncu.program import diagnose, find_ncu
-from dpbench.instruments.ncu.range_report import NothingProfiled, read
+from dpbench.instruments.ncu.metrics import resolve
+from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
-from dpbench.instruments.recorders import RECORDERS, NvtxRecorder, Recorder, recorder
-from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
+from dpbench.instruments.recorders import HEARD, ProfileRecorder, Recorder, recorder
 from dpbench.process.messages import WAITING
-from dpbench.process.program import print_error, run_program
-from dpbench.process.script import StepFinder, Stop
+from dpbench.process.script import StepFinder, Stop, print_error, run_program
 from dpbench.process.watched import watch
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement, as_rows
 
-HEARD: dict[str, type[Recorder]] = {
-    **RECORDERS,
-    NvtxRecorder.name: NvtxRecorder,
-    ProfileRecorder.name: ProfileRecorder,
-}
-"""What can hear the steps of a script, by instrument."""
-
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
-OPTIONS = ("name", "is_module", "skip", "steps", "go_on")
-"""The fields of `ScriptRun` that the script's process is told."""
 
-
-class ScriptFailed(InstrumentError):
-    """The script failed, or its steps could not be found."""
-
-
-class ScriptInterrupted(ScriptFailed):
+class ScriptInterrupted(CaseFailed):
     """Somebody pressed Ctrl-C."""
 
 
@@ -105,7 +88,6 @@ class ScriptRun(Instrument):
 
     @property
     def hardware(self) -> bool:  # type: ignore[override]
-        """See `Instrument`."""
         return HEARD[self.name].hardware
 
     def check(self) -> None:
@@ -139,18 +121,15 @@ class RunningScript(Running):
         self.script, self.case = script, case
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
         self._record = Path(self._directory.name) / "record.json"
-        options = {name: getattr(script, name) for name in OPTIONS}
-        options |= {"case": asdict(case), "record": str(self._record)}
-        options["folder"] = str(script.folder(case) or "")
-        command = [sys.executable, "-m", __name__, json.dumps(options), *script.program]
+        what = {"script": asdict(script), "case": asdict(case), "record": self._record}
+        command = [sys.executable, "-m", __name__, json.dumps(what, default=str), *script.program]
         if script.ncu:
-            self._report = script.ncu.report(case)
-            self._report.parent.mkdir(parents=True, exist_ok=True)
-            self._report.unlink(missing_ok=True)
-            self._log = self._report.with_suffix(".log")
-            what = ("--metrics", ",".join(counters(script.ncu.metrics)))
-            said = ("--log-file", str(self._log))
-            command = [*script.ncu.before_program(case, (*what, *said)), *command]
+            report = script.ncu.report(case)
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.unlink(missing_ok=True)
+            self._log = report.with_suffix(".log")
+            log = ("--log-file", str(self._log))
+            command = [*script.ncu.before_program(case, *log), *command]
         self._process = subprocess.Popen(command, env={**os.environ, **gpu.child_environment()})
 
     def rows(self) -> list[Measurement]:
@@ -162,24 +141,19 @@ class RunningScript(Running):
             record = {"error": f"the script {how}, and nothing was counted"}
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]
         if self.script.ncu and not interrupted and not record.get("error"):
-            rows = self._read_report(self.script.ncu, record)
+            self.script.ncu.check_report(self.case, self._log)
+            rows = self.script.ncu.rows(self.case, record)
         self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
         self.notes = tuple(record.get("notes", ()))
         error = record.get("error")
         if interrupted:
             error = "interrupted; what was counted until then is kept"
         if error:
-            kind = ScriptInterrupted if interrupted else ScriptFailed
+            kind = ScriptInterrupted if interrupted else CaseFailed
             failure = kind(f"{self.case.id}: {error}")
             failure.rows = rows
             raise failure
         return rows
-
-    def _read_report(self, ncu: Ncu, record: dict[str, Any]) -> list[Measurement]:
-        if not self._report.exists():
-            said = diagnose(self.case, self._log) if self._log.exists() else None
-            raise said or NothingProfiled(f"{self.case.id}: ncu left no report", log=self._log)
-        return read(self._report, self.case, ncu.metrics, tool=ncu.tool(record))
 
     def _wait(self) -> tuple[int, bool]:
         """How the process ended, and whether it was interrupted: by Ctrl-C it is by itself."""
@@ -204,38 +178,36 @@ class RunningScript(Running):
 
 
 def run(
-    options: dict[str, Any], program: Sequence[str], stopped: Callable[[], object] = lambda: None
+    script: ScriptRun, case: Case, record: Path, stopped: Callable[[], object] = lambda: None
 ) -> int | str | None:
     """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`.
 
     ``stopped`` is called at the end if the script was ended before its own.
     """
-    case, process = Case(**options["case"]), os.getpid()
-    heard = recorder(options["name"], options["steps"], HEARD)
-    if isinstance(heard, ProfileRecorder):
-        heard.directory = Path(options["folder"])
-    finder = StepFinder(heard, skip=options["skip"], go_on=options["go_on"])
+    process, raised = os.getpid(), ""
     code: int | str | None = 0
-    raised = ""
+    heard = recorder(script.name, script.steps, HEARD)
+    if isinstance(heard, ProfileRecorder) and (folder := script.folder(case)):
+        heard.directory = folder
+    finder = StepFinder(heard, skip=script.skip, go_on=script.go_on)
     with ExitStack() as held:
         for card in gpu.visible_gpus()[:1]:
-            held.enter_context(gpu.exclusive(card, case.id, _say_who_holds))
+            say = partial(print, f"{WAITING} the GPU, held by", file=sys.stderr, flush=True)
+            held.enter_context(gpu.exclusive(card, case.id, say))
         held.callback(heard.close)
         watch(finder)
-        write_down = partial(_write_down, options, finder, heard)
+        write_down = partial(_write_down, record, case, finder, heard)
         held.enter_context(_before_exit_at_once(partial(write_down, "")))
         try:
-            run_program(program, is_module=options["is_module"])
+            run_program(script.program, is_module=script.is_module)
         except Stop:
             held.callback(stopped)
         except SystemExit as error:
             code = error.code
-        except KeyboardInterrupt as error:
-            print_error(error)
-            code, raised = 130, "KeyboardInterrupt"
         except BaseException as error:
             print_error(error)
-            code, raised = 1, f"{type(error).__name__}: {error}".partition("\n")[0]
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         if os.getpid() != process:  # a fork of the script's own: all that is held is its parent's
             held.pop_all()
             return code
@@ -262,29 +234,21 @@ def _before_exit_at_once(write_down: Callable[[int], object]) -> Iterator[None]:
 
 
 def _write_down(
-    options: dict[str, Any],
-    finder: StepFinder,
-    heard: Recorder,
-    raised: str,
-    code: int | str | None,
+    path: Path, case: Case, finder: StepFinder, heard: Recorder, raised: str, code: int | str | None
 ) -> None:
     """Leave the rows of the steps, and what was wrong, for the process that started this one."""
     finder.close()
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
     found: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
     try:
-        rows = heard.rows(Case(**options["case"]))
+        rows = heard.rows(case)
         found["rows"] = as_rows(rows)
         found["operators"] = [count.as_row() for count in heard.operators]
         found["notes"] = [*heard.notes, *_notes(finder, heard, {row.phase for row in rows})]
-        found["error"] = _what_is_wrong(finder, heard, options, raised, code)
+        found["error"] = _what_is_wrong(finder, heard, raised, code)
     except DpbenchError as error:
         found["error"] = str(error)
-    write_text(Path(options["record"]), json.dumps(found))
-
-
-def _say_who_holds(holder: str) -> None:
-    print(f"{WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
+    write_text(path, json.dumps(found))
 
 
 def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list[str]:
@@ -304,11 +268,7 @@ def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list
 
 
 def _what_is_wrong(
-    finder: StepFinder,
-    heard: Recorder,
-    options: dict[str, Any],
-    raised: str,
-    code: int | str | None,
+    finder: StepFinder, heard: Recorder, raised: str, code: int | str | None
 ) -> str | None:
     """Why nothing was counted, or not what was asked for, in one line."""
     kept = f"; {heard.heard} steps were counted until then" if heard.heard else ""
@@ -323,8 +283,8 @@ def _what_is_wrong(
         return None
     if finder.steps:
         return (
-            f"the script ended after {finder.steps} steps, and the first {options['skip']} do not "
-            f"count: let it take more, or give --skip {max(0, finder.steps - options['steps'])}"
+            f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
+            f"count: let it take more, or give --skip {max(0, finder.steps - (heard.wanted or 0))}"
         )
     if finder.steps_elsewhere:
         return (
@@ -340,12 +300,6 @@ def _what_is_wrong(
         "the script took no step that can be found: no torch.optim optimizer stepped after a "
         "backward in its main thread, outside torch.compile"
     )
-
-
-def _end_with_parent() -> None:
-    """Let the system end this process with the one that started it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def leave_threads(seconds: float = GRACE_SECONDS) -> None:
@@ -367,5 +321,9 @@ def leave_threads(seconds: float = GRACE_SECONDS) -> None:
 
 
 if __name__ == "__main__":
-    _end_with_parent()
-    sys.exit(run(json.loads(sys.argv[1]), sys.argv[2:], stopped=leave_threads))
+    if sys.platform == "linux":  # this process shall end with its parent, however that ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    what = json.loads(sys.argv[1])
+    directory = {"directory": Path(what["script"]["directory"] or "")}
+    script, case = ScriptRun(**what["script"] | directory), Case(**what["case"])
+    sys.exit(run(script, case, Path(what["record"]), stopped=leave_threads))

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TextIO
 
-_terminal: ContextVar[TextIO | None] = ContextVar("terminal", default=None)
+Uncaught = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which a test runner catches nothing."""
+
+_uncaught: ContextVar[Uncaught | None] = ContextVar("uncaught", default=None)
 
 
 @contextmanager
-def shown_on(terminal: TextIO | None) -> Iterator[None]:
-    """Let what is told appear there; on standard error if it is None."""
-    token = _terminal.set(terminal)
+def shown_past(uncaught: Uncaught) -> Iterator[None]:
+    """Let what is told pass a test runner that catches output."""
+    token = _uncaught.set(uncaught)
     try:
         yield
     finally:
-        _terminal.reset(token)
+        _uncaught.reset(token)
 
 
 def tell(text: str) -> None:
     """Say something now; a test runner may have left its own progress on the line before."""
-    terminal = _terminal.get()
-    begin = "\n" if terminal else ""
-    print(f"{begin}dpbench: {text}", file=terminal or sys.stderr, flush=True)
+    uncaught = _uncaught.get()
+    begin = "\n" if uncaught else ""
+    with uncaught() if uncaught else nullcontext():
+        print(f"{begin}dpbench: {text}", file=sys.stderr, flush=True)

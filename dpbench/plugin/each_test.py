@@ -1,19 +1,23 @@
-"""Around a test: what it measured is judged, and travels to the controller on its report."""
+"""Around a test: its fixtures measure, and what they measured is judged and told on its report."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import pytest
 
-from dpbench.case import SCRIPT, Case, script_case
+from dpbench.case import AXES, SCRIPT, Case, script_case
 from dpbench.comparison import asked_for, limits
-from dpbench.errors import ConfigurationError
-from dpbench.plugin.asked import case_of, measuring_fixtures, takes, takes_any
+from dpbench.errors import ConfigurationError, unknown
+from dpbench.instruments.terminal import shown_past
+from dpbench.plugin.fixtures import case_of, measuring, takes
+from dpbench.process.schedule import Steps
+from dpbench.registry import resolve
 from dpbench.session import Session
 
 if TYPE_CHECKING:
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
 
+Step = Callable[[], object]
+"""One training step, of a test's own."""
+
 MARKER = (
     "dpbench(compare_fail=[...]): limits for what this test measures, instead of those of "
     "--dpbench-compare-fail; none if the list is empty. Without --dpbench-compare it is compared "
@@ -30,9 +37,6 @@ MARKER = (
 )
 
 NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
-
-FOUND: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
-"""What judging a test found."""
 
 
 class Unmeasured:
@@ -51,31 +55,48 @@ class Unmeasured:
 class EachTest:
     """A plugin of its own, in each process that runs tests; the controller judges the whole."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, config: pytest.Config, session: Session) -> None:
         self.session = session
         self.comparison = session.comparison
-        self._measured: list[tuple[Outcome, Sequence[Instrument], CaseReport]] = []
+        capture = config.pluginmanager.getplugin("capturemanager")
+        self._uncaught = capture.global_and_fixture_disabled if capture else nullcontext
+        self._tried_out: set[Case] = set()
+        # of the test that is running:
         self._test = ""
-        self._steps: list[Callable[[], object]] = []
-        """The test that is running, and the steps of its own that it has measured."""
-        self._found: list[Mapping[str, Any]] = []
-        """What the tests' processes found, in the controller."""
+        self._steps: list[Step] = []
+        self._measured: list[tuple[Outcome, Sequence[Instrument], CaseReport]] = []
+        self._judged: dict[str, Any] = {}
+        # in the controller:
+        self._general: list[list[tuple[dict[str, Any], str]]] = []
+        """What each test asked for that the command line's limits are for."""
 
-    def case_of_step(self, step: Callable[[], object]) -> Case:
-        """The case of a step that the running test has defined, named after both."""
-        if step not in self._steps:
-            self._steps.append(step)
-        names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
-        place = self._steps.index(step)
-        again = names[:place].count(names[place])
-        name = f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}"
-        return script_case(name)
+    # --- what its fixtures do ----------------------------------------------------------------
 
-    def report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
-        """The report of a case by these instruments, for the test that is running."""
+    def measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
+        """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
+        return self._report(case, fields, self.session.instruments)
+
+    def count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
+        """What the ``logical_io`` fixture returns is this; see there."""
+        from dpbench.instruments.logical.instrument import Logical
+
+        return self._report(case, fields, [Logical.from_settings(self.session.settings)])
+
+    def _report(
+        self, asked: object, fields: dict[str, Any], instruments: Sequence[Instrument]
+    ) -> CaseReport:
+        """The report of a case, or of a step of the test's own, by these instruments."""
+        step = asked if _is_step(asked, fields) else None
+        case = self._case_of_step(step) if step else _case(asked, fields)
+        if self.session.settings.disable:
+            self._try_out(case, step)
+            return cast("CaseReport", Unmeasured(case))
+        if step:
+            instruments = self._of_step(step, instruments)
         from dpbench.results.report import CaseReport
 
-        outcome = self.session.measure(case, instruments)
+        with shown_past(self._uncaught):
+            outcome = self.session.measure(case, instruments)
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, instruments, report))
         if outcome.skipped:
@@ -87,22 +108,60 @@ class EachTest:
             pytest.fail("\n".join(parts), pytrace=False)
         return report
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note what the tests are known to ask for: the reference should have it."""
-        self.comparison.asked = [key for item in session.items for key in self._asked_by(item)]
+    def _case_of_step(self, step: Step) -> Case:
+        """The case of a step that the running test has defined, named after both."""
+        if step not in self._steps:
+            self._steps.append(step)
+        names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
+        place = self._steps.index(step)
+        again = names[:place].count(names[place])
+        return script_case(f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}")
 
-    def _asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
+    def _of_step(self, step: Step, instruments: Sequence[Instrument]) -> list[Instrument]:
+        """What measures a step in this process as these instruments measure a case."""
+        from dpbench.instruments.observe import OwnStep
+        from dpbench.instruments.recorders import RECORDERS
+
+        if wrong := [i.name for i in instruments if i.name not in RECORDERS]:
+            pytest.fail(
+                f"dpbench: {', '.join(wrong)} cannot measure a step of this process, for it starts "
+                f"one of its own: take logical_io(step), --cupti without --ncu, or "
+                f"--dpbench-instrument=timing",
+                pytrace=False,
+            )
+        settings = self.session.settings
+        steps = Steps(settings.warmup, settings.active)
+        once = Steps(warmup=1, active=1)
+        return [OwnStep(i.name, step, steps if i.hardware else once) for i in instruments]
+
+    def _try_out(self, case: Case, step: Step | None) -> None:
+        """Take a step once; that of a case on tensors without data, as any machine can."""
+        from dpbench.instruments.logical.instrument import Logical
+        from dpbench.runner import measure
+
+        if step:
+            step()
+        elif case not in self._tried_out:
+            outcome = measure(case, [Logical()])
+            if outcome.error:
+                pytest.fail(f"{outcome.error}: {outcome.message}", pytrace=False)
+            self._tried_out.add(case)
+
+    # --- judging it --------------------------------------------------------------------------
+
+    def asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
         """What a test asks for according to its parameters and fixtures."""
         case = case_of(item)
-        measures = any(takes(item, name) for name in measuring_fixtures(self.session.settings))
+        measures = takes(item, measuring(self.session.settings))
         names = [i.name for i in self.session.instruments] if measures else []
-        names += ["logical"] if takes(item, "logical_io") else []
+        names += ["logical"] if takes(item, ["logical_io"]) else []
         return [(case, name) for name in names] if case else []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """What a test asks for, its fixtures included, belongs to it."""
         self._measured.clear()
+        self._judged.clear()
         self._steps.clear()
         self._test = item.nodeid
         return (yield)
@@ -148,7 +207,7 @@ class EachTest:
         if self.session.settings.disable:
             return ""
         chosen = self.comparison.limits if own is None else own
-        if own and not takes_any(item) and "dpbench" not in [m.name for m in item.own_markers]:
+        if own and not takes(item) and "dpbench" not in [m.name for m in item.own_markers]:
             return ""  # its class or module has the marker, for others
         if not chosen or not (self._measured or own):
             return ""
@@ -157,7 +216,7 @@ class EachTest:
         verdict = self._verdict(chosen)
         reference = self.comparison.reference
         unjudged = [u for u in verdict.unjudged if u.cases or not (own is None or skipped)]
-        item.stash[FOUND] = {
+        self._judged = {
             "regressions": verdict.regressions,
             "unjudged": [missing.as_json() for missing in unjudged],
             "reference": None if reference.frame.empty else str(reference.path),
@@ -185,7 +244,7 @@ class EachTest:
             return self.comparison.judge(run, chosen, asked_for(outcomes))
 
         verdict = judged(outcomes)
-        ratios = {str(limit) for limit in chosen if limit.ratio}
+        ratios = {str(limit) for limit in chosen if limit.of}
         if not any(missing.limit in ratios for missing in verdict.unjudged):
             return verdict
         baselines = [
@@ -201,80 +260,85 @@ class EachTest:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Give the report what was found: as plain types it survives the way from a worker."""
         report = yield
-        if (call.when == "setup" and report.outcome == "passed") or not takes_any(item):
+        if (call.when == "setup" and report.passed) or not takes(item):
             return report
         found: dict[str, Any] = {}
         if call.when == "call":
-            judged: dict[str, Any] = item.stash.get(FOUND, {})
-            found |= judged
+            found |= self._judged
             if found.get("regressions") or found.get("unjudged"):
                 report.outcome = "failed"  # also where an xfail mark expects another failure
                 vars(report).pop("wasxfail", None)
-        outcomes = [outcome for outcome, *_ in self._measured]
+            found["tests"] = self._as_tests(item)
+        if self._measured:
+            unwritten = self.session.store.unwritten.values()
+            found["unwritten"] = [outcome.as_json() for outcome in unwritten]
+        found = {name: value for name, value in found.items() if value}
         has_own = item.get_closest_marker("dpbench") is not None
         if call.when != "teardown" and not has_own and self.comparison.limits:
-            asked = dict.fromkeys([*self._asked_by(item), *asked_for(outcomes)])
-            found["general"] = [[asdict(case), name] for case, name in asked]
-        if call.when == "call":
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            said = {name: v.id if isinstance(v, Case) else str(v) for name, v in params.items()}
-            found["tests"] = [
-                (
-                    outcome.case.id,
-                    "+".join(outcome.instruments),
-                    {"test": item.nodeid, "params": said},
-                    json.loads(json.dumps(measured.extra_info, default=str)),
-                )
-                for outcome, _, measured in self._measured
-            ]
-        # A test that the command line's limits are for counts, also if it has asked for nothing.
-        kept = {name: value for name, value in found.items() if value or name == "general"}
-        vars(report)["dpbench"] = kept
+            outcomes = [outcome for outcome, *_ in self._measured]
+            asked = dict.fromkeys([*self.asked_by(item), *asked_for(outcomes)])
+            found["general"] = [(asdict(case), name) for case, name in asked]
+        vars(report)["dpbench"] = found
         return report
+
+    def _as_tests(self, item: pytest.Item) -> list[Any]:
+        """What `Session.note_test` takes, for each case that the test asked for."""
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        said = {name: v.id if isinstance(v, Case) else str(v) for name, v in params.items()}
+        test = {"test": item.nodeid, "params": said}
+        return [
+            (
+                outcome.case.id,
+                "+".join(outcome.instruments),
+                test,
+                json.loads(json.dumps(measured.extra_info, default=str)),
+            )
+            for outcome, _, measured in self._measured
+        ]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what the tests' processes found."""
         found: Mapping[str, Any] = getattr(report, "dpbench", {})
-        for asked in found.get("tests", ()):
-            self.session.note_test(*asked)
-        if found.keys() - {"tests"}:
-            self._found.append(found)
-        if found.get("reference"):  # xdist's controller has not seen what its workers collected
+        if not found:  # most sessions of most projects have nothing
+            return
+        from dpbench.results.outcome import Outcome
+
+        for test in found.get("tests", ()):
+            self.session.note_test(*test)
+        for outcome in found.get("unwritten", ()):
+            self.session.store.keep(Outcome.from_json(outcome))
+        if "general" in found:
+            self._general.append(found["general"])
+        if "reference" in found:  # xdist's controller has not seen what its workers collected
             self.comparison.named = self.comparison.named or Path(found["reference"])
         for name in ("regressions", "unjudged"):
             known = getattr(self.session, name)
             known += [row for row in found.get(name, ()) if row not in known]
 
-    # --- when it is over, in the controller --------------------------------------------------
-
-    def judge_session(self, *, interrupted: bool, all_ended: bool) -> None:
-        """The whole session beside its reference: its tables, and what limits could not judge.
-
-        ``interrupted``: it says so itself; ``all_ended``: no measuring test was kept from running.
-        """
-        outcomes = self.session.outcomes()
-        general = [found["general"] for found in self._found if "general" in found]
-        if self.comparison.limits and not (interrupted or general):
+    def limited(self, *, complete: bool) -> list[tuple[Case, str]]:
+        """What the command line's limits are for; if all tests ran and none is, the limits go."""
+        if complete and self.comparison.limits and not self._general:
+            self.comparison.limits = []
             self.session.notes.append(
                 "--dpbench-compare-fail judged nothing: no test it is for measures"
             )
-        if self.comparison.limits and not (interrupted or all_ended):
-            self.session.problem(
-                "the session ended before every test that measures had run, so "
-                "--dpbench-compare-fail has not judged all that was asked for"
-            )
-        compares = self.session.settings.compares or self._found
-        if not (outcomes or general) or not compares:
-            return
-        asked = [(Case(**fields), name) for keys in general for fields, name in keys]
-        if not self.comparison.asked:  # xdist's controller collects nothing
-            self.comparison.asked = asked
-        run = self.session.as_run(outcomes)
-        # Without a test that the command line's limits are for, they have nothing to judge.
-        chosen = self.comparison.limits if general else []
-        self.comparison.show(self.comparison.judge(run, chosen, [*asked, *asked_for(outcomes)]))
-        if chosen and not interrupted:
-            for missing in self.comparison.judge(run, chosen, asked).unjudged:
-                if missing.as_json() not in self.session.unjudged:
-                    self.session.unjudged.append(missing.as_json())
-                self.session.problem(f"{missing}{self.comparison.remedy}")
+        return [(Case(**case), name) for asked in self._general for case, name in asked]
+
+
+def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[Step]:
+    """Whether a fixture was given a function; a class, or what has fields, is a case's."""
+    return callable(asked) and not isinstance(asked, type) and not fields
+
+
+def _case(asked: Any, fields: dict[str, Any]) -> Case:
+    """A case, given as one, as its fields, or as one of which some fields are others."""
+    if wrong := [name for name in fields if name not in AXES]:
+        raise unknown("field of a case", wrong[0], AXES)
+    if isinstance(asked, Case):
+        return resolve(replace(asked, **fields))
+    if "batch_size" not in fields:
+        raise ConfigurationError(
+            f"{asked!r} is neither a case nor a function that takes a step; with a trainer, give "
+            f"batch_size"
+        )
+    return resolve(Case(**{"trainer": asked, **fields}))

@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TextIO, TypeGuard, cast
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.case import AXES, Case
-from dpbench.errors import ConfigurationError, unknown
-from dpbench.files import printable
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.files import printable, write_text
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
-from dpbench.instruments.terminal import shown_on
-from dpbench.plugin.asked import NEEDS, AskedCases, measuring_fixtures
-from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest, Unmeasured
-from dpbench.process.schedule import Steps
-from dpbench.registry import resolve
+from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
+from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
+from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
-    from dpbench.instruments.base import Instrument
+    from dpbench.grid import Grid
     from dpbench.results.outcome import Outcome
-    from dpbench.results.report import CaseReport
-
-Step = Callable[[], object]
-"""One training step, of a test's own."""
-
-NAME = "dpbench-session"
-"""The name of `WholeSession` among pytest's plugins."""
 
 SHARED = "dpbench"
-"""What an xdist worker and its controller tell each other is under this name."""
+"""What an xdist worker is told is under this name."""
 
-UNFINISHED = (
-    pytest.ExitCode.INTERRUPTED,
-    pytest.ExitCode.INTERNAL_ERROR,
-    pytest.ExitCode.NO_TESTS_COLLECTED,
-)
-"""How a session ends that has not done what it was to do."""
+ASKED = "asked"
+"""What a worker collected, in the session's directory."""
+
+WORKERS_PER_GPU = 2
+"""One sets up while the other measures; a third would only wait for the GPU's lock."""
 
 RUNS_NO_TEST = (
     *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
@@ -55,6 +48,24 @@ RUNS_NO_TEST = (
 def read_settings(config: pytest.Config) -> Settings:
     """What pytest's command line asks for."""
     return Settings.read(config.option, of_pytest=True, directory=config.invocation_params.dir)
+
+
+def useful_workers(grid: Grid) -> int:
+    """How many xdist workers ``-n auto`` means: no more than there are cases."""
+    return min(WORKERS_PER_GPU * len(visible_gpus()), len(grid.cases()))
+
+
+def visible_names() -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` calls each GPU that this process may use.
+
+    Entries of the caller's own list if there is one, for it may pick some GPUs or slices of one;
+    otherwise UUIDs, which do not depend on how CUDA numbers GPUs.
+    """
+    gpus = visible_gpus()
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return [gpu.uuid for gpu in gpus]
+    return [entry.strip() for entry in asked.split(",")][: len(gpus)]
 
 
 class WholeSession:
@@ -73,7 +84,6 @@ class WholeSession:
             choose(self._instruments(), self.settings) if self.measures else [],
             next(iter(visible_gpus()), None) if self.measures else None,
             workers=getattr(config.option, "numprocesses", None) or 0,
-            counts=True,
         )
         self.session.update_environment = lambda environment: (
             config.hook.pytest_dpbench_update_machine_info(config=config, machine_info=environment)
@@ -81,11 +91,9 @@ class WholeSession:
         self.session.update_document = lambda document: config.hook.pytest_dpbench_update_json(
             config=config, output_json=document
         )
-        self.each_test = EachTest(self.session)
-        self.asked = AskedCases({})
-        self.terminal: TextIO | None = None
-        """What a person shall see while a test still runs: whom it waits for, progress."""
-        self._tried_out: set[Case] = set()
+        self.each_test = EachTest(config, self.session)
+        self.ended: set[str] = set()
+        """The tests that have come to their end."""
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -93,8 +101,6 @@ class WholeSession:
             if self.measures:
                 # A batch system's signal must end the measured processes too, as Ctrl-C does.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
-        if self.measures:
-            self.terminal = _open_terminal()
 
     def _instruments(self) -> list[str]:
         """The names of what the fixtures measure with; where CUPTI counts, its process is timed."""
@@ -106,80 +112,58 @@ class WholeSession:
 
     # --- tests -------------------------------------------------------------------------------
 
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run a test that takes ``dpbench_case`` once for each case of the grid.
+
+        Only now is ``sys.path`` as it will be. A case that names a module which is not there is an
+        error before anything is measured.
+        """
+        if "dpbench_case" not in metafunc.fixturenames:
+            return
+        cases = self.session.grid.cases()
+        with pytest.MonkeyPatch.context() as patch:  # as for the process that measures it
+            patch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
+            try:
+                locate(cases)
+            except ConfigurationError as error:
+                raise pytest.Collector.CollectError(f"dpbench: {error}") from error
+        metafunc.parametrize("dpbench_case", cases, ids=[case.id for case in cases])
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Skip what measures unless ``--ncu`` or ``--cupti`` was given: it takes minutes of a GPU.
+
+        Tests of one case come one after the other, so that workers measure different ones, and for
+        workers the cases that take longest come first: no GPU has to wait for another at the end.
+        """
+        cases = self.session.grid.cases()
+        if self.is_worker:
+            cases.sort(key=lambda case: -case.batch_size * max(case.seq_len, 1))
+        place: dict[Case | None, int] = {case: number for number, case in enumerate(cases)}
+        items.sort(key=lambda item: place.get(case_of(item), len(place)))
+        only, skips = self.settings.only, self.settings.skip
+        for item in items if only or skips else ():
+            if takes(item) is not only:
+                option = "--dpbench-only" if only else "--dpbench-skip"
+                item.add_marker(pytest.mark.skip(reason=f"skipped by {option}"))
+        for fixture in NEEDS.keys() - measuring(self.settings):
+            for item in items:
+                if takes(item, [fixture]):
+                    item.add_marker(pytest.mark.skip(reason=f"needs {NEEDS[fixture]}"))
+
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note which cases the tests ask for: an interrupted run has fewer.
-
-        Only now is ``sys.path`` as it will be. If a case names a module that is not there, no test
-        is left to run.
-        """
-        if not self.runs_tests:
-            return
-        fixtures = measuring_fixtures(self.settings)
-        self.asked = AskedCases.of(session.items, [*fixtures, "logical_io"])
-        if self.asked.problem:
-            session.items.clear()
-        self._expect_cases()
+        """Note what the tests are known to ask for: a reference should have it, and the run."""
+        asked = [key for item in session.items for key in self.each_test.asked_by(item)]
+        self.session.comparison.asked = asked
         if self.is_worker:  # the controller collects nothing
-            self.asked.write(self.session.store.directory)
-
-    def _expect_cases(self) -> None:
-        self.session.expect(self.asked.cases)
-        if self.asked.problem:
-            self.session.problem(self.asked.problem)
-
-    def measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
-        """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
-        if _is_step(case, fields):
-            steps = Steps(self.settings.warmup, self.settings.active)
-            return self._report_step(case, [i.name for i in self.session.instruments], steps)
-        return self._report(_case(case, fields), self.session.instruments)
-
-    def count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
-        """What the ``logical_io`` fixture returns is this; see there."""
-        if _is_step(case, fields):
-            return self._report_step(case, ["logical"], Steps(warmup=1, active=1))
-        return self._report(_case(case, fields), choose(["logical"], Settings(of_pytest=True)))
-
-    def _report_step(self, step: Step, names: Sequence[str], steps: Steps) -> CaseReport:
-        """The report of a function that does one step, in this process."""
-        from dpbench.instruments.own_step import OwnStep
-        from dpbench.instruments.recorders import RECORDERS
-
-        case = self.each_test.case_of_step(step)
-        if self.settings.disable:
-            step()
-            return cast("CaseReport", Unmeasured(case))
-        if wrong := [name for name in names if name not in RECORDERS]:
-            pytest.fail(
-                f"dpbench: {', '.join(wrong)} cannot measure a step of this process, for it starts "
-                f"one of its own: take logical_io(step), --cupti without --ncu, or "
-                f"--dpbench-instrument=timing",
-                pytrace=False,
-            )
-        return self.each_test.report(case, [OwnStep(name, step, steps) for name in names])
-
-    def _report(self, case: Case, instruments: Sequence[Instrument]) -> CaseReport:
-        if self.settings.disable:
-            return cast("CaseReport", self._tried(case))
-        with shown_on(self.terminal):
-            return self.each_test.report(case, instruments)
-
-    def _tried(self, case: Case) -> Unmeasured:
-        """A case whose step has been taken once, on tensors without data: any machine can."""
-        from dpbench.instruments.logical.instrument import Logical
-        from dpbench.runner import measure
-
-        if case not in self._tried_out:
-            outcome = measure(case, [Logical()])
-            if outcome.error:
-                pytest.fail(f"{outcome.error}: {outcome.message}", pytrace=False)
-            self._tried_out.add(case)
-        return Unmeasured(case)
+            told = json.dumps([(asdict(case), instrument) for case, instrument in asked])
+            with suppress(OSError):
+                write_text(self.session.store.directory / ASKED, told)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end."""
-        self.asked.hear(report)
+        if report.when == "call" or not report.passed:
+            self.ended.add(report.nodeid)
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -189,15 +173,11 @@ class WholeSession:
         node.workerinput[SHARED] = self.session.shared()
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Take over what a worker measured and could not write."""
-        told = getattr(node, "workeroutput", {}).get(SHARED)
-        if told:
-            from dpbench.results.outcome import Outcome
-
-            self.session.unwritten += [Outcome.from_json(data) for data in told["unwritten"]]
-            for problem in told["problems"]:
-                self.session.problem(problem)
+    def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
+        """Give each worker on this machine one GPU; a replacement of a crashed one keeps it."""
+        names = visible_names() if self.measures else []
+        for number, spec in enumerate(spec for spec in specs if names and spec.popen):
+            spec.env["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -220,39 +200,31 @@ class WholeSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the files; a ``--ncu`` session that measured nothing must not look green."""
-        if not self.runs_tests:
+        if self.is_worker or not self.runs_tests:
             return
-        if self.is_worker:
-            self.config.workeroutput[SHARED] = {  # type: ignore[attr-defined]
-                "unwritten": [o.as_json() for o in self.session.unwritten_here],
-                "problems": self.session.problems,
-            }
+        if self.session.directory is not None:  # what workers have collected
+            with suppress(FileNotFoundError):
+                told = json.loads((self.session.directory / ASKED).read_text())
+                self.session.comparison.asked = [(Case(**case), name) for case, name in told]
+        stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
+        complete = len(self.ended) >= session.testscollected and not stopped
+        limited = self.each_test.limited(complete=complete)
+        self.session.finish(complete=complete, limited=limited)
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
-        if not session.items and self.session.directory is not None:  # workers have collected
-            self.asked.read(self.session.directory)
-            self._expect_cases()
-        outcomes = self.session.outcomes()
-        self.session.explain(self.asked.reasons({outcome.case.id for outcome in outcomes}))
-        stopped = exitstatus in UNFINISHED or session.shouldfail or session.shouldstop
-        interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        with self.session.reporting_problems():
-            self.each_test.judge_session(interrupted=interrupted, all_ended=self.asked.all_ended)
-        self.session.finish(complete=self.asked.all_ended and not stopped)
-        if not (interrupted or self.session.problems):
-            self._check_measured(outcomes)
-        if self.session.problems and exitstatus in (
-            pytest.ExitCode.OK,
-            pytest.ExitCode.NO_TESTS_COLLECTED,
-        ):
+        if self.measures and not self.session.problems:
+            self._check_measured()
+        if self.session.problems:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
-    def _check_measured(self, outcomes: Sequence[Outcome]) -> None:
+    def _check_measured(self) -> None:
         """A session that was to measure has measured something; others need not."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
-        if self.measures and not any(o.rows and o.instruments == instruments for o in outcomes):
+        outcomes = self.session.outcomes()
+        if not any(o.rows and o.instruments == instruments for o in outcomes):
             asked = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
             option = self.settings.option(asked)
-            fixture = " or ".join(measuring_fixtures(self.settings))
+            fixture = " or ".join(measuring(self.settings))
             self.session.problem(
                 f"{option} was given and nothing was measured; "
                 f"select tests that use the {fixture} fixture, e.g. -m gpu"
@@ -305,34 +277,5 @@ class WholeSession:
 
     def pytest_unconfigure(self) -> None:
         """Leave nothing behind."""
-        if self.terminal is not None:
-            self.terminal.close()
         if not self.is_worker:
             self.session.close()
-
-
-def _is_step(case: Any, fields: dict[str, Any]) -> TypeGuard[Step]:
-    """Whether a fixture was given a function; a class, or what has fields, is a case's."""
-    return callable(case) and not isinstance(case, type) and not fields
-
-
-def _case(case: Any, fields: dict[str, Any]) -> Case:
-    """A case, given as one, as its fields, or as one of which some fields are others."""
-    if wrong := [name for name in fields if name not in AXES]:
-        raise unknown("field of a case", wrong[0], AXES)
-    if isinstance(case, Case):
-        return resolve(replace(case, **fields))
-    if "batch_size" not in fields:
-        raise ConfigurationError(
-            f"{case!r} is neither a case nor a function that takes a step; with a trainer, give "
-            f"batch_size"
-        )
-    return resolve(Case(**{"trainer": case, **fields}))
-
-
-def _open_terminal() -> TextIO | None:
-    """A second way to standard error; to be opened while pytest catches nothing, as at first."""
-    try:
-        return os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
-    except (AttributeError, OSError, ValueError):  # closed, or something that has no descriptor
-        return None

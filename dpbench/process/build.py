@@ -13,9 +13,8 @@ from dpbench.case import MIXED, TRANSFORMER, Case
 from dpbench.errors import ConfigurationError
 from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS
 from dpbench.training.base import Batch, TrainerBase
+from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 from dpbench.workloads.base import Workload, batches_of
-from dpbench.workloads.checkpointing import checkpoint_blocks
-from dpbench.workloads.trainable import choose_trainable
 
 SEED = 0
 """Every build of a case is the same: a profiler that needs several passes runs it again."""

@@ -19,7 +19,7 @@ from torch.profiler import schedule as torch_schedule
 from dpbench.case import OUTSIDE, Case
 from dpbench.process.build import build, pick_device
 from dpbench.process.schedule import Schedule
-from dpbench.process.step import Stopwatch, alone_on, describe
+from dpbench.process.step import PhaseTimes, alone_on, describe
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
 
@@ -78,7 +78,7 @@ def profile_case(
     planned = torch_schedule(**asdict(schedule))
     cycles = count()
 
-    def run(target: torch.device, spent: Stopwatch) -> dict[str, Any]:
+    def run(target: torch.device, spent: PhaseTimes) -> dict[str, Any]:
         trainer, batches = build(case, target, schedule.steps + 1)
         annotations = PhaseAnnotations(target)
         with profiler_of(

@@ -35,20 +35,6 @@ class OutOfMemory(DpbenchError):
     """The case does not fit the GPU."""
 
 
-class Stopwatch:
-    """What a process does with its time: seconds by name, one after the other."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since = time.monotonic()
-
-    def lap(self, name: str) -> float:
-        """What was done since the last call; returns its seconds."""
-        since, self._since = self._since, time.monotonic()
-        self.seconds[name] = self._since - since
-        return self.seconds[name]
-
-
 class NvtxRanges:
     """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in a domain of our own.
 
@@ -94,9 +80,9 @@ class PhaseTimes:
         self.marks: list[tuple[int, str, Any]] = []  # step, the phase that starts, when
         self.step = -1
 
-    def start_step(self) -> None:
+    def start_step(self, phase: str = OUTSIDE) -> None:
         self.step += 1
-        self.switch(OUTSIDE)
+        self.switch(phase)
 
     def switch(self, phase: str) -> None:
         if self.on_cuda:
@@ -146,9 +132,9 @@ def run_case(
         allocator had handed out at most during the active steps; null on the CPU.
     """
 
-    def run(target: torch.device, spent: Stopwatch) -> dict[str, Any]:
+    def run(target: torch.device, spent: PhaseTimes) -> dict[str, Any]:
         trainer, batches = build(case, target, warmup + active)
-        spent.lap("building")
+        spent.switch("warmup")
         for batch in batches[:warmup]:
             trainer.train_step(batch)
         times = PhaseTimes(target)
@@ -156,7 +142,7 @@ def run_case(
         if times.on_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        spent.lap("warmup")
+        spent.switch("active")
         for batch in batches[warmup:]:
             with observed_step(ranges or times):
                 loss = trainer.train_step(batch)
@@ -167,9 +153,8 @@ def run_case(
         record |= {"warmup": warmup, "active": active}
         record["phase_seconds"] = None if nvtx else times.seconds()
         record["peak_memory_bytes"] = torch.cuda.max_memory_allocated() if times.on_cuda else None
-        spent.lap("active")
+        spent.switch("after")
         record |= after(trainer, batches, record) if after else {}
-        spent.lap("after")
         return record
 
     return alone_on(case, pick_device(device), run)
@@ -185,20 +170,21 @@ def check_stepped(trainer: TrainerBase, active: int) -> None:
 
 
 def alone_on(
-    case: Case, device: torch.device, run: Callable[[torch.device, Stopwatch], dict[str, Any]]
+    case: Case, device: torch.device, run: Callable[[torch.device, PhaseTimes], dict[str, Any]]
 ) -> dict[str, Any]:
     """Run a case while no other dpbench process uses the GPU, and leave its memory free.
 
-    Returns the record that ``run`` does, with ``spent_seconds``: by what was done from when this
-    process asked for the GPU until it gave that back.
+    Returns the record that ``run`` does, with ``spent_seconds``: what this process did, as if these
+    were phases, from when it asked for the GPU until it gave that back.
     """
     # What a case needs is imported before it holds the GPU: others measure meanwhile.
     import_named(case)
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
-    spent = Stopwatch()
+    spent = PhaseTimes(torch.device("cpu"))
+    spent.start_step("waiting")
     with alone(device, case.id):  # before the first CUDA call
-        waited = spent.lap("waiting")
-        print(f"{MEASURING}, after {waited:.1f} s", file=sys.stderr, flush=True)
+        spent.switch("building")
+        print(MEASURING, file=sys.stderr, flush=True)
         try:
             record = run(device, spent)
         except Exception as error:
@@ -207,11 +193,12 @@ def alone_on(
                 raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
             raise
         finally:
+            spent.switch("freeing")
             if device.type == "cuda":  # before the next process gets the GPU
                 gc.collect()
                 torch.cuda.empty_cache()
-        spent.lap("freeing")
-    return {**record, "spent_seconds": spent.seconds}
+        spent.end_step()
+    return {**record, "spent_seconds": spent.seconds()[0]}
 
 
 def alone(device: torch.device, purpose: str) -> AbstractContextManager[None]:

@@ -99,7 +99,7 @@ class _Watching:
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **options: Any) -> Any:
-                if finder.quiet or (finder.idle and not begins):
+                if (finder.quiet and not is_backward) or (finder.idle and not begins):
                     return function(*args, **options)
                 if finder.idle and (before := finder.begin(in_backward=is_backward)):
                     try:

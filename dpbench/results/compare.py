@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, RATIO, ratio_name
+from dpbench.metrics import METRICS, RATIO, Metric
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
@@ -76,23 +76,28 @@ def other_baseline(before: Run, after: Run) -> str:
     )
 
 
-def check_comparable(before: Run, after: Run) -> None:
-    """Refuse to compare numbers with different premises."""
-    if not (before.sources and after.sources):
-        raise ConfigurationError("a run without a single row has nothing to compare")
-    instruments = [{name for _, name in run.sources} for run in (before, after)]
-    shared = instruments[0] & instruments[1]
-    agreed = {name for _, name in set(before.sources) & set(after.sources)}
-    if not agreed or shared != agreed:
-        old, new = (
-            "; ".join(
-                f"{', '.join(name for _, name in pairs)} on {device}"
-                for device, pairs in groupby(run.sources, key=itemgetter(0))
-            )
-            for run in (before, after)
-        )
-        remedy = "; --across compares devices all the same" if shared else ""
-        raise ConfigurationError(f"{old} and {new} are different premises{remedy}")
+def check_comparable(
+    before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
+) -> None:
+    """Refuse to compare numbers with different premises.
+
+    Args:
+        before: what is compared with.
+        after: each (device, instrument) of what is compared.
+        name: what that is called.
+        across: whether other devices are compared all the same.
+        option: what says so.
+    """
+    old, new = set(before.sources), set(after)
+    shared = {by for _, by in old} & {by for _, by in new}
+    if shared and (across or {by for _, by in old & new} == shared):
+        return
+    there, here = (
+        "; ".join(f"{by} on {device}" for device, by in side) or "nothing"
+        for side in (before.sources, after)
+    )
+    remedy = f"; {option} does it all the same" if shared and option else ""
+    raise ConfigurationError(f"{before.path} holds {there}, {name} {here}: not compared{remedy}")
 
 
 def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:
@@ -144,7 +149,6 @@ _SCALES = {
     "B": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
 }
-_UNITS = {unit: base for base, scales in _SCALES.items() for unit in scales}
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
 
@@ -156,8 +160,7 @@ class Threshold:
     """The change of one metric that is still no regression.
 
     Args:
-        metric: the metric, e.g. ``dram_bytes``, whose value or ratio is meant.
-        ratio: whether it is the metric's ratio to standard.
+        metric: a metric, e.g. ``dram_bytes``, or one's ratio to the baseline, ``dram_ratio``.
         phase: a phase, or ``"step"``.
         percent: of the value before, or None.
         amount: in the metric's unit, or None.
@@ -166,7 +169,6 @@ class Threshold:
     """
 
     metric: str
-    ratio: bool = False
     phase: str = STEP
     percent: float | None = None
     amount: float | None = None
@@ -181,26 +183,25 @@ class Threshold:
         if match is None:
             raise ConfigurationError(f"threshold {text!r}: write {SYNTAX}")
         name, phase, sign, *parts = match.groups()
-        metric, ratio = _resolve(name)
+        metric = METRICS.find(name)
+        if metric is None or metric.kind not in ("value", "ratio"):
+            hint = "or the ratio of one, such as dram_ratio; throughputs and spreads have no limit"
+            raise unknown("metric", name, METRICS, hint)
         if phase is not None and phase not in _PHASES:
             raise unknown("phase", phase, _PHASES)
         limits: dict[str, float] = {}
         for part in filter(None, parts):
-            kind, value = _limit(part, metric, ratio, text)
+            kind, value = _limit(part, metric, text)
             if kind in limits:
                 raise ConfigurationError(f"threshold {text!r} has two limits of one kind; {SYNTAX}")
             limits[kind] = value
-        return cls(metric, ratio, phase or STEP, two_sided=bool(sign), written=text, **limits)
+        return cls(metric.name, phase or STEP, two_sided=bool(sign), written=text, **limits)
 
-    @property
-    def name(self) -> str:
-        """The metric as a user names it, e.g. ``dram_ratio``."""
-        return ratio_name(self.metric) if self.ratio else self.metric
-
-    @property
-    def limit(self) -> str:
-        """The limit as it was written, e.g. ``±5%``."""
-        return self.written.rpartition(":")[2]
+    @cached_property
+    def of(self) -> str:
+        """The metric whose ratio it is about, if it is about one."""
+        found = METRICS.find(self.metric)
+        return found.of if found else ""
 
     def __str__(self) -> str:
         return self.written
@@ -211,26 +212,12 @@ class Threshold:
         change = after - before
         if self.two_sided:
             change = change.abs()
-        elif self.metric in METRICS and METRICS[self.metric].higher_is_better:
+        elif (metric := METRICS.find(self.metric)) and metric.higher_is_better:
             change = -change
         return allowed.to_frame("limit").assign(regressed=change > allowed)
 
 
-def _resolve(name: str) -> tuple[str, bool]:
-    """The metric that a name means, and whether its ratio is meant."""
-    if name in METRICS or ("__" in name and not name.endswith(RATIO)):
-        return name, False
-    if name.endswith(RATIO):
-        own = name.removesuffix(RATIO)
-        if metric := METRICS.of_ratio(name) or (own if own in METRICS or "__" in own else None):
-            return metric, True
-    if (total := re.sub("_bytes$", "_total_bytes", name)) in METRICS:  # of l2_bytes
-        return total, False
-    hint = "or the ratio of one, such as dram_ratio; throughputs and spreads have no limit"
-    raise unknown("metric", name, METRICS, hint)
-
-
-def _limit(text: str, metric: str, ratio: bool, whole: str) -> tuple[str, float]:
+def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
     """One part of a limit as the name of its field and its value."""
     [(written, unit)] = re.findall(rf"({_NUMBER})\s*(.*)", text.strip())
     number = float(written)
@@ -238,13 +225,12 @@ def _limit(text: str, metric: str, ratio: bool, whole: str) -> tuple[str, float]
         raise ConfigurationError(f"threshold {whole!r}: no number is as large as {written}")
     if unit == "%":
         return "percent", number
-    base = "B" if metric.endswith("_bytes") else "s" if metric.endswith("_seconds") else None
     if not unit:
         return "amount", number
-    if ratio or base is None or _UNITS.get(unit) != base:
-        allowed = ["%", *(_SCALES[base] if base and not ratio else ())]
+    scales = _SCALES.get(metric.unit, {})
+    if unit not in scales:
         raise ConfigurationError(
             f"threshold {whole!r}: {unit!r} is no unit of this metric; "
-            f"use {', '.join(allowed)}, or a plain number"
+            f"use {', '.join(['%', *scales])}, or a plain number"
         )
-    return "amount", number * _SCALES[base][unit]
+    return "amount", number * scales[unit]

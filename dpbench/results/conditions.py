@@ -42,7 +42,6 @@ class Conditions:
     workers: int = 0
     earlier_seconds: float = 0.0
     cases_asked: int = 0
-    not_measured: Mapping[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -77,7 +76,7 @@ class Conditions:
     ) -> dict[str, Any]:
         """The ``session`` part of a document that is written now."""
         seconds = max(0.0, time.monotonic() - self.began) + self.earlier_seconds
-        said = ("started", "workers", "cases_asked", "not_measured", "grid", "settings")
+        said = ("started", "workers", "cases_asked", "grid", "settings")
         return {
             **{name: copy(getattr(self, name)) for name in said},  # a hook may change them
             "seconds": round(seconds, 1),
@@ -100,12 +99,9 @@ def premise_differences(before: Run, after: Run) -> list[str]:
     What one of the two does not say is no difference, nor is an instrument that one lacks; the
     cases of a grid are named anyway.
     """
-    old, new = (
-        {k: v for k, v in _named(run.environment, run.session).items() if v is not None}
-        for run in (before, after)
-    )
-    shared = [name for name in old if name in new and not name.startswith("grid's ")]
-    return _differences({name: old[name] for name in shared}, {name: new[name] for name in shared})
+    old, new = (_named(run.environment, run.session) for run in (before, after))
+    both = [n for n in old if n[:7] != "grid's " and None not in (old[n], new.get(n))]
+    return _differences({name: old[name] for name in both}, {name: new[name] for name in both})
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

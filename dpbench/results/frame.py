@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
-from dpbench.metrics import METRICS, ratio_name
+from dpbench.metrics import METRICS, Kind, derived_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
@@ -28,62 +28,61 @@ def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
 
 
 def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with rows of metrics that are sums or shares added, step by step.
+    """The frame with rows of metrics that are sums or shares of others added, step by step.
 
-    A step that is in the frame twice, because its case was measured twice, has two totals.
+    A step that is in the frame twice, because its case was measured twice, has two of each.
     """
-    frame = pd.concat([frame, *_shares(frame)], ignore_index=True)
-    sums = {metric.name: metric.sum_of for metric in METRICS.values() if metric.sum_of}
-    pairs = [(part, total) for total, parts in sums.items() for part in parts]
-    parts = frame.merge(pd.DataFrame(pairs, columns=["metric", "total"]), on="metric")
-    keys = [c for c in frame.columns if c not in ("metric", "value")]
-    # Grouping by so many columns is what takes time here, so it happens once: by number after.
-    parts["step"] = parts.groupby(["total", *keys]).ngroup()
-    parts["again"] = parts.groupby(["step", "metric"]).cumcount()
-    parts = parts.sort_values(["step", "again"], kind="stable")
-    summands = parts.groupby(["step", "again"]).value
-    totals = parts.assign(metric=parts.total, value=summands.transform("sum"))
-    complete = summands.transform("size") == parts.total.map({t: len(m) for t, m in sums.items()})
-    totals = totals[complete & ~parts.duplicated(["step", "again"])]
-    return pd.concat([frame, totals[frame.columns]], ignore_index=True)
-
-
-def _shares(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """The rows of each metric that is the ratio of two."""
-    keys = [column for column in frame.columns if column not in ("metric", "value")]
-    present = set(frame.metric)
-    for metric in METRICS.values():
-        if not (metric.share_of and present.issuperset(metric.share_of)):
-            continue
-        rows = frame[frame.metric.isin(metric.share_of)]
-        rows = rows.assign(again=rows.groupby([*keys, "metric"]).cumcount())
-        part, whole = (rows[rows.metric == name] for name in metric.share_of)
-        both = part.merge(whole, on=[*keys, "again"], suffixes=("", "_of_whole"))
-        both = both[both.value_of_whole > 0]
-        both = both.assign(metric=metric.name, value=both.value / both.value_of_whole)
+    parts = {metric: {*metric.sum_of, *metric.share_of} for metric in METRICS.values()}
+    there = {*frame.metric}
+    made = [metric for metric, needed in parts.items() if needed and needed <= there]
+    needed = set().union(*(parts[metric] for metric in made))
+    rows = frame[frame.metric.isin([*needed, "range_time_seconds"])]
+    if rows.empty:
+        return frame
+    keys = [column for column in frame.columns if column not in ("metric", "value", "unit")]
+    rows = rows.assign(step=_numbered(rows, keys))
+    rows["again"] = rows.groupby(["step", "metric"]).cumcount()
+    rows = rows.set_index(["step", "again"])
+    steps = rows.loc[~rows.index.duplicated(), keys]
+    wide = rows.set_index("metric", append=True).value.unstack("metric").reindex(steps.index)
+    wide = wide.reindex(columns=[*needed, "range_time_seconds"])
+    added = []
+    for metric in made:
+        values = wide[[*metric.sum_of]].sum(axis="columns", skipna=False)
+        if metric.share_of:
+            part, whole = (wide[name] for name in metric.share_of)
+            values = part / whole.where(whole > 0)
         if metric.name == "gpu_busy_share":
-            both["value"] = _of_timed_steps(frame, both)
-        yield both[frame.columns]
+            values = _of_timed_steps(values, wide.range_time_seconds, steps, frame)
+        if not (values := values.dropna()).empty:
+            own = steps.loc[values.index]
+            added.append(own.assign(metric=metric.name, value=values, unit=metric.unit))
+    return pd.concat([frame, *added], ignore_index=True)[frame.columns]
 
 
-def _of_timed_steps(frame: pd.DataFrame, busy: pd.DataFrame) -> pd.Series[float]:
-    """Busy shares of whole steps as parts of the time of the steps that were timed, if any were.
+def _of_timed_steps(
+    shares: pd.Series[float], spans: pd.Series[float], steps: pd.DataFrame, frame: pd.DataFrame
+) -> pd.Series[float]:
+    """Busy shares of ranges; of whole steps, as parts of the time of steps that were timed.
 
     A step that is counted starts with an idle GPU and is waited for; while steps are timed the CPU
     launches the next one's work during the last. Where launches take long, that is a large part of
-    a counted step's time, and none of its busy time.
+    a counted step's time, and none of its busy time. Where no step was timed, nobody knows.
     """
     case = [*AXES, "instrument", "device"]
     timed = frame[(frame.metric == "step_time_seconds") & (frame.phase == STEP)]
-    times = timed.groupby(case).value.median()
-    spans = frame[frame.metric == "range_time_seconds"]
-    keys = [*case, "phase", "repeat", "again"]
-    spans = spans.assign(again=spans.groupby(keys[:-1]).cumcount()).set_index(keys)
-    ranges = busy[keys].join(spans.value.rename("span"), on=keys)
-    ranges = ranges.join(times.rename("timed"), on=case)
+    times = steps.join(timed.groupby(case).value.median().rename("timed"), on=case).timed
     # Two different steps: what is all busy may come out as a little more.
-    of_timed = (busy.value * ranges.span / ranges.timed).clip(upper=1.0)
-    return of_timed.where((busy.phase == STEP) & of_timed.notna(), busy.value)
+    return shares.where(steps.phase != STEP, (shares * spans / times).clip(upper=1.0))
+
+
+def _numbered(frame: pd.DataFrame, keys: Iterable[str]) -> pd.Series[int]:
+    """A number for each row, from 0 on, the same where the keys are.
+
+    To group by one column of numbers takes a fraction of the time of so many columns.
+    """
+    rows = list(zip(*(frame[key].tolist() for key in keys), strict=True))
+    return pd.Series(pd.factorize(pd.Series(rows, dtype=object))[0], frame.index)
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
@@ -97,12 +96,15 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """
     frame = with_totals(frame)
     keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
-    grouped = frame.groupby(keys, sort=False).value
-    summary = grouped.agg(["mean", "median", "min", "max", "count"]).reset_index()
+    number = _numbered(frame, keys)
+    found = frame.groupby(number).value.agg(["mean", "median", "min", "max", "count"])
+    summary = frame.loc[~number.duplicated(), keys].reset_index(drop=True).join(found)
     middle = [metric.name for metric in METRICS.values() if metric.middle]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     summary["value"] = summary["mean"].where(~summary.metric.isin(middle), summary["median"])
-    steps = _steps(summary)
+    like = _numbered(summary, (key for key in keys if key != "phase"))
+    # Apart, for whole steps can be counted more often.
+    steps = summary.groupby([like, summary.phase == STEP])["count"].transform("max")
     partial = (summary["count"] < steps) & ~summary.metric.isin(whole)
     summary.loc[partial, "min"] = 0.0
     summary.loc[partial, "value"] = summary["mean"] * summary["count"] / steps
@@ -119,18 +121,6 @@ def of_one_instrument(summary: pd.DataFrame) -> pd.DataFrame:
     return summary.loc[first.drop_duplicates(keys).index.sort_values()]
 
 
-def _steps(summary: pd.DataFrame) -> pd.Series[int]:
-    """For each row, over how many steps its like was counted; 0 where no whole step was.
-
-    Whole steps can be counted more often than phases.
-    """
-    like = summary.groupby([*AXES, "instrument", "metric", "unit", "device"]).ngroup()
-    is_step, counts = summary.phase == STEP, summary["count"].astype(float)
-    whole = counts.where(is_step).groupby(like).transform("max")
-    parts = counts.mask(is_step).groupby(like).transform("max")
-    return whole.where(is_step | (whole < parts), parts.where(whole.notna())).fillna(0).astype(int)
-
-
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """A summary with the column ``ratio``: value over that of the same cell's ``baseline``.
 
@@ -138,11 +128,14 @@ def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.D
     it moved nothing.
     """
     keys = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
-    divisors = summary[summary.trainer == baseline][[*keys, "value"]]
-    divisors = divisors.rename(columns={"value": "divisor"})
-    merged = summary.merge(divisors, on=keys, how="left", validate="m:1")
-    merged["ratio"] = merged.value / merged.divisor.where(merged.divisor != 0)
-    return merged.drop(columns="divisor").assign(baseline=baseline)
+    divisor = _beside(summary, summary[summary.trainer == baseline], keys)
+    return summary.assign(ratio=summary.value / divisor.where(divisor != 0), baseline=baseline)
+
+
+def _beside(rows: pd.DataFrame, others: pd.DataFrame, keys: list[str]) -> pd.Series[float]:
+    """For each row the value of the other with the same keys; NaN where there is none."""
+    values = others.set_index(keys).value.rename("beside")
+    return rows.join(values, on=keys, validate="m:1").beside
 
 
 def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
@@ -156,10 +149,17 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
         named = pd.MultiIndex.from_frame(frame[wrong][keys])
         frame = frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
     summary = with_ratios(summarise(frame), baseline)
-    ratios = summary[(summary.trainer != baseline) & summary.ratio.notna()]
-    names = {metric: ratio_name(metric) for metric in ratios.metric.unique()}
-    ratios = ratios.assign(metric=ratios.metric.map(names), value=ratios.ratio, unit="1")
-    return pd.concat([summary, ratios], ignore_index=True)[[*keys, "unit", "value"]]
+    ratios = derived(summary[summary.trainer != baseline], "ratio")
+    found = pd.concat([summary, ratios])[[*keys, "unit", "value"]]
+    return found.sort_values(keys, ignore_index=True)
+
+
+def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
+    """A column of a summary as rows of metrics, e.g. ``ratio`` of DRAM bytes as ``dram_ratio``."""
+    known = summary[summary[kind].notna()]
+    names = {metric: derived_name(metric, kind) for metric in known.metric.unique()}
+    unit = known.unit if kind == "logical" else "1"
+    return known.assign(metric=known.metric.map(names), value=known[kind], unit=unit, kind=kind)
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
@@ -171,19 +171,12 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     0, and in the rows of logical counting itself.
     """
     by_hardware = summary.instrument != "logical"
-    if by_hardware.all() or not by_hardware.any():
-        return summary.assign(logical=np.nan, over_logical=np.nan)
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
-    measured = summary.assign(counterpart=summary.metric.map(said).where(by_hardware))
-    counted = summary[~by_hardware][[*AXES, "phase", "metric", "value"]]
-    merged = measured.merge(
-        counted.rename(columns={"metric": "counterpart", "value": "logical"}),
-        on=[*AXES, "phase", "counterpart"],
-        how="left",
-        validate="m:1",
-    )
-    merged["over_logical"] = merged.value / merged.logical.where(merged.logical != 0)
-    return merged.drop(columns="counterpart")
+    wanted = summary.metric.map(said).where(by_hardware).astype(object)
+    keys = [*AXES, "phase", "metric"]
+    logical = _beside(summary.assign(metric=wanted), summary[~by_hardware], keys)
+    over = summary.value / logical.where(logical != 0)
+    return summary.assign(logical=logical, over_logical=over)
 
 
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
@@ -193,24 +186,19 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     the instrument column says so.
     """
     of_case, step = [*AXES, "device"], summary[summary.phase == STEP]
-    times = step[(step.metric == "step_time_seconds") & step.instrument.isin(["timing", "cupti"])]
+    times = step[step.metric == "step_time_seconds"]
     counted = step[(step.unit == "B") & (step.metric != "peak_memory_bytes")]
-    counted = counted[counted.instrument.isin(["ncu", "cupti"])]
-    if times.empty or counted.empty:
-        return step[:0]
-    times = times.sort_values("instrument", ascending=False, kind="stable")  # timing's first
-    times = times.set_index(of_case)[["value", "instrument"]].add_prefix("time_")
-    by = [counted[counted.instrument == name].join(times, on=of_case) for name in ("ncu", "cupti")]
-    by[1] = by[1][by[1].time_instrument == "cupti"]
-    rates = pd.concat([each.dropna(subset="time_value") for each in by], ignore_index=True)
-    rates = rates.drop_duplicates([*of_case, "instrument", "metric"])
-    return rates.assign(
-        value=rates.value / rates.time_value,
-        metric=rates.metric.str.replace("_bytes", "_throughput"),
-        unit="B/s",
-        instrument=rates.instrument + " bytes / " + rates.time_instrument + " seconds",
-        spread=float("nan"),
-    ).drop(columns=["time_value", "time_instrument"])
+    rates = []
+    for counts, measures in (("ncu", "timing"), ("ncu", "cupti"), ("cupti", "cupti")):
+        seconds = times[times.instrument == measures].set_index(of_case).value.rename("seconds")
+        rows = counted[counted.instrument == counts].join(seconds, on=of_case, how="inner")
+        by = f"{counts} bytes / {measures} seconds"
+        rates.append(rows.assign(value=rows.value / rows.seconds, by=by))
+    found = pd.concat(rates, ignore_index=True)
+    found = found.drop_duplicates([*of_case, "instrument", "metric"])
+    names = found.metric.str.replace("_bytes", "_throughput")
+    found = found.assign(metric=names, unit="B/s", instrument=found.by, spread=float("nan"))
+    return found.drop(columns=["seconds", "by"])
 
 
 # --- the account of a step ----------------------------------------------------------------------
@@ -248,11 +236,19 @@ def account(frame: pd.DataFrame) -> pd.DataFrame | None:
     Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
     ``share`` (the remainder over the step's range). None if one of the numbers is not there.
     """
-    instruments = {instrument for instrument, _ in ACCOUNT_COLUMNS.values()}
-    summary = summarise(frame[frame.instrument.isin(instruments)])
-    parts = {name: _by_phase(summary, *source) for name, source in ACCOUNT_COLUMNS.items()}
-    if summary.device.nunique() != 1 or any(part is None for part in parts.values()):
+    known = {metric for _, metrics in ACCOUNT_COLUMNS.values() for metric in metrics}
+    summary = summarise(frame[frame.instrument.isin({by for by, _ in ACCOUNT_COLUMNS.values()})])
+    summary = summary[summary.metric.isin(known)]
+    if summary.device.nunique() != 1:
         return None
+    parts = {}
+    for name, (instrument, metrics) in ACCOUNT_COLUMNS.items():
+        rows = summary[summary.instrument == instrument]
+        wide = rows.pivot(index="phase", columns="metric", values="value")
+        wide = wide.reindex(columns=[*metrics]).fillna({OTHER_COPIES: 0.0})
+        parts[name] = wide.sum(axis="columns", skipna=False)
+        if STEP not in wide.index or parts[name].isna().any():
+            return None
     # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
     # clipping has copies and no kernel. That the instrument saw the step is checked.
     table = pd.DataFrame(parts).fillna(0.0)
@@ -260,21 +256,6 @@ def account(frame: pd.DataFrame) -> pd.DataFrame | None:
     ranges = table.range_read + table.range_written
     counted = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
     return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])
-
-
-def _by_phase(
-    summary: pd.DataFrame, instrument: str, metrics: tuple[str, ...]
-) -> pd.Series[float] | None:
-    """The sum of an instrument's metrics by phase; None if one of its phases lacks one."""
-    known = {
-        metric for by, names in ACCOUNT_COLUMNS.values() if by == instrument for metric in names
-    }
-    rows = summary[(summary.instrument == instrument) & summary.metric.isin(known)]
-    wide = rows.pivot(index="phase", columns="metric", values="value").reindex(columns=[*metrics])
-    needed = wide.drop(columns=OTHER_COPIES, errors="ignore")
-    if STEP not in wide.index or needed.isna().any(axis=None):
-        return None
-    return wide.sum(axis="columns")
 
 
 def in_cache(account: pd.DataFrame) -> bool:

@@ -24,7 +24,7 @@ from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
-Asked = Collection[tuple[Case, str]]
+CasesAsked = Collection[tuple[Case, str]]
 """The cases that a session was asked to measure, each with the name of an instrument."""
 
 NAMED = 10
@@ -80,7 +80,7 @@ def judge(
     after: Run,
     limits: Sequence[Threshold] = (),
     *,
-    asked: Asked | None = None,
+    asked: CasesAsked | None = None,
     across: bool = False,
     first_run_ok: bool = False,
 ) -> Verdict:
@@ -95,7 +95,8 @@ def judge(
         first_run_ok: what the reference lacks may be measured for the first time.
     """
     old, new = pairs(before, after, across=across)
-    sides = _Sides(before, after, old, new, asked, across, first_run_ok)
+    known = None if asked is None else {*asked}
+    sides = _Sides(before, after, old, new, known, across, first_run_ok)
     judged = [pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])]
     unjudged: list[Unjudged] = []
     for limit in limits:
@@ -127,7 +128,7 @@ class _Sides:
     after: Run
     old: pd.DataFrame
     new: pd.DataFrame
-    asked: Asked | None
+    asked: CasesAsked | None
     across: bool
     first_run_ok: bool
 
@@ -135,6 +136,11 @@ class _Sides:
     def inside(self) -> pd.DataFrame:
         """The numbers of the reference that were asked for."""
         return self._asked_for(self.old)
+
+    @cached_property
+    def first(self) -> pd.DataFrame:
+        """Those that were asked for and that the reference lacks."""
+        return self._asked_for(self.new)
 
     def _asked_for(self, rows: pd.DataFrame) -> pd.DataFrame:
         if self.asked is None:
@@ -147,54 +153,54 @@ class _Sides:
     ) -> Iterator[Unjudged]:
         """What a limit had to judge and did not, or that it judged nothing at all."""
         yield from _by_reason(limit, missing, self._lost)
-        yield from _by_reason(limit, judged, self._cut_short)
-        first = _about(self._asked_for(self.new), limit)
+        yield from _by_reason(limit, judged[judged.workload == SCRIPT], self._cut_short)
+        first = _about(self.first, limit)
         unknown = [] if self.first_run_ok else list(_by_reason(limit, first, self._new))
         yield from unknown
         is_first = bool(unknown) or (self.first_run_ok and not first.empty)
         if judged.empty and missing.empty and not is_first:
             where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-            why = f"neither {self.before.name} nor {self.after.name} has {limit.name} {where}"
-            if limit.ratio and (other := other_baseline(self.before, self.after)):
+            why = f"neither {self.before.name} nor {self.after.name} has {limit.metric} {where}"
+            if limit.of and (other := other_baseline(self.before, self.after)):
                 why = other
             elif names := _ids(_about(self.old, limit)):
-                why = f"{self.before.name} has {limit.name} {where} of {listed(names)} only, which "
+                why = (
+                    f"{self.before.name} has {limit.metric} {where} of {listed(names)} only, which "
+                )
                 why += "was not asked for"
             yield Unjudged(str(limit), (), why)
 
     def _lost(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Why a number of the reference is not there any more."""
-        after, by = self.after.name, self.after.places.get(case, {})
-        for outcome in self.after.outcomes:
-            if outcome.case == case and outcome.error:
-                return f"{'skipped' if outcome.skipped else 'failed'} in {after}: {outcome.error}"
-        if not by:
-            return f"not in {after}"
-        if instrument not in by:
-            return f"without {instrument} in {after}"
-        if not self.across and device not in by[instrument]:
-            return f"on {listed(by[instrument])} in {after}, not on {device}"
-        return self._lacking(limit, case, instrument, self.after)
+        return self._lacking(self.after, limit, case, instrument, device)
 
     def _new(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Why a number has nothing to be judged by; empty if it need not be judged."""
         devices = self.before.places.get(case, {}).get(instrument, ())
         if not devices or not (self.across or device in devices):
             return "" if self.asked is None else f"nothing to compare with in {self.before.name}"
-        return self._lacking(limit, case, instrument, self.before)
+        return self._lacking(self.before, limit, case, instrument, device)
 
-    def _lacking(self, limit: Threshold, case: Case, instrument: str, run: Run) -> str:
-        """What a run lacks that has the case by this instrument."""
-        if limit.ratio and _lacks_baseline(run, case, instrument):
+    def _lacking(self, run: Run, limit: Threshold, case: Case, instrument: str, device: str) -> str:
+        """Why a run has no such number."""
+        for outcome in run.outcomes:
+            if outcome.case == case and outcome.error:
+                return (
+                    f"{'skipped' if outcome.skipped else 'failed'} in {run.name}: {outcome.error}"
+                )
+        by = run.places.get(case, {})
+        if instrument not in by:
+            return f"{f'without {instrument}' if by else 'not'} in {run.name}"
+        if not self.across and device not in by[instrument]:
+            return f"on {listed(by[instrument])} in {run.name}, not on {device}"
+        if limit.of and _lacks_baseline(run, case, instrument):
             needed = _baseline(run, case).id
             return f"the ratio needs its baseline {needed}, which is not in {run.name}"
         phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
-        return f"no {limit.name} by {instrument}{phase} in {run.name}"
+        return f"no {limit.metric} by {instrument}{phase} in {run.name}"
 
     def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
         """Whether a script ended before all steps were counted that the reference has of it."""
-        if case.workload != SCRIPT:
-            return ""
         (asked, there), (again, here) = (
             _steps_of(run, case, instrument) for run in (self.before, self.after)
         )
@@ -211,12 +217,14 @@ class _Sides:
         if other := other_baseline(self.before, self.after):
             yield other
         old, new = (_subjects(run) for run in (self.before, self.after))
-        asked = self._asked_for(old)
-        if names := _with_instruments(_without(old, asked), asked):
+        asked, also = (
+            [each for each in subjects if self.asked is None or each in self.asked]
+            for subjects in (old, new)
+        )
+        if names := _missing(old, asked):
             yield f"not asked for, and so not compared: {listed(names)}"
-        for name, mine, others in ((after, asked, new), (before, self._asked_for(new), old)):
-            missing = _without(mine, others)
-            if names := _with_instruments(missing, _without(mine, missing)):
+        for name, mine, others in ((after, asked, new), (before, also, old)):
+            if names := _missing(mine, others):
                 yield f"not in {name}: {listed(names)}"
         lost = self.old[self.old.shared & self.old.after.isna()]
         gone = _without_baseline(lost)
@@ -240,7 +248,7 @@ class _Sides:
 
 
 def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
-    return numbers[(numbers.metric == limit.name) & (numbers.phase == limit.phase)]
+    return numbers[(numbers.metric == limit.metric) & (numbers.phase == limit.phase)]
 
 
 def _lacks_baseline(run: Run, case: Case, instrument: str) -> bool:
@@ -265,23 +273,18 @@ def _ids(rows: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(case.id for case, _ in _by_case(rows)))
 
 
-def _subjects(run: Run) -> pd.DataFrame:
+def _subjects(run: Run) -> list[tuple[Case, str]]:
     """Each case that has rows, by each instrument."""
-    return run.frame[[*AXES, "instrument"]].drop_duplicates()
+    return [(case, instrument) for case, by in run.places.items() for instrument in by]
 
 
-def _without(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """The rows that others lack."""
-    mine, theirs = (pd.MultiIndex.from_frame(each) for each in (rows, others))
-    return rows[~mine.isin(theirs)]
-
-
-def _with_instruments(rows: pd.DataFrame, others: pd.DataFrame) -> list[str]:
-    """The cases of rows; with the instruments where the others have the case by another one."""
-    partly, named = set(_ids(others)), dict[str, list[str]]()
-    for case, row in _by_case(rows):
-        named.setdefault(case.id, []).append(row["instrument"])
-    return [f"{case} ({', '.join(by)})" if case in partly else case for case, by in named.items()]
+def _missing(mine: Sequence[tuple[Case, str]], others: Collection[tuple[Case, str]]) -> list[str]:
+    """The cases that others lack; with the instruments where they have it by another one."""
+    partly, named = {case for case, _ in {*mine} & {*others}}, dict[Case, list[str]]()
+    for case, instrument in mine:
+        if (case, instrument) not in others:
+            named.setdefault(case, []).append(instrument)
+    return [f"{c.id} ({', '.join(by)})" if c in partly else c.id for c, by in named.items()]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -315,14 +318,14 @@ def _baselines_that_moved(
 ) -> Iterator[str]:
     """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
     keys = [*CONFIGURATION, "instrument", "device", "phase"]
-    for limit in (each for each in limits if each.ratio):
-        own = changes[(changes.metric == limit.metric) & (changes.trainer == after.baseline)]
+    for limit in (each for each in limits if each.of):
+        own = changes[(changes.metric == limit.of) & (changes.trainer == after.baseline)]
         both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
         moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
         for case, row in _by_case(moved.drop_duplicates(keys)):
             where = "" if limit.phase == STEP else f"@{limit.phase}"
             yield (
-                f"{limit}: the baseline itself moved by more than that: {limit.metric}{where} of "
+                f"{limit}: the baseline itself moved by more than that: {limit.of}{where} of "
                 f"{_baseline(after, case).id} {row['relative_own']:+.2%}"
             )
 

@@ -13,7 +13,7 @@ from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
 from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement, as_rows, case_of
+from dpbench.results.rows import SCHEMA, Measurement, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,7 +80,7 @@ class Outcome:
             name: tuple(map(kind.from_row, data.get(name, ()))) for name, kind in made.items()
         }
         known |= {name: tuple(data.get(name, ())) for name in ("instruments", "notes", "tests")}
-        return cls(**known | {"case": case_of(data["case"])})
+        return cls(**known | {"case": Case.from_row(data["case"])})
 
 
 def document(
@@ -93,12 +93,10 @@ def document(
     cases = []
     for outcome in outcomes:
         data = outcome.as_json()
-        for part in ("rows", "log_tail", *PARTS):
-            del data[part]
-        for of_tests in ("extra_info", "tests"):
-            if not data[of_tests]:
-                del data[of_tests]
-        cases.append({**data.pop("case"), **data})
+        left_out = {"case", "rows", "log_tail", *PARTS}
+        left_out |= {of_tests for of_tests in ("extra_info", "tests") if not data[of_tests]}
+        said = {name: value for name, value in data.items() if name not in left_out}
+        cases.append(data["case"] | said)
     return {
         "schema": SCHEMA,
         "environment": dict(environment),
@@ -229,7 +227,7 @@ class OutcomeStore:
         """Take over an outcome that was measured elsewhere."""
         self.once(outcome.case, lambda case: outcome, by=outcome.instruments)
 
-    def lock(self) -> AbstractContextManager[bool]:
+    def lock(self) -> AbstractContextManager[int | None]:
         """A lock for what the session's processes write together."""
         return locked(self.directory / "session.lock")
 

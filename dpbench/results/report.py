@@ -152,14 +152,11 @@ class CaseReport:
                 f"{self.case.id} and {baseline.case.id} differ in more than the trainer; "
                 f"a ratio between them would compare different work"
             )
-        places = [{*self.frame.device}, {*baseline.frame.device}]
-        if places[0] & places[1]:
-            row, other = self._row(metric, phase), baseline._row(metric, phase)
-            places = [{row.device}, {other.device}]
-        if places[0] != places[1]:
+        row, other = self._row(metric, phase), baseline._row(metric, phase)
+        if row.device != other.device:
             raise ConfigurationError(
                 f"{self.case.id} and {baseline.case.id} were measured on different devices, "
-                f"{' and '.join(sorted(set.union(*places)))}"
+                f"{' and '.join(sorted((row.device, other.device)))}"
             )
         if other.value == 0:
             raise ConfigurationError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any
 
-from dpbench.case import ADDED, AXES, Case
+from dpbench.case import AXES, Case
 
 SCHEMA = 1
 """Version of the JSON documents; raised when a field changes its meaning."""
@@ -54,7 +53,7 @@ class Measurement:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
         """The inverse of `as_row`."""
-        return cls(case_of(row), **{name: row[name] for name in OWN_COLUMNS})
+        return cls(Case.from_row(row), **{name: row[name] for name in OWN_COLUMNS})
 
 
 OWN_COLUMNS = [field.name for field in fields(Measurement) if field.name != "case"]
@@ -62,15 +61,6 @@ OWN_COLUMNS = [field.name for field in fields(Measurement) if field.name != "cas
 
 COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
-
-
-_case = cache(Case)
-
-
-def case_of(row: Mapping[str, Any]) -> Case:
-    """The case of a row, made once however many rows it has."""
-    known = {**ADDED, **row}
-    return _case(*(known[axis] for axis in AXES))
 
 
 def as_rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:

@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, baseline_of
-from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows, case_of
+from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 ROWS = b'\n "rows":'
 """Where a document goes on with what was measured; `dpbench.results.outcome` writes it so."""
 
-_DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
 _CONTROL = re.compile(r"(\\\\)|\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|[\x7f-\x9f]", re.I)
 """A character that a terminal obeys, as JSON spells it; an escaped backslash is none."""
 
@@ -61,21 +60,16 @@ class Run:
     def load_head(cls, path: Path) -> Run:
         """Read what a list says of a run: all but what was measured, and on which devices.
 
-        A document names its devices before its rows; of an older one the rows are searched.
+        A document names its devices before its rows; one that does not is read whole.
         """
         with _naming(path):
             data = path.read_bytes()
-        head, is_ours, _ = data.partition(ROWS)
-        if not is_ours or not data.rstrip().endswith(b"}"):  # another's, or cut off
-            return cls.load(path)
-        with _naming(path):
-            document = _parsed(head.rstrip().rstrip(b",") + b', "rows": []}')
-            devices = document.get("devices")
-            if devices is None:
-                devices = [json.loads(text) for text in set(_DEVICE.findall(data))]
-            run = cls(path, document)
-            vars(run)["devices"] = tuple(sorted(map(printable, devices)))
-        return run
+            head, is_ours, _ = data.partition(ROWS)
+            if is_ours and b'\n "devices":' in head and data.rstrip().endswith(b"}"):
+                run = cls(path, _parsed(head.rstrip().rstrip(b",") + b', "rows": []}'))
+                vars(run)["devices"] = tuple(sorted(map(printable, run.document["devices"])))
+                return run
+        return cls.load(path)  # of an older version, another's, or cut off
 
     @classmethod
     def of(
@@ -176,14 +170,14 @@ class Run:
         """What became of each case, in the order of the document."""
         rows: dict[Case, dict[str, list[Any]]] = defaultdict(dict)
         for row in self.document["rows"]:
-            rows[case_of(row)].setdefault(row["instrument"], []).append(row)
+            rows[Case.from_row(row)].setdefault(row["instrument"], []).append(row)
         parts: dict[tuple[str, Case], list[Any]] = defaultdict(list)
         for part in PARTS:
             for entry in self.document.get(part, ()):
-                parts[part, case_of(entry)].append(entry)
+                parts[part, Case.from_row(entry)].append(entry)
         outcomes = []
         for data in self.document.get("cases", ()):
-            case = case_of(data)
+            case = Case.from_row(data)
             # Documents of older versions do not say by which instruments: then by all.
             names = data.get("instruments") or [*rows[case]]
             lists = {"rows": [row for name in names for row in rows[case].pop(name, ())]}
@@ -200,12 +194,8 @@ class Run:
 # --- reading a file --------------------------------------------------------------------------
 
 
-_WRONG = (ArithmeticError, AttributeError, TypeError, ValueError)
+_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a value of the wrong kind leads to."""
-
-
-class _Newer(Exception):
-    """The document is of a later version."""
 
 
 @contextmanager
@@ -213,14 +203,10 @@ def _naming(path: Path) -> Iterator[None]:
     """Turn what goes wrong with a document into one line that names its file."""
     try:
         yield
-    except OSError as error:
-        raise ConfigurationError(f"run file {path}: {error.strerror}") from error
-    except _Newer as error:
-        raise ConfigurationError(f"run file {path} has {error}; upgrade dpbench") from error
-    except KeyError as error:
-        raise ConfigurationError(f"run file {path} is damaged: lacks {error}") from error
-    except (ConfigurationError, RuntimeError, *_WRONG) as error:
-        raise ConfigurationError(f"run file {path} is damaged: {error}") from error
+    except (OSError, ConfigurationError, RuntimeError, *_WRONG) as error:
+        why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        why = str(error.strerror) if isinstance(error, OSError) else why
+        raise ConfigurationError(f"run file {path} cannot be read: {why}") from error
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -231,13 +217,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if type(schema) is not int or schema < 1:
         raise ValueError("no document of dpbench")
     if schema > SCHEMA:
-        raise _Newer(f"schema {schema}, and this dpbench reads up to {SCHEMA}")
-    session = document.get("session", {})
-    for part, kind in (("environment", dict), ("session", dict), ("rows", list), ("cases", list)):
-        if not isinstance(document.get(part, kind()), kind):
-            raise TypeError(f"{part} cannot be {document[part]!r:.40}")
-    if session.get("status", COMPLETE) not in STATUSES:
-        raise ValueError(f"session.status cannot be {session['status']!r}")
+        raise ValueError(f"schema {schema}, this dpbench reads up to {SCHEMA}; upgrade dpbench")
+    if (status := document.get("session", {}).get("status", COMPLETE)) not in STATUSES:
+        raise ValueError(f"session.status cannot be {status!r}")
     for part in ("rows", "cases", *PARTS):
         for entry in document.get(part, ()):
             entry.update(ADDED | entry)
@@ -249,28 +231,18 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import numpy as np
     import pandas as pd
 
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    for column in COLUMNS if rows else ():
-        allowed = ["integer" if column in (*COUNTS, "repeat") else "string"]
-        if column == "value":
-            allowed = ["integer", "floating", "mixed-integer-float"]
-        kind = pd.api.types.infer_dtype(frame[column])
-        if frame[column].hasnans or kind not in allowed:
-            raise TypeError(f"a row lacks {column!r}, or it is of the wrong kind")
+    frame = pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
+    if lacking := [column for column in COLUMNS if frame[column].hasnans]:
+        raise TypeError(f"a row lacks {lacking[0]!r}")
     for axes in frame[list(AXES)].drop_duplicates().itertuples(index=False, name=None):
         Case(*axes)
-    frame["value"] = frame.value.astype(float)
     keys = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
     said = frame.drop_duplicates([*keys, "value", "unit"])
-    metrics = METRICS.values()
-    units = frame.metric.map({metric.name: metric.unit for metric in metrics})
-    never_negative = {metric.name for metric in metrics if not metric.may_fall}
+    units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
     wrong = {
         "the phase {phase!r}": ~frame.phase.isin((STEP, *ALL_PHASES)),
-        "the repeat {repeat}": frame.repeat < 0,
         "the unit {unit!r}": units.notna() & (units != frame.unit),
-        "the value {value}": ~np.isfinite(frame.value)
-        | ((frame.value < 0) & frame.metric.isin(never_negative)),
+        "the value {value}": ~np.isfinite(frame.value),
         "a second value, {value},": frame.index.isin(said.index[said.duplicated(keys)]),
     }
     for what, where in wrong.items():

@@ -21,9 +21,6 @@ from dpbench.results.run import Run
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
 
-LONGEST = 100
-"""Letters of a folder's name; a file system allows 255."""
-
 LOOKED_AT = 20
 """How many runs are read, from the newest on, to find a reference that has everything."""
 
@@ -34,8 +31,7 @@ def folder_name(device: str | None) -> str:
     """The folder for a device, e.g. ``NVIDIA-H200``; None stands for no hardware."""
     if not device:
         return LOGICAL
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.")
-    return name[:LONGEST].rstrip("-.") or "gpu"
+    return re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.") or "gpu"
 
 
 class Storage:
@@ -59,12 +55,8 @@ class Storage:
                     paths += (path for path in folder.iterdir() if _FILE.fullmatch(path.name))
         except FileNotFoundError:
             pass  # nothing was saved yet
-        except NotADirectoryError as error:
-            raise ConfigurationError(f"storage {self.directory} is no directory") from error
         except OSError as error:
-            raise ConfigurationError(
-                f"storage {error.filename} cannot be read: {error.strerror}"
-            ) from error
+            raise ConfigurationError(f"storage cannot be read: {in_words(error)}") from error
         return sorted(paths, key=lambda path: (_number(path), path.name))
 
     def listing(self) -> tuple[list[Run], list[str]]:
@@ -280,17 +272,15 @@ class RunFile:
 
         One in which no case stands is removed.
         """
-        what, held = in_words(error), 0
-        try:
-            held = len(Run.load(self.path).outcomes)
-            if not held:
+        what = in_words(error)
+        with suppress(ConfigurationError):  # gone, or out of reach
+            if held := len(Run.load(self.path).outcomes):
+                what += f"; the file holds {held} case{'s' if held > 1 else ''}"
+            else:
                 self.path.unlink()
-        except ConfigurationError:  # gone, or out of reach
-            return what
-        finally:
-            self.close()
-        cases = f"the file holds {held} case{'s' if held > 1 else ''}"
-        return f"{what}; {cases if held else 'nothing is saved'}"
+                what += "; nothing is saved"
+        self.close()
+        return what
 
     def discard(self) -> None:
         """Remove the file, and let go of it."""

@@ -30,8 +30,10 @@ def recorded_tables(frame: pd.DataFrame) -> list[Table]:
     tables, keys = [], [*AXES, "device"]
     recorders = (("torch_profiler", "PyTorch profiler", _profile_table),)
     for instrument, name, table in (*recorders, ("nsys", "Nsight Systems", _usage_table)):
-        rows = summarise(frame[frame.instrument == instrument])
-        for values, of_case in rows.groupby(keys, sort=False):
+        rows = frame[frame.instrument == instrument]
+        if rows.empty:
+            continue
+        for values, of_case in summarise(rows).groupby(keys, sort=False):
             wide = of_case.pivot(index="phase", columns="metric", values="value")
             title = title_of(dict(zip(keys, values, strict=True)))
             tables.append(table(f"{title}: {name}, per step", wide))

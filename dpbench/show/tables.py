@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in, unusual
-from dpbench.metrics import EXPECTED_BY, METRICS, ratio_name
+from dpbench.metrics import (
+    DERIVED,
+    EXPECTED_BY,
+    LARGEST_SPREAD,
+    METRICS,
+    STANDARD,
+    Metric,
+    derived_name,
+)
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
+    derived,
     of_one_instrument,
     summarise,
     throughputs,
@@ -28,17 +34,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import (
-    HEADERS,
-    NAME,
-    OF_TESTS,
-    PARAM,
-    Column,
-    View,
-    column,
-    rates,
-    shown_by_default,
-)
+from dpbench.show.view import NAME, OF_TESTS, PARAM, View, column, shown_by_default
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -56,22 +52,26 @@ AGAINST_LOGICAL = (
 
 
 def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """The summary of a long table with everything that a table can show.
+    """The summary of a long table with a row for everything that a table can show.
 
-    Throughputs included; with the columns of `with_ratios` and `with_logical`. ``spread`` is NaN
-    where there was one step; ``has_baseline`` says whether the baseline was measured in
-    the cell, ``in_cache`` whether the case moves so little that DRAM ratios mean nothing.
+    What follows from a number has rows of its own: their column ``kind`` says how.
+    ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
+    case moves so little that DRAM ratios mean nothing.
     """
     summary = of_one_instrument(summarise(frame))
-    rates = throughputs(summary)
-    if not rates.empty:
-        summary = pd.concat([summary, rates], ignore_index=True)
-    summary["spread"] = summary.spread.where(summary.repeats > 1)
-    summary = with_logical(with_ratios(summary, baseline))
-    dram_step = (summary.metric == "dram_bytes") & (summary.phase == STEP)
-    return summary.assign(
-        has_baseline=_in_any(summary.trainer == baseline, summary, CONFIGURATION),
-        in_cache=_in_any(dram_step & (summary.value < IN_CACHE_BYTES), summary, AXES),
+    rates = throughputs(summary).assign(kind="throughput")
+    summary = with_logical(with_ratios(summary, baseline)).assign(kind="value")
+    summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
+    trusted = [metric.name for metric in METRICS.values() if metric.spread]
+    spreads = derived(summary[summary.metric.isin(trusted)], "spread")
+    largest = spreads.sort_values("value", ascending=False, kind="stable")
+    largest = largest.assign(metric=LARGEST_SPREAD.name).drop_duplicates([*AXES, "device", "phase"])
+    parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
+    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
+    dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
+    return rows.assign(
+        has_baseline=_in_any(rows.trainer == baseline, rows, CONFIGURATION),
+        in_cache=_in_any(dram_step & (rows.value < IN_CACHE_BYTES), rows, AXES),
     )
 
 
@@ -135,19 +135,18 @@ class Group:
         return self.frame[self.frame.phase == self.phase]
 
     @cached_property
-    def rows(self) -> dict[tuple[str, str], list[dict[Any, Any]]]:
-        """The rows by phase and metric."""
-        rows: dict[tuple[str, str], list[dict[Any, Any]]] = defaultdict(list)
-        for row in self.frame.to_dict("records"):
-            rows[row["phase"], row["metric"]].append(row)
-        return rows
+    def numbers(self) -> dict[tuple[str, str], list[tuple[str, float, str]]]:
+        """The label, value and unit of each case, by phase and metric."""
+        found: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
+        columns = self.frame[["phase", "metric", "label", "value", "unit"]]
+        for phase, metric, *number in columns.itertuples(index=False, name=None):
+            found.setdefault((phase, metric), []).append((*number,))
+        return found
 
-    def texts(self, shown: Column, phase: str | None = None) -> dict[str, str]:
+    def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
         """What a column says of each case that has a number for it, by label."""
-        rows = [row for name in shown.metrics for row in self.rows[phase or self.phase, name]]
-        known = [row for row in rows if not math.isnan(row[shown.kind])]
-        known.sort(key=itemgetter(shown.kind))  # the largest of a case counts
-        return {row["label"]: _written(shown, row[shown.kind], row["unit"]) for row in known}
+        numbers = self.numbers.get((phase or self.phase, shown.name), ())
+        return {label: _written(shown, value, unit) for label, value, unit in numbers}
 
     def table(
         self,
@@ -166,7 +165,7 @@ class Group:
         return [table] if columns and cells else []
 
 
-def _written(shown: Column, value: float, unit: str) -> str:
+def _written(shown: Metric, value: float, unit: str) -> str:
     """A number of a column, for people."""
     if shown.kind == "spread":
         return f"{value:.2%}"
@@ -234,8 +233,8 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
             group = group.sort_values("label", kind="stable")
         elif view.sort is not None:  # what has no number goes last
             by = column(view.sort)
-            sorting = group[group.metric.isin(by.metrics) & (group.phase == phase)]
-            places = group.label.map(sorting.groupby("label")[by.kind].max())
+            sorting = group[(group.metric == by.name) & (group.phase == phase)]
+            places = group.label.map(sorting.set_index("label").value)
             group = group.loc[places.sort_values(kind="stable").index]
         yield Group(title_of(shared), group, phase, "trainer" if labels == ["trainer"] else "case")
 
@@ -265,7 +264,7 @@ def title_parts(shared: Mapping[Any, Any]) -> list[str]:
 # --- the step --------------------------------------------------------------------------------
 
 
-def _columns(group: Group, view: View) -> list[Column]:
+def _columns(group: Group, view: View) -> list[Metric]:
     """The columns that were asked for, or else those of the group's instrument.
 
     A group of one phase leaves out what is known of whole steps only, and a group that has
@@ -280,16 +279,16 @@ def _columns(group: Group, view: View) -> list[Column]:
     return [c for c in chosen if c in filled or not ("phase" in view.group_by or c.name == BUSY)]
 
 
-def _header(shown: Column, view: View) -> str:
+def _header(shown: Metric, view: View) -> str:
     """A column's header, if its ratio is to another trainer than the usual with that one's name."""
     if view.baseline == BASELINE_TRAINER:
         return shown.header
-    return shown.header.replace(HEADERS["ratio"], f"÷ {view.baseline}")
+    return shown.header.replace(STANDARD, f"÷ {view.baseline}")
 
 
-def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
+def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
     rows, names = group.shown, {column.name for column in columns}
-    ratios = {c.metrics[0] for c in columns if c.kind == "ratio"}
+    ratios = {c.of for c in columns if c.kind == "ratio"}
     known = rows.groupby("label", sort=False).has_baseline.any()
     said = f"the {view.baseline!r} trainer was not measured for"
     if ratios and not known.any() and (rows.workload == SCRIPT).all():
@@ -300,11 +299,10 @@ def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
     elif ratios and not known.all():
         yield f"No ratio for {', '.join(known.index[~known])}: {said} their cells."
     for metric, (low, high) in view.expected.items():
-        found = rows[(rows.metric == metric) & (rows.trainer != view.baseline)]
-        found = found.dropna(subset="ratio")
+        found = rows[(rows.metric == derived_name(metric)) & (rows.trainer != view.baseline)]
         if metric in ratios and group.phase == STEP and len(found):
-            outside = found[~found.ratio.between(low, high)]
-            listed = [f"{row.label} {row.ratio:.2f}" for row in outside.itertuples()]
+            outside = found[~found.value.between(low, high)]
+            listed = [f"{row.label} {row.value:.2f}" for row in outside.itertuples()]
             name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
             yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x {view.baseline}; outside: {cases}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
@@ -319,15 +317,14 @@ def _notes(group: Group, columns: list[Column], view: View) -> Iterator[str]:
         )
 
 
-def _spreads(group: Group, columns: list[Column]) -> Iterator[str]:
+def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
     """The largest spread of each column, with the case and the number of steps it is over."""
-    for shown in columns:
-        metric = METRICS.get(shown.metrics[0])
-        rows = group.shown[group.shown.metric == shown.metrics[0]].dropna(subset="spread")
-        if shown.kind == "value" and metric and metric.spread and len(rows):
-            worst = rows.sort_values("spread", ascending=False, kind="stable").iloc[0]
+    for shown in (each for each in columns if each.spread):
+        rows = group.shown[group.shown.metric == derived_name(shown.name, "spread")]
+        if len(rows):
+            worst = rows.sort_values("value", ascending=False, kind="stable").iloc[0]
             name = shown.header.replace("\n", " ").removesuffix(" ms")
-            yield f"{name} {worst.spread:.2%} ({worst.label}, {worst.repeats:.0f} steps)"
+            yield f"{name} {worst.value:.2%} ({worst.label}, {worst.repeats:.0f} steps)"
 
 
 # --- phases ----------------------------------------------------------------------------------
@@ -335,15 +332,20 @@ def _spreads(group: Group, columns: list[Column]) -> Iterator[str]:
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
     """The phases in which any of the cases moves enough to be worth a column."""
-    most = group.frame[group.frame.metric == metric].groupby("phase").value.max()
-    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
+    most = {
+        phase: max(value for _, value, _ in numbers)
+        for (phase, name), numbers in group.numbers.items()
+        if name == metric
+    }
+    enough = max(most.values(), default=0.0) * SHOWN_SHARE
+    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > enough]
 
 
 def _phase_table(group: Group, metric: str, name: str, view: View) -> list[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
     columns = {}
     for phase in _phases_shown(group, metric):
-        ratios = group.texts(column(ratio_name(metric)), phase)
+        ratios = group.texts(column(derived_name(metric)), phase)
         values = group.texts(column(metric), phase)
         columns[phase] = {x: f"{v} ({ratios[x]})" if x in ratios else v for x, v in values.items()}
     return group.table(f"{name} by phase (÷ {view.baseline})", columns)
@@ -364,7 +366,7 @@ def against_logical(group: Group) -> list[Table]:
     dram, over = column("dram_bytes"), column("dram_over_logical")
     phases = (*_phases_shown(group, "dram_bytes"), STEP)
     quotients = {phase: group.texts(over, phase) for phase in phases}
-    logical = group.texts(replace(dram, kind="logical"), STEP)
+    logical = group.texts(column("dram_logical"), STEP)
     columns = {"DRAM\nGB": group.texts(dram, STEP), "logical\nGB": logical, **quotients}
     known = set().union(*quotients.values())
     labels = [label for label in group.frame.label.unique() if label in known]
@@ -375,7 +377,9 @@ def against_logical(group: Group) -> list[Table]:
 
 
 def _throughput_table(group: Group) -> list[Table]:
-    shown = {m.header: group.texts(rate, STEP) for m, rate in rates() if m.throughput}
+    every = METRICS.every().values()
+    rates = [rate for rate in every if rate.kind == "throughput" and METRICS[rate.of].throughput]
+    shown = {METRICS[rate.of].header: group.texts(rate, STEP) for rate in rates}
     columns = {header: texts for header, texts in shown.items() if texts}
     note = "Counted bytes ÷ step time of the unprofiled process."
     return group.table("GB/s", columns, [note])
@@ -383,7 +387,7 @@ def _throughput_table(group: Group) -> list[Table]:
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     """Counters that were asked for by their own names, as the tool gives them."""
-    own = summary.metric.str.contains("__") & (summary.unit != "B/s")
+    own = summary.metric.str.contains("__") & (summary.kind == "value")
     step = summary[own & (summary.phase == STEP)]
     cells = [
         [Case.from_row(row).id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]

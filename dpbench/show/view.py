@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES, BASELINE_TRAINER
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, Kind, Metric, expectations
+from dpbench.metrics import METRICS, Metric, derived_name, expectations
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
@@ -16,68 +16,41 @@ if TYPE_CHECKING:
 
     from dpbench.results.outcome import Outcome
 
-THROUGHPUT = "_throughput"
-"""The end of the name of bytes per second."""
-
 OF_CASES = {"ncu", "timing", "cupti", "logical"}
 """The instruments whose metrics stand in tables of cases."""
 
 
-HEADERS: Mapping[Kind, str] = {"ratio": "÷ std", "spread": "spread", "over_logical": "÷ logical"}
-"""What heads a column below the name of its metric."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table: of which metrics (of several, the largest number counts), and what.
-
-    ``kind`` is the value itself, its ratio to standard training, its spread over the active
-    steps, or measured ÷ logical.
-    """
-
-    name: str
-    header: str
-    metrics: tuple[str, ...]
-    kind: Kind = "value"
-
-
-def columns() -> dict[str, Column]:
+def columns() -> dict[str, Metric]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
-    headed = [m for m in METRICS.values() if m.header and not OF_CASES.isdisjoint(m.by)]
-    listed = [Column(m.name, m.header, (m.name,)) for m in headed]
-    listed += [rate for _, rate in rates()]
-    for metric in headed:
-        for kind, header in HEADERS.items():
-            if kind != "over_logical" or metric.logical:
-                name, header = f"{metric.stem}_{kind}", f"{metric.short_header}\n{header}"
-                listed.append(Column(name, header, (metric.name,), kind))
-    listed.append(Column("l2_bytes", "L2\ntotal", ("l2_total_bytes",)))
-    trusted = tuple(metric.name for metric in METRICS.values() if metric.spread)
-    listed.append(Column("spread", "largest\nspread", trusted, "spread"))
-    return {column.name: column for column in listed}
+    return {name: metric for name, metric in METRICS.every().items() if _is_column(metric)}
 
 
-def rates() -> list[tuple[Metric, Column]]:
-    """Bytes by counters, and the columns of their throughputs."""
-    return [
-        (metric, Column(name, f"{metric.header.replace(chr(10), ' ')}\nGB/s", (name,)))
-        for metric in METRICS.had_by("ncu")
-        if metric.header and metric.unit == "B"
-        for name in [metric.name.replace("_bytes", THROUGHPUT)]
-    ]
+def _is_column(metric: Metric) -> bool:
+    return bool(metric.header) and not OF_CASES.isdisjoint(metric.by)
 
 
-def shown_by_default(*, logical: bool) -> list[Column]:
+def column(name: str) -> Metric:
+    """The column with a name."""
+    found = METRICS.find(name)
+    if found and _is_column(found):
+        return found
+    kinds = ("value", "throughput")
+    values = [name for kind in kinds for name, each in columns().items() if each.kind == kind]
+    hint = "also dram_ratio, dram_spread, dram_over_logical and so on, spread, or an ncu counter"
+    raise unknown("column", name, values, hint)
+
+
+def shown_by_default(*, logical: bool) -> list[Metric]:
     """What is shown of logical counting, or of counters and times, unless columns are chosen."""
     every = [metric for metric in METRICS.values() if metric.by != ("logical",)]
     return [
-        column(metric.name if kind == "value" else f"{metric.stem}_{kind}")
+        column(metric.name if kind == "value" else derived_name(metric.name, kind))
         for metric in (METRICS.had_by("logical") if logical else every)
         for kind in metric.shown
     ]
 
 
-def usual_columns() -> list[Column]:
+def usual_columns() -> list[Metric]:
     """What is shown of runs with both, each once."""
     both = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
     return list(dict.fromkeys(both))
@@ -99,18 +72,6 @@ GROUPS = ("cell", "device", "phase", *AXES)
 """What can share a table: the cases with one baseline (``cell``), or with one value of an axis."""
 
 
-def column(name: str) -> Column:
-    """The column with a name."""
-    known = columns()
-    if name in known:
-        return known[name]
-    if "__" in name:  # a counter, by ncu's own name
-        return Column(name, name, (name,))
-    values = [name for name, column in known.items() if column.kind == "value"]
-    hint = "also dram_ratio, dram_spread, dram_over_logical and so on, spread, or an ncu counter"
-    raise unknown("column", name, values, hint)
-
-
 @dataclass(frozen=True)
 class View:
     """Columns, order and grouping of the tables by case, and how many kernels are shown.
@@ -121,7 +82,7 @@ class View:
     are to the trainer ``baseline``; what is usually expected is of ratios to the standard one.
     """
 
-    columns: tuple[Column, ...] = ()
+    columns: tuple[Metric, ...] = ()
     sort: str | None = None
     group_by: tuple[str, ...] = ("cell",)
     top: int = TOP
@@ -139,7 +100,8 @@ class View:
         baseline: str = BASELINE_TRAINER,
     ) -> View:
         """A view from what was said on a command line: names separated by commas."""
-        check_top(top)
+        if top < 1:
+            raise ConfigurationError(f"a table shows 1 kernel or more, not {top}")
         labels = _names(group_by) or ("cell",)
         for label in labels:
             if label not in (*GROUPS, *OF_TESTS) and not label.startswith(PARAM):
@@ -183,12 +145,6 @@ def label_of(test: Mapping[str, Any], label: str) -> str:
     labels = {"func": name, "fullfunc": function, "name": f"{name}{bracket}{params}"}
     labels |= {"fullname": f"{function}{bracket}{params}"}
     return (labels | {"param": params.removesuffix("]") or NO_TEST})[label]
-
-
-def check_top(top: int) -> None:
-    """Refuse to show fewer kernels than one."""
-    if top < 1:
-        raise ConfigurationError(f"a table shows 1 kernel or more, not {top}")
 
 
 def _names(listed: str | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.utils import _pytree as pytree
 from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in
 from dpbench.workloads.transformer import Transformer, mean_cross_entropy
 
-__all__ = ["Batch", "TrainerBase", "mean_cross_entropy"]
+__all__ = ["Batch", "Momentum", "TrainerBase", "mean_cross_entropy"]
+
+Momentum = partial(torch.optim.SGD, momentum=0.9)
 
 
 class TrainerBase(ABC):
@@ -104,9 +107,7 @@ class TrainerBase(ABC):
     def unpack(self, batch: Batch) -> Batch:
         """The batch, if it has the size that this trainer was built for.
 
-        Raises:
-            ValueError: it has another. DP noise is scaled by the batch size, so a smaller
-                last batch would silently get the wrong noise.
+        DP noise is scaled by that: a smaller last batch would silently get the wrong noise.
         """
         expected = self.batch_size // self.micro_batches
         if (examples := examples_in(batch)) != expected:

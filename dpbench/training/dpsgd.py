@@ -6,8 +6,7 @@ https://arxiv.org/abs/1607.00133, as Opacus implements it with hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from opacus import GradSampleModule
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, TrainerBase, mean_of
 from dpbench.training.phases import in_phase, phase
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def mark_phases(optimizer: DPOptimizer) -> None:
@@ -38,35 +35,24 @@ def mark_phases(optimizer: DPOptimizer) -> None:
             setattr(optimizer, method, in_phase(name, getattr(optimizer, method)))
 
 
-def hooked(wrapper: Callable[..., M], trainer: TrainerBase, **options: Any) -> M:
-    """The model with Opacus's hooks; one that cannot have them is refused in Opacus's words."""
-    if trainer.autocast is torch.float16:
-        raise ConfigurationError(
-            "Opacus clips gradients as a GradScaler has scaled them, all of them down to the "
-            "threshold, and fp16-amp needs one: use bf16-amp"
-        )
-    try:
-        return wrapper(trainer.model, **options)
-    except NotImplementedError as error:
-        words = str(next(iter(ModuleValidator.validate(trainer.model)), error))
-        raise ConfigurationError(f"Opacus: {words.partition('. ')[0]}") from error
-
-
-def step_or_accumulate(optimizer: DPOptimizer, last: bool) -> None:
-    """Clip, and with the last micro-batch add noise and step, as ``BatchMemoryManager`` does."""
-    if not last:
-        optimizer.signal_skip_step()
-    optimizer.step()  # clip and noise inside: see mark_phases
-    optimizer.zero_grad(set_to_none=True)
-
-
 class DPSGDTrainer(TrainerBase):
     """Opacus's ``GradSampleModule`` and ``DPOptimizer``; arguments as `TrainerBase`."""
 
+    optimizer_class: ClassVar[type[DPOptimizer]] = DPOptimizer
+
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        self.grad_sample_module = hooked(GradSampleModule, self)
-        self.optimizer = DPOptimizer(
+        if self.autocast is torch.float16:
+            raise ConfigurationError(
+                "Opacus clips gradients as a GradScaler has scaled them, all of them down to the "
+                "threshold, and fp16-amp needs one: use bf16-amp"
+            )
+        try:
+            self.grad_sample_module = self.wrapped()
+        except NotImplementedError as error:
+            words = str(next(iter(ModuleValidator.validate(model)), error))
+            raise ConfigurationError(f"Opacus: {words.partition('. ')[0]}") from error
+        self.optimizer = self.optimizer_class(
             self.plain_optimizer,
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.max_grad_norm,
@@ -74,14 +60,26 @@ class DPSGDTrainer(TrainerBase):
         )
         mark_phases(self.optimizer)
 
+    def wrapped(self) -> nn.Module:
+        """The model with Opacus's hooks."""
+        model: nn.Module = GradSampleModule(self.model)
+        return model
+
+    def private_loss(self, batch: Batch) -> Any:
+        """A loss whose ``backward()`` leaves what the optimizer clips."""
+        return self.mean_loss(self.grad_sample_module, batch)
+
     def train_step(self, batch: Batch) -> Tensor:
         losses = []
         for last, part in self.parts(batch):
             with phase("forward"):
-                loss = self.mean_loss(self.grad_sample_module, part)
+                loss = self.private_loss(part)
             with phase("backward"):
                 loss.backward()
-            losses.append(loss.detach())
             with phase("optimizer"):
-                step_or_accumulate(self.optimizer, last)
+                if not last:  # as Opacus's BatchMemoryManager does it
+                    self.optimizer.signal_skip_step()
+                self.optimizer.step()  # clip inside and, with the last, noise: see mark_phases
+                self.optimizer.zero_grad(set_to_none=True)
+                losses.append(loss.detach())
         return mean_of(losses)

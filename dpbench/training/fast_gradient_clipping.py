@@ -8,19 +8,18 @@ layers without per-sample gradients at all (Li et al., https://arxiv.org/abs/211
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-from torch import Tensor, nn
+from torch import nn
 
-from dpbench.training.base import Batch, TrainerBase, mean_of
-from dpbench.training.dpsgd import hooked, mark_phases, step_or_accumulate
-from dpbench.training.phases import phase
+from dpbench.training.base import Batch
+from dpbench.training.dpsgd import DPSGDTrainer
 
 
-class DPFastGradientClippingTrainer(TrainerBase):
+class DPFastGradientClippingTrainer(DPSGDTrainer):
     """Fast gradient clipping: norms from per-sample gradients, one layer at a time.
 
     Arguments as `TrainerBase`. Both backward passes count as the phase ``backward``: Opacus
@@ -28,37 +27,20 @@ class DPFastGradientClippingTrainer(TrainerBase):
     """
 
     use_ghost_clipping: ClassVar[bool] = False
+    optimizer_class = DPOptimizerFastGradientClipping
 
-    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
-        super().__init__(model, batch_size=batch_size, **options)
-        self.grad_sample_module = hooked(
-            GradSampleModuleFastGradientClipping,
-            self,
+    def wrapped(self) -> nn.Module:
+        model: nn.Module = GradSampleModuleFastGradientClipping(
+            self.model,
             max_grad_norm=self.max_grad_norm,
             use_ghost_clipping=self.use_ghost_clipping,
         )
-        self.optimizer = DPOptimizerFastGradientClipping(
-            self.plain_optimizer,
-            noise_multiplier=self.noise_multiplier,
-            max_grad_norm=self.max_grad_norm,
-            expected_batch_size=batch_size,
-        )
-        mark_phases(self.optimizer)
+        return model
 
-    def train_step(self, batch: Batch) -> Tensor:
-        losses = []
-        for last, part in self.parts(batch):
-            with phase("forward"):
-                by_example = self.example_losses(self.grad_sample_module, part)
-                loss = DPTensorFastGradientClipping(
-                    self.grad_sample_module, self.optimizer, by_example
-                )
-            with phase("backward"):
-                loss.backward()  # two passes: norms, then the weighted loss
-            with phase("optimizer"):
-                step_or_accumulate(self.optimizer, last)
-                losses.append(loss.detach())
-        return mean_of(losses)
+    def private_loss(self, batch: Batch) -> DPTensorFastGradientClipping:
+        """Its ``backward()`` is two passes: norms, then the weighted loss."""
+        losses = self.example_losses(self.grad_sample_module, batch)
+        return DPTensorFastGradientClipping(self.grad_sample_module, self.optimizer, losses)
 
 
 class DPGhostClippingTrainer(DPFastGradientClippingTrainer):

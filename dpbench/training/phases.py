@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dpbench.case import OUTSIDE, PHASES
 from dpbench.errors import unknown
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PhaseListener(Protocol):
@@ -79,9 +77,6 @@ def phase(name: str) -> Iterator[None]:
 
     Phases may nest: the inner one takes over, and the outer one goes on when it ends, so each
     byte and each second belong to one phase.
-
-    Raises:
-        ConfigurationError: ``name`` is not one of `PHASES`.
     """
     if name not in PHASES:
         raise unknown("phase", name, PHASES)
@@ -96,15 +91,9 @@ def phase(name: str) -> Iterator[None]:
         step.leave(entered)
 
 
-def in_phase(name: str, function: Callable[P, R]) -> Callable[P, R]:
+def in_phase(name: str, function: F) -> F:
     """A function that does the same inside ``phase(name)``."""
-
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with phase(name):
-            return function(*args, **kwargs)
-
-    return wrapped
+    return phase(name)(function)
 
 
 def hear(step: Step | None) -> None:

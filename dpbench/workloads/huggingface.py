@@ -25,9 +25,12 @@ from torch.nn import functional as F
 
 from dpbench.errors import ConfigurationError
 from dpbench.workloads.base import Batch, Workload
-from dpbench.workloads.data import get_random_dataloader
 from dpbench.workloads.resnet import random_images
-from dpbench.workloads.transformer import mean_cross_entropy, token_losses
+from dpbench.workloads.transformer import (
+    get_random_dataloader,
+    mean_cross_entropy,
+    token_losses,
+)
 
 
 class HuggingFace(Workload):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
 from dpbench.errors import unknown
@@ -13,16 +14,6 @@ from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.transformer import OpacusSelfAttention
 
 GROUPS = 16
-
-
-def _recurrent(name: str) -> Callable[[int, int], nn.Module]:
-    def build(width: int, vocabulary: int) -> nn.Module:
-        from opacus import layers
-
-        made: nn.Module = getattr(layers, name)(width, width, batch_first=True)
-        return made
-
-    return build
 
 
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
@@ -33,9 +24,9 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "instancenorm": lambda width, vocabulary: nn.InstanceNorm1d(width, affine=True),
     "embedding": lambda width, vocabulary: nn.Embedding(vocabulary, width),
     "mha": lambda width, vocabulary: OpacusSelfAttention(width, heads=max(width // 64, 1)),
-    "rnn": _recurrent("DPRNN"),
-    "lstm": _recurrent("DPLSTM"),
-    "gru": _recurrent("DPGRU"),
+    "rnn": lambda width, vocabulary: DPRNN(width, width, batch_first=True),
+    "lstm": lambda width, vocabulary: DPLSTM(width, width, batch_first=True),
+    "gru": lambda width, vocabulary: DPGRU(width, width, batch_first=True),
 }
 """What builds a layer. Attention and recurrent layers are Opacus's replacements of PyTorch's, which
 it refuses, for every trainer: else the baseline would be another layer."""

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from dpbench.case import ATTENTIONS, ModelSize
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.registry import MODELS
 from dpbench.workloads.base import Batch, Workload
-from dpbench.workloads.data import get_random_dataloader
 
 
 class SelfAttention(nn.Module):
@@ -108,9 +108,6 @@ class SimpleBigModel(nn.Module):
         size: vocabulary, hidden width, layers and heads.
         attention: ``"sdpa"`` or ``"dp_mha"``.
         max_seq_len: the longest sequence, the length of the position table.
-
-    Raises:
-        ConfigurationError: the attention kind does not exist.
     """
 
     def __init__(
@@ -194,3 +191,29 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     flat = logits.reshape(-1, logits.shape[-1])
     by_token = F.cross_entropy(flat, labels.reshape(-1), reduction="none")
     return by_token.view(labels.shape).mean(dim=1)
+
+
+def get_random_dataloader(
+    *,
+    batch_size: int,
+    seq_len: int,
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    num_batches: int = 8,
+    seed: int = 0,
+) -> DataLoader[tuple[Tensor, ...]]:
+    """Batches of uniformly random tokens that already lie on ``device``.
+
+    Every batch has exactly ``batch_size`` examples (no Poisson sampling, whose batches vary
+    in size), and the same seed gives the same tokens on every device.
+
+    Returns:
+        A loader of ``num_batches`` pairs ``(input_ids, labels)``, both int64 ``[B, T]``; each
+        label is the token that follows its position.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    tokens = torch.randint(
+        vocab_size, (num_batches * batch_size, seq_len + 1), generator=generator, device="cpu"
+    ).to(device)
+    dataset = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return DataLoader(dataset, batch_size=batch_size)

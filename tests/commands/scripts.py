@@ -6,6 +6,13 @@ TRAINING = """
 import sys
 import torch
 from torch import nn
+if "--exits-at-once" in sys.argv or "--interrupted" in sys.argv:
+    # The first optimizer imports the compiler, which takes as long as all the rest of PyTorch.
+    from types import SimpleNamespace
+    def as_it_is(function, *_, **options):
+        return function
+    compiler = SimpleNamespace(disable=as_it_is, graph_break=lambda: None)
+    sys.modules["torch._dynamo"] = compiler
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 16))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,6 +14,8 @@ from dpbench.cli import main
 from dpbench.registry import chosen_grid
 from dpbench.results.run import Run
 
+pytestmark = pytest.mark.usefixtures("counted_once")
+
 Asked = Callable[[str], tuple[int, str]]
 """A command's exit status and what it showed."""
 

@@ -166,7 +166,7 @@ def test_what_cannot_be_compared_is_exit_code_2(
 def test_other_devices_only_across(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     save(storage, "elsewhere", lambda row: row.update(device="NVIDIA A100"))
     assert main(["compare", "1", "3"]) == 2
-    assert "on NVIDIA A100 are different premises" in capsys.readouterr().err
+    assert "on NVIDIA A100: not compared; --across does it" in capsys.readouterr().err
     assert main(["compare", "1", "3", "--across"]) == 0
     assert "ncu on NVIDIA H200 -> NVIDIA A100" in capsys.readouterr().out
 
@@ -186,7 +186,7 @@ def test_list_shows_runs_and_names_what_it_skips(
         "0003 going NVIDIA H200 - 16/20 running",
         "0004 stopped NVIDIA H200 - 16/20 interrupted",
     ]
-    assert f"skipped: run file {damaged.relative_to(Path.cwd())} is damaged" in captured.err
+    assert f"skipped: run file {damaged.relative_to(Path.cwd())} cannot be read" in captured.err
     assert main(["list", "--storage", "absent"]) == 0
     assert capsys.readouterr().out == "no runs in absent\n"
 

@@ -9,7 +9,7 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.commands.doctor import as_line
-from dpbench.doctor.findings import FAILED, OK, Finding
+from dpbench.doctor.checks import FAILED, OK, Finding
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_no_failure_is_exit_code_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fine = Finding("gpu", OK, "there"), Finding("ncu", "warning", "new", "upgrade")
-    monkeypatch.setattr("dpbench.doctor.examine", lambda _: iter(fine))
+    monkeypatch.setattr("dpbench.doctor.checks.examine", lambda _: iter(fine))
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ok      gpu                  there",
@@ -51,7 +51,7 @@ def test_an_interruption_is_told_in_one_line(
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dpbench.doctor.examine", interrupted)
+    monkeypatch.setattr("dpbench.doctor.checks.examine", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "dpbench doctor: interrupted\n"
 

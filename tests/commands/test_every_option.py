@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dpbench.cli import build_parser, main
-from dpbench.doctor.findings import Setup
 from dpbench.gpu import Gpu
 from dpbench.results.storage import Storage
+from dpbench.settings import Settings
 from tests.plugin.saved_runs import recorded_document, save
 from tests.programs import program
 
@@ -119,7 +119,9 @@ def test_options_that_exclude_each_other_are_refused(
 def test_doctor_looks_where_it_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[Setup] = []
-    monkeypatch.setattr("dpbench.doctor.examine", lambda setup: asked.append(setup) or iter(()))
+    asked: list[Settings] = []
+    monkeypatch.setattr(
+        "dpbench.doctor.checks.examine", lambda setup: asked.append(setup) or iter(())
+    )
     assert main(["doctor", "--ncu-dir=deep", "--timeout=7", "--ncu-path=./ncu", "--json"]) == 0
-    assert asked == [Setup(Path("deep"), "./ncu", 7.0)]
+    assert asked == [Settings(ncu_dir=Path("deep"), ncu_path="./ncu", timeout=7.0)]

@@ -6,10 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,9 +45,40 @@ def rows(path: str, metric: str) -> dict[tuple[str, str], list[float]]:
     return found
 
 
+@contextmanager
+def as_left_before() -> Iterator[None]:
+    """Let a script run in this process, and leave that as it was."""
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("argv", "path"):
+            patch.setattr(sys, name, [*getattr(sys, name)])
+        patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+
+class ProcessHere:
+    """Stands in for a script's process: runs it in this one, which has loaded PyTorch already."""
+
+    def __init__(self, command: Sequence[str], **_: object) -> None:
+        options, *program = command[command.index("-m") + 2 :]
+        with as_left_before():
+            sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
+            self.status = run(json.loads(options), program)
+
+    def wait(self) -> int | str | None:
+        return self.status
+
+    poll = wait
+
+
 def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    here = SimpleNamespace(Popen=ProcessHere)
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
     plain = ["exec", "--save=plain", "--skip=1", "--steps=2", "training.py"]
     assert main(plain) == 0
     told = ["--name=private", "--baseline=1", "--json=private.json", "--skip=1", "--steps=2"]
@@ -96,25 +129,17 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
 
 
 @pytest.fixture
-def script_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
+def script_here() -> Iterator[Callable[..., dict[str, Any]]]:
     """Run a script as its own process would, in this one; returns what that writes down."""
-    for name in ("argv", "path"):
-        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    handler = signal.getsignal(signal.SIGINT)
 
     def run_here(*program: str, instrument: str = "timing", **how: Any) -> dict[str, Any]:
-        script = asdict(ScriptRun(instrument, program, **how))
-        del script["program"]
-        run(
-            script | {"case": asdict(script_case("mine")), "record": "record.json", "folder": ""},
-            program,
-        )
+        script = ScriptRun(instrument, program, **how)
+        run(script, script_case("mine"), Path("record.json"))
         found: dict[str, Any] = json.loads(Path("record.json").read_text())
         return found
 
-    yield run_here
-    signal.signal(signal.SIGINT, handler)
+    with as_left_before():
+        yield run_here
 
 
 def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
@@ -232,11 +257,11 @@ if arguments == ["--version"]:
     print("Version 2025.3.1.0")
     sys.exit()
 start = arguments.index("-m")
-options = json.loads(arguments[start + 2])
+what = json.loads(arguments[start + 2])
 with open("arguments.json", "w") as stream:
-    json.dump([arguments, options], stream)
+    json.dump([arguments, what["script"]], stream)
 shutil.copy("recorded.ncu-rep", arguments[arguments.index("--export") + 1])
-with open(options["record"], "w") as stream:
+with open(what["record"], "w") as stream:
     json.dump({"torch": "2.11.0", "notes": [], "error": None}, stream)
 """
 
@@ -252,12 +277,12 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     how = ["--instrument=ncu", "--ncu-path=./ncu", "--steps=1"]
     assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
     assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in capsys.readouterr().out
-    arguments, options = json.loads(Path("arguments.json").read_text())
+    arguments, script = json.loads(Path("arguments.json").read_text())
     report = "ncu_reports/script/report_training"
     under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
     assert {*under, f"{report}.ncu-rep", f"{report}.log"} <= {*arguments}
     assert arguments[-2:] == ["training.py", "--private"]
-    assert (options["name"], options["skip"], options["steps"]) == ("ncu", 3, 1)
+    assert (script["name"], script["skip"], script["steps"]) == ("ncu", 3, 1)
     moved = rows("run.json", "dram_read_bytes")
     assert {("training", "clip"), ("training", "step")} <= set(moved)
     assert len(moved["training", "step"]) >= 1

@@ -18,7 +18,9 @@ GRID1 = Path(__file__).parents[2] / "docs/results/h200-grid1.json"
 
 
 def test_it_loads_no_pandas_and_no_torch(tmp_path: Path) -> None:
-    Storage(tmp_path).allocate("before", "NVIDIA H200", GRID1.read_text())
+    devices = '\n "devices": ["NVIDIA H200"],\n "rows":'
+    text = GRID1.read_text().replace('\n "rows":', devices)
+    Storage(tmp_path).allocate("before", "NVIDIA H200", text)
     script = (
         "import sys; from dpbench.cli import main; main(sys.argv[1:]); "
         "print({'pandas', 'torch', 'numpy'} & sys.modules.keys())"
@@ -63,4 +65,4 @@ def test_a_run_that_was_cut_off_is_named(
     path = Storage(tmp_path).allocate("cut", "NVIDIA H200", GRID1.read_text()[:-200])
     assert main(["list", "--storage", str(tmp_path)]) == 0
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"dpbench list: skipped: run file {path} is damaged: ")
+    assert line.startswith(f"dpbench list: skipped: run file {path} cannot be read: ")

@@ -13,6 +13,8 @@ from dpbench.cli import main
 from dpbench.gpu import Gpu
 from tests.programs import program
 
+pytestmark = pytest.mark.usefixtures("counted_once")
+
 REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
 REPORTS = sorted((REPLAY.parent / "data" / "tiny-fp32").glob("*.ncu-rep"))
 CELL = [

@@ -13,6 +13,8 @@ from dpbench.cli import main
 from dpbench.files import write_text
 from dpbench.results.run import Run
 
+pytestmark = pytest.mark.usefixtures("counted_once")
+
 RUN = ["run", "--instrument=logical", "--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2"]
 TWO = ["--trainer=standard", "--trainer=dpsgd"]
 SAVED = Path(".dpbench/cpu-logical")

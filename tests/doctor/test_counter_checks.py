@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from dpbench import Case, gpu
-from dpbench.doctor import counters, examine
+from dpbench.doctor import checks
+from dpbench.doctor.checks import (
+    COPIES,
+    ENOUGH,
+    EXAMPLE_BYTES,
+    FAILED,
+    FEW,
+    MOST,
+    OK,
+    WARNING,
+    Finding,
+    judge,
+)
 from dpbench.doctor.copying import CopyTrainer
-from dpbench.doctor.counters import COPIES, ENOUGH, EXAMPLE_BYTES, FEW, MOST, judge
-from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
-from dpbench.gpu import Gpu, Use
+from dpbench.gpu import Gpu
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build
 from dpbench.process.step import run_case
+from dpbench.settings import Settings
 from tests.programs import program
 
 DATA = Path(__file__).parents[1] / "data"
@@ -43,18 +55,18 @@ def say(name: str) -> str:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (counters, gpu):
+    for module in (checks, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
 
 
-def under(tmp_path: Path, text: str, timeout: float = 20.0) -> Setup:
+def under(tmp_path: Path, text: str, timeout: float = 20.0) -> Settings:
     """A setup whose ``ncu`` does this."""
     path = program(tmp_path / "ncu", f"{STAND_IN}\n{text}")
-    return Setup(tmp_path / "reports", str(path), timeout)
+    return Settings(ncu_dir=tmp_path / "reports", ncu_path=str(path), timeout=timeout)
 
 
-def found_by(setup: Setup) -> dict[str, Finding]:
-    return {finding.check: finding for finding in counters.counters(setup)}
+def found_by(setup: Settings) -> dict[str, Finding]:
+    return {finding.check: finding for finding in checks.counters(setup)}
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -83,57 +95,15 @@ def test_what_can_be_counted_is_listed_and_held_to_the_copy(tmp_path: Path) -> N
 def test_what_ncu_complains_of_is_told_with_its_remedy(
     text: str, remedy: str, tmp_path: Path
 ) -> None:
-    [found] = examine(under(tmp_path, text), [counters.counters])
+    [found] = checks.examine(under(tmp_path, text), [checks.counters])
     assert (found.check, found.status) == ("counters", FAILED)
     assert remedy in found.remedy
     assert ".log" in found.detail
 
 
-QUERIED = """
-if sys.argv[1:] == ["--query-metrics"]:
-    print("Device NVIDIA GeForce RTX 5090 (GB202)\\n" + "-" * 80)
-    for name in {names!r}:
-        print(f"{{name:60}}  Counter  byte  # of bytes")
-    sys.exit()
-"""
-L1_AND_L2 = [
-    *(f"lts__t_sectors_op_{operation}" for operation in ("read", "write", "atom", "red")),
-    *(f"l1tex__t_bytes_pipe_lsu_mem_global_op_{operation}" for operation in ("ld", "st")),
-    "lts__t_bytes",
-]
-
-
-@pytest.mark.usefixtures("one_gpu")
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (["dram__bytes_op_read", "dram__bytes_op_write"], "dram__bytes_op_read, dram__bytes_op_w"),
-        ([], "it has no dram__*bytes*"),
-    ],
-    ids=["GB202", "GB10B"],
-)
-def test_what_a_chip_lacks_is_told_and_the_rest_is_tried(
-    names: list[str], words: str, tmp_path: Path
-) -> None:
-    """As ncu itself lists the counters of GB202 and GB10B."""
-    query = QUERIED.format(names=L1_AND_L2 + names)
-    text = STAND_IN.replace("export =", f"{query}\nexport =")
-    path = program(tmp_path / "ncu", f"{text}\n{SUCCEED}\nopen('asked', 'w').write(str(sys.argv))")
-    setup = Setup(tmp_path / "reports", str(path), 20.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        found = found_by(setup)
-    assert found["counters"].status == FAILED
-    assert "lacks the counters of dram_read_bytes, dram_write_bytes" in found["counters"].detail
-    assert words in found["counters"].detail
-    assert "dram__bytes" not in (tmp_path / "asked").read_text()
-    assert found["calibration"].status == WARNING
-    assert "this GPU does not count DRAM bytes" in found["calibration"].detail
-
-
 @pytest.mark.usefixtures("one_gpu")
 def test_a_hung_ncu_is_ended(tmp_path: Path) -> None:
-    [found] = examine(under(tmp_path, "time.sleep(100)", timeout=0.5), [counters.counters])
+    [found] = checks.examine(under(tmp_path, "time.sleep(100)", timeout=0.5), [checks.counters])
     assert "did not finish within 0.5 s" in found.detail
 
 
@@ -146,7 +116,7 @@ def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("one_gpu")
 def test_without_ncu_nothing_is_tried() -> None:
-    found = found_by(Setup(ncu_path="/nowhere/ncu")).values()
+    found = found_by(Settings(ncu_path="/nowhere/ncu")).values()
     assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no ncu")}
 
 
@@ -175,8 +145,11 @@ def test_counted_bytes_may_be_one_percent_off(examples: int, share: float, statu
     ("free", "examples"),
     [(None, ENOUGH), (139 * 10**9, MOST), (12 * 2**30, 192), (10**6, FEW)],
 )
-def test_the_copy_fits_in_free_memory(free: int | None, examples: int) -> None:
-    assert counters.examples_that_fit(Use(free, ())) == examples
+def test_the_copy_fits_in_free_memory(
+    free: int | None, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [replace(H200, free_bytes=free)])
+    assert checks.largest_copy().batch_size == examples
 
 
 def test_the_calibrating_trainer_copies_what_it_says() -> None:

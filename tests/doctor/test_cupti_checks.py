@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dpbench import gpu
-from dpbench.doctor import counters, examine
-from dpbench.doctor.counters import EXAMPLE_BYTES, MOST
-from dpbench.doctor.findings import FAILED, OK, WARNING, Finding, Setup
-from dpbench.gpu import Gpu, Use
+from dpbench.doctor import checks
+from dpbench.doctor.checks import EXAMPLE_BYTES, FAILED, MOST, OK, WARNING, Finding
+from dpbench.gpu import Gpu
+from dpbench.settings import Settings
 from tests.programs import program
 
-H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
+H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04", free_bytes=139 * 10**9)
 COPIED = MOST * EXAMPLE_BYTES
 
 
@@ -35,9 +35,8 @@ def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str
 @pytest.fixture
 def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is found where a case's process prints this record."""
-    for module in (counters, gpu):
+    for module in (checks, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
-    monkeypatch.setattr(counters, "in_use", lambda _: Use(139 * 10**9, ()))
 
     def run(printed: dict[str, Any]) -> list[Finding]:
         text = (
@@ -46,7 +45,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             f"print_record(**json.loads({json.dumps(printed)!r}))"
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
-        return list(examine(Setup(tmp_path), [counters.cupti]))
+        return list(checks.examine(Settings(ncu_dir=tmp_path), [checks.cupti]))
 
     return run
 
@@ -84,5 +83,5 @@ def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
 
 def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = list(counters.cupti(Setup(tmp_path)))
-    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: no GPU")}
+    found = list(checks.cupti(Settings(ncu_dir=tmp_path)))
+    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no GPU")}

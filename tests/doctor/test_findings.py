@@ -8,27 +8,27 @@ from pathlib import Path
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.doctor import CHECKS, examine
-from dpbench.doctor.findings import FAILED, OK, Finding, Setup
+from dpbench.doctor.checks import CHECKS, FAILED, OK, Finding, examine
 from dpbench.instruments.base import CaseFailed, CaseTimedOut
+from dpbench.settings import Settings
 
 
-def works(setup: Setup) -> Iterator[Finding]:
+def works(setup: Settings) -> Iterator[Finding]:
     yield Finding("works", OK, "fine")
 
 
-def falls_over(setup: Setup) -> Iterator[Finding]:
+def falls_over(setup: Settings) -> Iterator[Finding]:
     yield Finding("falls over", OK, "so far")
     raise ZeroDivisionError("in a driver")
 
 
-def is_interrupted(setup: Setup) -> Iterator[Finding]:
+def is_interrupted(setup: Settings) -> Iterator[Finding]:
     yield from ()
     raise KeyboardInterrupt
 
 
 def test_what_breaks_one_check_hides_no_other() -> None:
-    found = list(examine(Setup(), [works, falls_over, works]))
+    found = list(examine(Settings(), [works, falls_over, works]))
     assert [(f.check, f.status) for f in found] == [
         ("works", OK),
         ("falls over", OK),
@@ -40,7 +40,7 @@ def test_what_breaks_one_check_hides_no_other() -> None:
 
 def test_an_interruption_ends_them_all() -> None:
     with pytest.raises(KeyboardInterrupt):
-        list(examine(Setup(), [is_interrupted, works]))
+        list(examine(Settings(), [is_interrupted, works]))
 
 
 def test_every_check_has_a_name_and_says_what_it_is_about() -> None:

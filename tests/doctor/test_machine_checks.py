@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import platform
 import select
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from dpbench.doctor import machine
-from dpbench.doctor.findings import FAILED, OK, WARNING, Check, Finding, Setup
-from dpbench.gpu import Gpu, Use, in_use
+from dpbench.doctor import checks
+from dpbench.doctor.checks import FAILED, OK, WARNING, Check, Finding
+from dpbench.gpu import Gpu
 from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.program import NcuNotFound
+from dpbench.settings import Settings
 from tests.programs import program
 
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
 
 
-def only(check: Check, setup: Setup | None = None) -> Finding:
-    [finding] = check(setup or Setup())
+def only(check: Check, setup: Settings | None = None) -> Finding:
+    [finding] = check(setup or Settings())
     return finding
 
 
@@ -33,11 +35,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda: [H200])
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [H200])
 
 
 def test_packages_are_listed_with_their_versions() -> None:
-    found = only(machine.packages)
+    found = only(checks.packages)
     assert found.status == OK
     assert f"python {platform.python_version()}" in found.detail
     for name in ("torch", "opacus", "pytest", "pytest-xdist", "pandas", "ncu-report", "nvtx"):
@@ -49,7 +51,7 @@ def test_what_is_missing_or_too_old_is_named_with_the_command_that_helps(
 ) -> None:
     required = ["torch>=99", "no-such-package>=1", "hypothesis>=99; extra == 'test'", "pytest>=8"]
     monkeypatch.setattr(metadata, "requires", lambda _: required)
-    *wrong, listed = machine.packages(Setup())
+    *wrong, listed = checks.packages(Settings())
     assert listed.status == OK
     assert "pytest" in listed.detail
     assert [(f.status, f.remedy) for f in wrong] == [
@@ -61,14 +63,14 @@ def test_what_is_missing_or_too_old_is_named_with_the_command_that_helps(
 
 
 def test_logical_counting_really_counts() -> None:
-    found = only(machine.logical_counting)
+    found = only(checks.logical_counting)
     assert found.status == OK
     assert "dpsgd" in found.detail
 
 
 def test_a_report_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
     wanted = tmp_path / "deep" / "down"
-    found = only(machine.directories, Setup(wanted))
+    found = only(checks.directories, Settings(ncu_dir=wanted))
     assert found.status == OK
     assert not (tmp_path / "deep").exists()
     assert not list(tmp_path.iterdir())
@@ -78,44 +80,38 @@ def test_a_report_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(Exception, match="cannot be written"):
-        only(machine.directories, Setup(tmp_path))
+        only(checks.directories, Settings(ncu_dir=tmp_path))
 
 
 def test_a_file_in_the_place_of_the_report_directory_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Exception, match="file"):
-        only(machine.directories, Setup(tmp_path / "file"))
+        only(checks.directories, Settings(ncu_dir=tmp_path / "file"))
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_the_check_says_why_and_what_works_anyway() -> None:
-    found = only(machine.gpu)
+    found = only(checks.gpu)
     assert found.status == FAILED
     assert "CUDA_VISIBLE_DEVICES is ''" in found.detail
     assert "logical bytes can be counted" in found.remedy
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_a_gpu_is_named_with_memory_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "in_use", lambda _: Use(10**9, ()))
-    found = only(machine.gpu)
+def test_a_gpu_is_named_with_memory_and_driver() -> None:
+    found = only(checks.gpu)
     assert found.detail == "NVIDIA H200, 150.8 GB, driver 580.159.04, GPU-0"
 
 
-@pytest.mark.usefixtures("one_gpu")
 def test_another_process_on_the_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "in_use", lambda _: Use(10**9, (17, 42)))
-    _, found = machine.gpu(Setup())
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [replace(H200, processes=(17, 42))])
+    _, found = checks.gpu(Settings())
     assert (found.status, found.detail) == (WARNING, "GPU-0 is used by process 17, 42")
-
-
-def test_of_a_gpu_that_is_not_there_nothing_is_known() -> None:
-    assert in_use(H200) == Use(None, ())
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_torch_without_cuda_is_right_where_there_is_no_gpu() -> None:
-    found = only(machine.torch)
+    found = only(checks.torch)
     assert found.status == OK
     assert torch.__version__ in found.detail
 
@@ -123,14 +119,14 @@ def test_torch_without_cuda_is_right_where_there_is_no_gpu() -> None:
 @pytest.mark.usefixtures("one_gpu")
 def test_torch_that_cannot_use_the_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = only(machine.torch)
+    found = only(checks.torch)
     assert found.status == FAILED
     assert "cannot use the GPU" in found.detail
 
 
 def test_a_missing_ncu_fails() -> None:
     with pytest.raises(NcuNotFound):
-        only(machine.ncu, Setup(ncu_path="/nowhere/ncu"))
+        only(checks.ncu, Settings(ncu_path="/nowhere/ncu"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +139,7 @@ def test_a_missing_ncu_fails() -> None:
 )
 def test_ncu_is_named_with_its_version(says: str, status: str, words: str, tmp_path: Path) -> None:
     path = str(program(tmp_path / "ncu", f"print({says!r})"))
-    found = only(machine.ncu, Setup(ncu_path=path))
+    found = only(checks.ncu, Settings(ncu_path=path))
     assert found.status == status
     assert words in found.detail
     assert path in found.detail
@@ -159,7 +155,7 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     path.write_text(f"#!/bin/sh\nexec 9>'{tmp_path}/alive'\nsleep 100\n")
     path.chmod(0o755)
     monkeypatch.setattr(ncu, "ANSWER_SECONDS", 0.3)
-    assert only(machine.ncu, Setup(ncu_path=str(path))).status == FAILED
+    assert only(checks.ncu, Settings(ncu_path=str(path))).status == FAILED
     readable, _, _ = select.select([alive], [], [], 30)
     assert readable, "a process still holds the pipe open"
     assert os.read(alive, 1) == b""

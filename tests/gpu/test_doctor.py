@@ -7,29 +7,30 @@ from pathlib import Path
 import pytest
 
 from bench.ceilings import measure_ceilings
-from dpbench.doctor import counters
-from dpbench.doctor.findings import OK, Setup
+from dpbench.doctor import checks
+from dpbench.doctor.checks import OK
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
 from dpbench.results.roofline import Roofs, find_card
+from dpbench.settings import Settings
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Setup:
+def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     if not request.config.getoption("--ncu"):
         pytest.skip("runs under Nsight Compute: --ncu")
-    return Setup(tmp_path, request.config.getoption("--ncu-path"))
+    return Settings(ncu_dir=tmp_path, ncu_path=request.config.getoption("--ncu-path"))
 
 
-def test_a_copy_of_known_size_is_counted_by_every_metric_and_rightly(setup: Setup) -> None:
-    found = list(counters.counters(setup))
+def test_a_copy_of_known_size_is_counted_by_every_metric_and_rightly(setup: Settings) -> None:
+    found = list(checks.counters(setup))
     assert [finding.status for finding in found] == [OK] * 2, found
 
 
 def test_cupti_counts_a_copy_and_nothing_while_the_gpu_rests(tmp_path: Path) -> None:
-    found = list(counters.cupti(Setup(tmp_path)))
+    found = list(checks.cupti(Settings(ncu_dir=tmp_path)))
     assert [finding.status for finding in found] == [OK] * 2, found
 
 

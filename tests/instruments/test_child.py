@@ -8,6 +8,8 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from dpbench.instruments.base import (
     InstrumentError,
 )
 from dpbench.instruments.child import Child, log_tail, step_command
-from dpbench.instruments.terminal import shown_on, tell
+from dpbench.instruments.terminal import shown_past, tell
 from dpbench.process.messages import MEASURING, WAITING
 from dpbench.process.schedule import Steps
 
@@ -206,14 +208,11 @@ def test_whoever_waits_for_another_session_is_told(
     assert told == ([] if own else [waiting, f"dpbench: {CASE.id} waited 1 s for its GPU"])
 
 
-def test_what_is_told_reaches_the_terminal_of_a_test_runner(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    terminal = StringIO()
-    with shown_on(terminal):
+def test_what_is_told_passes_a_test_runner_that_catches_output() -> None:
+    terminal, caught = StringIO(), StringIO()
+    with redirect_stderr(caught), shown_past(partial(redirect_stderr, terminal)):
         tell("it waits")
-    assert terminal.getvalue() == "\ndpbench: it waits\n"
-    assert capsys.readouterr().err == ""
+    assert (terminal.getvalue(), caught.getvalue()) == ("\ndpbench: it waits\n", "")
 
 
 def test_a_trainer_that_leaves_a_line_open_keeps_its_record(tmp_path: Path) -> None:

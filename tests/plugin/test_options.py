@@ -79,7 +79,7 @@ def test_without_the_option_measuring_tests_are_skipped_and_counted(
 def test_a_counter_that_is_not_in_the_report_is_an_error(project: RunSuite) -> None:
     result = project("--ncu-metrics=sm__cycles_active.sum")
     result.assert_outcomes(failed=4)
-    result.stdout.fnmatch_lines(["*MetricMissing*sm__cycles_active.sum*ncu --query-metrics*"])
+    result.stdout.fnmatch_lines(["*CounterUnknown*sm__cycles_active.sum*ncu --query-metrics*"])
 
 
 def test_a_grid_is_chosen_by_its_name(project: RunSuite) -> None:

@@ -1,4 +1,4 @@
-"""Several GPUs: a worker has one, there are as many workers as are useful, cases are dealt out."""
+"""Several GPUs: a worker has one, and there are as many workers as are useful."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from dpbench.gpu import Gpu
 from dpbench.grid import GRIDS
-from dpbench.plugin import workers
-from dpbench.plugin.workers import case_of, in_order, useful_workers, visible_names
+from dpbench.plugin import whole_session
+from dpbench.plugin.whole_session import useful_workers, visible_names
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -32,7 +32,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     found = [Gpu(f"GPU-{i}", "NVIDIA H200", None, "580") for i in range(count)]
-    monkeypatch.setattr(workers, "visible_gpus", lambda: found)
+    monkeypatch.setattr(whole_session, "visible_gpus", lambda: found)
 
 
 def test_auto_workers_have_a_gpu_each_and_one_that_dies_takes_nothing_with_it(
@@ -75,27 +75,3 @@ def test_gpus_are_named_by_uuid_or_as_the_caller_named_them(
     assert visible_names() == ["GPU-0", "GPU-1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, MIG-7,-1,2")  # CUDA stops at -1
     assert visible_names() == ["5", "MIG-7"]
-
-
-def test_long_cases_come_first_each_after_its_baseline() -> None:
-    order = in_order(GRIDS["grid1"].cases())
-    assert [(case.batch_size, case.seq_len) for case in order[::4]] == [
-        (16, 1024), (8, 1024), (16, 256), (8, 256)
-    ]  # fmt: skip
-    for first in range(0, 16, 4):
-        standard, *others = order[first : first + 4]
-        assert {case.baseline for case in (standard, *others)} == {standard}
-        assert [case.trainer for case in others] == ["dpsgd_ghost", "dpsgd_fgc", "dpsgd"]
-
-
-def test_cases_that_take_as_long_stay_with_their_baselines() -> None:
-    grid = GRIDS["grid1"].narrow(precision=["fp32", "tf32"], batch_size=[8], seq_len=[256])
-    assert [case.precision for case in in_order(grid.cases())] == ["fp32"] * 4 + ["tf32"] * 4
-
-
-def test_a_test_belongs_to_the_case_that_it_is_parametrised_with() -> None:
-    ids = [case.id for case in GRIDS["grid1"].cases()]
-    assert case_of(f"tests/test_x.py::test_x[{ids[1]}]", ids) == ids[1]
-    assert case_of(f"tests/test_x.py::test_x[a-{ids[0]}-b]", ids) == ids[0]
-    assert case_of(f"tests/test_x.py::test_x[my_{ids[1]}]", ids) is None
-    assert case_of("tests/test_x.py::test_x", ids) is None

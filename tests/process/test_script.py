@@ -243,6 +243,27 @@ def private(max_grad_norm: Any = 1.0, **how: Any) -> Callable[[], None]:
     return loop
 
 
+class RecomputingLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def updating_in_backward_of_what_is_computed_again() -> None:
+    model = RecomputingLayers()
+    for layer in model.layers:
+        optimizer = sgd(layer)
+        weight = next(layer.parameters())
+        weight.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+    for (batch,) in batches():
+        model(batch.requires_grad_()).square().mean().backward()
+
+
 def in_physical_batches() -> None:
     model = network()
     wrapped, optimizer, loader = PrivacyEngine().make_private(
@@ -272,6 +293,7 @@ LOOPS: list[tuple[Callable[[], object], list[str]]] = [
     (with_a_closure, ["OFOBOFOBO"] * 3),
     (scaling, ["FBOO"] * 3),
     (updating_in_backward, ["FBOBOBOBOB"] * 3),
+    (updating_in_backward_of_what_is_computed_again, ["FBOBOBOB"] * 3),
     (evaluating, ["FBO"] * 3),
     (checkpointing, ["FBO"] * 3),
     (penalising_gradients, ["FBFBO"] * 3),

@@ -92,12 +92,11 @@ def test_different_devices_and_instruments_are_refused() -> None:
         measured(BEFORE, device="NVIDIA A100"),
         measured(BEFORE, "logical", device="logical (no hardware)"),
     ):
-        with pytest.raises(ConfigurationError) as caught:
-            check_comparable(run(before), run(other))
-        assert f"ncu on {H200} and {other.instrument[0]} on {other.device[0]} are" in str(
-            caught.value
-        )
-        assert ("--across" in str(caught.value)) is (other.instrument[0] == "ncu")
+        here = f"{other.instrument[0]} on {other.device[0]}"
+        with pytest.raises(ConfigurationError, match="not compared") as caught:
+            check_comparable(run(before), run(other).sources, "that", across=False, option="--yes")
+        assert f"run holds ncu on {H200}, that {here}" in str(caught.value)
+        assert ("--yes" in str(caught.value)) is (other.instrument[0] == "ncu")
 
 
 def test_devices_are_compared_on_request_and_labelled() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dpbench.case import PHASES
 from dpbench.errors import ConfigurationError
-from dpbench.results.compare import METRICS, Threshold, ratio_name
+from dpbench.metrics import derived_name
+from dpbench.results.compare import METRICS, Threshold
 from dpbench.results.rows import STEP
 
 
@@ -24,18 +25,18 @@ from dpbench.results.rows import STEP
         ("dram_bytes@clip:±5%", Threshold("dram_bytes", phase="clip", percent=5, two_sided=True)),
         ("dram_bytes:+-5%", Threshold("dram_bytes", percent=5, two_sided=True)),
         ("step_time_seconds:2ms", Threshold("step_time_seconds", amount=2e-3)),
-        ("dram_ratio:3%", Threshold("dram_bytes", ratio=True, percent=3)),
-        ("l2_ratio:0.1", Threshold("l2_total_bytes", ratio=True, amount=0.1)),
-        ("logical_ratio@clip:3%", Threshold("logical_bytes", True, "clip", percent=3)),
-        ("peak_memory_ratio:3%", Threshold("peak_memory_bytes", ratio=True, percent=3)),
-        ("step_time_ratio:3%", Threshold("step_time_seconds", ratio=True, percent=3)),
+        ("dram_ratio:3%", Threshold("dram_ratio", percent=3)),
+        ("l2_ratio:0.1", Threshold("l2_ratio", amount=0.1)),
+        ("logical_ratio@clip:3%", Threshold("logical_ratio", "clip", percent=3)),
+        ("peak_memory_ratio:3%", Threshold("peak_memory_ratio", percent=3)),
+        ("step_time_ratio:3%", Threshold("step_time_ratio", percent=3)),
         ("l2_bytes:3%", Threshold("l2_total_bytes", percent=3)),
-        ("samples_ratio:3%", Threshold("samples_per_second", ratio=True, percent=3)),
+        ("samples_ratio:3%", Threshold("samples_ratio", percent=3)),
         (
             "kernel_time_seconds@clip:1ms",
             Threshold("kernel_time_seconds", phase="clip", amount=1e-3),
         ),
-        ("kernel_l2_ratio:3%", Threshold("kernel_l2_total_bytes", ratio=True, percent=3)),
+        ("kernel_l2_ratio:3%", Threshold("kernel_l2_ratio", percent=3)),
         ("memcpy_host_to_device_bytes:5MB", Threshold("memcpy_host_to_device_bytes", amount=5e6)),
         ("sm__cycles_active.sum:3%", Threshold("sm__cycles_active.sum", percent=3)),
     ],
@@ -94,11 +95,11 @@ numbers = st.floats(0, 1e15, allow_subnormal=False)
 def test_what_is_written_is_what_is_read(
     metric: str, ratio: bool, phase: str, percent: float | None, amount: float, sign: str
 ) -> None:
-    name = ratio_name(metric) if ratio else metric
+    name = derived_name(metric) if ratio else metric
     limits = repr(amount) if percent is None else f"{percent!r}%+{amount!r}"
     threshold = Threshold.parse(f"{name}@{phase}:{sign}{limits}")
-    assert threshold == Threshold(metric, ratio, phase, percent, amount, bool(sign))
-    assert threshold.name == name
+    assert threshold == Threshold(name, phase, percent, amount, bool(sign))
+    assert threshold.of == (metric if ratio else "")
     assert Threshold.parse(str(threshold)) == threshold
 
 

@@ -237,7 +237,7 @@ def test_ratio_of_counted_reports_is_that_of_their_logical_bytes() -> None:
 
 def test_counted_and_measured_have_no_ratio() -> None:
     message = refusal(lambda: counted().ratio_to(report("standard"), "logical_bytes"))
-    assert "logical (no hardware)" in message
+    assert "standard-bs8-seq256-1b-fp32: 'logical_bytes' was not measured" in message
 
 
 def both(trainer: str, measured: dict[str, list[float]]) -> CaseReport:

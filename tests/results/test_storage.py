@@ -78,7 +78,6 @@ def test_folder_is_named_after_the_device() -> None:
     assert folder_name("NVIDIA GeForce RTX 4090/../x") == "NVIDIA-GeForce-RTX-4090-..-x"
     assert folder_name(None) == "cpu-logical"
     assert folder_name("摩尔线程") == "gpu"
-    assert folder_name("H" * 99 + " 200") == "H" * 99
 
 
 def test_damaged_and_newer_files_are_named_and_passed_over(storage: Storage) -> None:
@@ -102,7 +101,7 @@ def test_storage_that_cannot_be_read_is_not_taken_for_an_empty_one(
     if user == 0:
         os.seteuid(65534)  # root may read everything
     try:
-        with pytest.raises(ConfigurationError, match=r"storage .* cannot be read: Permission"):
+        with pytest.raises(ConfigurationError, match=r"storage cannot be read: .*: Permission"):
             storage.listing()
     finally:
         os.seteuid(user)

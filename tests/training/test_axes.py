@@ -24,8 +24,7 @@ from dpbench.process.step import run_case
 from dpbench.registry import arguments, chosen_grid, resolve
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.phases import phase
-from dpbench.workloads.checkpointing import checkpoint_blocks
-from dpbench.workloads.trainable import choose_trainable
+from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 from dpbench.workloads.transformer import Transformer
 
 ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")

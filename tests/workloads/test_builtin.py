@@ -17,7 +17,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import workload_of
 from dpbench.registry import WORKLOADS, resolve
-from dpbench.workloads.checkpointing import checkpoint_blocks
+from dpbench.workloads.axes import checkpoint_blocks
 from dpbench.workloads.layer import LAYERS
 
 SMALL = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=4"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpbench.workloads.data import get_random_dataloader
+from dpbench.workloads.transformer import get_random_dataloader
 
 SHAPE: dict[str, int] = {"batch_size": 4, "seq_len": 16, "vocab_size": 1_000}
 

@@ -192,7 +192,7 @@ def test_one_grid_has_the_transformer_and_others() -> None:
             [f"--workload={HERE}:Digits", "--set=size=8"],
             "unknown parameter of workload Digits 'size'; choose from image_size, hidden",
         ),
-        ([f"--workload={HERE}:Digits", "--set=8"], "a parameter is NAME=VALUE, not '8'"),
+        ([f"--workload={HERE}:Digits", "--set=8"], "a parameter is NAME=VALUE in printable"),
         (["--set=image_size=8"], "the transformer's parameters have options of their own (seq_len"),
         ([f"--workload={HERE}:Absent"], f"module '{HERE}' has no 'Absent'"),
     ],

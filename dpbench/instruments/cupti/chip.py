@@ -6,15 +6,16 @@ import ctypes
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from ctypes import c_uint8
 from functools import cached_property
 from typing import Any
 
 from dpbench.errors import unknown
+from dpbench.instruments.base import CountersDoNotCombine, CounterUnknown, RangesLost
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import COUNTER, USER_RANGE, USER_REPLAY
-from dpbench.instruments.errors import CountersDoNotCombine, CounterUnknown, RangesLost
 
-Image = ctypes.Array[ctypes.c_uint8]
+Image = ctypes.Array[c_uint8]
 """A block of bytes that means something to CUPTI alone."""
 
 MAY_LACK = ("nvlrx__", "nvltx__", "pcie__")
@@ -25,11 +26,6 @@ MAX_RANGES = 64
 
 On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and 1.1 GB with 1024.
 """
-
-
-def new_image(size: int) -> Image:
-    """An image of so many bytes."""
-    return (ctypes.c_uint8 * size)()
 
 
 def known_chips(library: Library) -> list[str]:
@@ -77,6 +73,13 @@ class Chip:
     def has(self, counters: Iterable[str]) -> bool:
         """Whether all these exist on this chip."""
         return all(counter.partition(".")[0] in self.counters for counter in counters)
+
+    def reads(self, counters: Iterable[str]) -> bool:
+        """Whether all these can be read on this machine, which may keep some to itself."""
+        try:
+            return self.passes(counters) > 0
+        except CounterUnknown:
+            return False
 
     def passes(self, counters: Iterable[str]) -> int:
         """How often the work must run for all these counters to be read."""
@@ -138,10 +141,12 @@ class Configuration:
         try:
             library.call("Profiler_Host_ConfigAddMetrics", pHostObject=host, **names)
         except (CounterUnknown, CountersDoNotCombine) as error:
-            names_given = ", ".join(self._counters)
-            raise type(error)(f"{names_given} on {self._chip.name}: {error.args[0]}") from None
+            named = self._counters
+            if isinstance(error, CounterUnknown) and len(named) > 1:
+                named = [c for c in named if not self._chip.reads([c])] or named
+            raise type(error)(f"{', '.join(named)} on {self._chip.name}: {error.args[0]}") from None
         size = library.call("Profiler_Host_GetConfigImageSize", pHostObject=host).configImageSize
-        image = new_image(size)
+        image: Image = (c_uint8 * size)()
         library.call(
             "Profiler_Host_GetConfigImage",
             pHostObject=host,
@@ -182,7 +187,7 @@ def chip_of(library: Library, device: int, context: int) -> Chip:
     library.initialize()
     name = library.call("Device_GetChipName", deviceIndex=device).pChipName.decode()
     asked = library.call("Profiler_GetCounterAvailability", ctx=context)
-    image = new_image(asked.counterAvailabilityImageSize)
+    image = (c_uint8 * asked.counterAvailabilityImageSize)()
     library.call(
         "Profiler_GetCounterAvailability",
         ctx=context,
@@ -214,15 +219,14 @@ class RangeProfiler:
         self._names: list[bytes] = []
         self._started = self._open = False
         self._object = library.call("RangeProfiler_Enable", ctx=context).pRangeProfilerObject
-        self._image = new_image(
-            self._call(
-                "GetCounterDataSize",
-                pMetricNames=ctypes.addressof(configuration.names),
-                numMetrics=len(configuration.names),
-                maxNumOfRanges=max_ranges,
-                maxNumRangeTreeNodes=max_ranges,
-            ).counterDataSize
-        )
+        size = self._call(
+            "GetCounterDataSize",
+            pMetricNames=ctypes.addressof(configuration.names),
+            numMetrics=len(configuration.names),
+            maxNumOfRanges=max_ranges,
+            maxNumRangeTreeNodes=max_ranges,
+        ).counterDataSize
+        self._image = (c_uint8 * size)()
 
     def _call(self, name: str, **fields: Any) -> Any:
         return self._library.call(

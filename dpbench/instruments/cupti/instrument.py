@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from dpbench.case import Case
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.timing import timing_rows
-from dpbench.metrics import METRICS
+from dpbench.metrics import unit
 from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
@@ -56,25 +57,21 @@ class Cupti(Instrument):
 
 def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
     """The rows of one record of ``dpbench step --cupti``."""
-    for row in timing_rows(case, dict(record)):
-        yield replace(row, instrument=Cupti.name, tool=_tool(record))
-    counted = [(phase, values, 0) for phase, values in record["counted_phases"].items()]
-    counted += [(STEP, values, repeat) for repeat, values in enumerate(record["counted_steps"])]
-    yield from counted_rows(case, record, counted)
+    whole = ({STEP: values} for values in record["counted_steps"])
+    return counted_rows(case, record, [record["counted_phases"], *whole])
 
 
 def counted_rows(
-    case: Case,
-    record: Mapping[str, Any],
-    counted: Iterable[tuple[str, Mapping[str, float], int]],
+    case: Case, record: Mapping[str, Any], steps: Iterable[Mapping[str, Mapping[str, float]]]
 ) -> Iterator[Measurement]:
-    """The rows of counted metrics, each with its phase and the step's number."""
-    device, tool = record["device"], _tool(record)
-    for phase, values, repeat in counted:
-        for metric, value in values.items():
-            unit = METRICS[metric].unit if metric in METRICS else "B" if "bytes" in metric else "1"
-            yield Measurement(case, Cupti.name, phase, metric, value, unit, repeat, device, tool)
-
-
-def _tool(record: Mapping[str, Any]) -> str:
-    return f"cupti {record['cupti']}, torch {record['torch']}"
+    """The rows of timed steps, and of steps that were counted, by phase or as a whole."""
+    device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
+    for row in timing_rows(case, dict(record)):
+        yield replace(row, instrument=Cupti.name, tool=tool)
+    repeats = {True: count(), False: count()}  # of the steps that were counted as a whole, or not
+    for step in steps:
+        where = (next(repeats[STEP in step]), device, tool)
+        for phase, values in step.items():
+            for metric, value in values.items():
+                of = "B" if "bytes" in metric.partition("__")[2] else unit(metric)
+                yield Measurement(case, Cupti.name, phase, metric, value, of, *where)

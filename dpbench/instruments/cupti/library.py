@@ -11,27 +11,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.cupti.structures import c_function, struct_size, structure
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersBusy,
     CountersDoNotCombine,
     CountersForbidden,
     CountersUnsupported,
     CounterUnknown,
     CuptiError,
-    CuptiNotFound,
-    CuptiTooOld,
-    DriverTooOld,
+    CuptiUnusable,
+    InstrumentError,
     ProfilerNotLoaded,
 )
+from dpbench.instruments.cupti.structures import c_function, struct_size, structure
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 """What libcupti opens by name, so that it must be loaded from beside it before. ncu-report loads
 another libnvperf_host when it reads its first report, with which libcupti 13.0 crashes."""
 
 _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
-    15: (CuptiNotFound, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
+    15: (CuptiUnusable, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
     26: (CountersBusy, "the performance counters are in use"),
     27: (CountersUnsupported, "not supported on this system"),
     33: (CountersUnsupported, "the GPU is virtualised"),
@@ -44,7 +42,7 @@ _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
     43: (CountersUnsupported, "a MIG slice"),
     44: (CountersUnsupported, "the GPU is in SLI mode"),
     45: (CountersUnsupported, "WSL"),
-    46: (CuptiTooOld, "this GPU is newer than libcupti"),
+    46: (CuptiUnusable, "this GPU is newer than libcupti"),
     999: (ProfilerNotLoaded, "an internal error: no driver, or no way to the GPU's counters"),
 }
 """CUptiResult codes that have a remedy, in words (cupti_result.h)."""
@@ -53,7 +51,8 @@ _BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
     ("cuptiProfilerHostConfigAddMetrics", 1): (CounterUnknown, "a counter does not exist"),
     ("cuptiProfilerHostConfigAddMetrics", 17): (CounterUnknown, "a counter does not exist"),
     ("cuptiProfilerHostConfigAddMetrics", 27): (CountersDoNotCombine, "not in one pass"),
-    ("cuptiProfilerHostInitialize", 1): (CuptiTooOld, "this GPU is unknown to libcupti"),
+    ("cuptiProfilerHostConfigAddMetrics", 999): (CounterUnknown, "not to be read on this machine"),
+    ("cuptiProfilerHostInitialize", 1): (CuptiUnusable, "this GPU is unknown to libcupti"),
 }
 """Codes that mean something else where they come from this function."""
 
@@ -67,12 +66,13 @@ def call_error(
     the driver supports.
     """
     kind, words = _BY_FUNCTION.get((function, code)) or _BY_CODE.get(code, (CuptiError, "failed"))
-    if driver and driver < library and kind in (CuptiError, CuptiNotFound, ProfilerNotLoaded):
+    unexplained = code == 15 or kind in (CuptiError, ProfilerNotLoaded)
+    if driver and driver < library and unexplained:
         words = (
             f"the driver supports CUDA {driver[0]}.{driver[1]} and libcupti is of "
             f"{library[0]}.{library[1]}"
         )
-        kind = DriverTooOld
+        kind = CuptiUnusable
     return kind(f"{words} ({function} returned {code})")
 
 
@@ -114,7 +114,7 @@ class Library:
         self.driver = driver
         self._functions = functions
         if not hasattr(functions, "cuptiRangeProfilerEnable"):
-            raise CuptiTooOld(f"{path} has no range profiler")
+            raise CuptiUnusable(f"{path} has no range profiler")
         if driver.version() is None and hasattr(functions, "cuptiProfilerHostGetSinglePassSets"):
             # 13.2 dies of a segmentation fault at its first function, newer ones answer 999.
             raise ProfilerNotLoaded(f"{path} is of CUDA 13.2 or newer, which needs a driver")
@@ -173,7 +173,7 @@ def open_in(folder: Path, driver: Driver) -> Library:
     """Load the libcupti of a folder, and the libraries that it needs from the same folder."""
     path = next(iter(sorted(folder.glob("libcupti.so*"))), None)
     if path is None:
-        raise CuptiNotFound(f"no libcupti.so in {folder}")
+        raise CuptiUnusable(f"no libcupti.so in {folder}")
     try:
         for helper, beside in _load_helpers(folder).items():
             if driver.version() and ctypes.CDLL(helper)._handle != beside._handle:
@@ -183,7 +183,7 @@ def open_in(folder: Path, driver: Driver) -> Library:
                 )
         return Library(ctypes.CDLL(str(path)), driver, path)
     except OSError as error:
-        raise CuptiNotFound(f"{path} cannot be loaded: {error}") from None
+        raise CuptiUnusable(f"{path} cannot be loaded: {error}") from None
 
 
 def _folders() -> list[Path]:
@@ -212,4 +212,4 @@ def load_library() -> Library:
             return open_in(folder, driver)
         except InstrumentError as error:
             errors.append(error)
-    raise errors[0] if errors else CuptiNotFound("no libcupti.so beside torch or in a CUDA toolkit")
+    raise errors[0] if errors else CuptiUnusable("no libcupti.so beside torch or in a CUDA toolkit")

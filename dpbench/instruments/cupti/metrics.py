@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from dpbench.instruments.cupti.chip import Chip
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.ncu.metrics import ALWAYS, NcuMetric, counters, resolve
-from dpbench.metrics import METRICS
+from dpbench.instruments.ncu.metrics import ALWAYS, counters, having, resolve
+from dpbench.metrics import METRICS, Metric
 
 LINKS = ("nvlink_received_bytes", "nvlink_sent_bytes", "pcie_read_bytes", "pcie_write_bytes")
 """One pass by themselves, which is spent only where the GPU has peers."""
@@ -18,26 +18,22 @@ BASIC = (*ALWAYS, *(name for name in _OWN if name not in LINKS))
 """DRAM bytes, time and how busy the GPU is: one pass on every chip that counts DRAM bytes."""
 
 
-def on_chip(chip: Chip) -> dict[str, NcuMetric]:
-    """Every metric that a chip has counters for, in whichever spelling it has them."""
-    spelled = [NcuMetric.of(m, names) for m in METRICS.counted("cupti") for names in m.spellings]
-    having = [metric for metric in reversed(spelled) if chip.has(metric.counters)]
-    return {metric.name: metric for metric in having[::-1]}
-
-
-def chosen(
-    chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False
-) -> list[NcuMetric]:
+def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False) -> list[Metric]:
     """What is counted: `BASIC`, and what is asked for; everything by default.
 
     Args:
         chip: the GPU's.
         names: of ours, of nvprof, or of counters.
-        peers: whether there are other GPUs, so that everything includes `LINKS`.
+        peers: whether there are other GPUs, so that everything includes `LINKS` where this
+            machine lets them be read (a virtual one may not).
     """
-    ours = on_chip(chip)
+    ours = having(chip.has, "cupti")
     if names is None:
-        return [metric for metric in ours.values() if peers or metric.name not in LINKS]
+        return [
+            metric
+            for metric in ours.values()
+            if metric.name not in LINKS or (peers and chip.reads(metric.counters))
+        ]
     parts = [part for name in names for part in _parts(name)]
     return resolve([*(name for name in BASIC if name in ours), *parts], chip.name, ours)
 

@@ -7,15 +7,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
-from dpbench.instruments.cupti.library import Library, load_library
-from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersDoNotCombine,
-    CuptiError,
     ProfilerNotLoaded,
     StepsDiffer,
 )
+from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
+from dpbench.instruments.cupti.library import Library, load_library
+from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
 from dpbench.instruments.ncu.metrics import ALWAYS, counters
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
@@ -110,7 +109,6 @@ class StepCounter:
         self._counted: list[ByPhase] = []
 
     def start_step(self) -> None:
-        """See `PhaseListener`."""
         configuration, self._by_phase = self._plan[len(self._counted)]
         if configuration is not self._profiler.configuration:
             self._profiler.close()
@@ -120,13 +118,11 @@ class StepCounter:
         self._begin(OUTSIDE if self._by_phase else STEP)
 
     def switch(self, phase: str) -> None:
-        """See `PhaseListener`."""
         if self._by_phase:
             self._end()
             self._begin(phase)
 
     def end_step(self) -> None:
-        """See `PhaseListener`."""
         self._end()
         counted: ByPhase = {}
         for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
@@ -147,15 +143,10 @@ class StepCounter:
         self._profiler.pop()
 
     def rounds(self) -> list[ByPhase]:
-        """The metrics that each round counted, by phase or of the whole step."""
-        if len(self._counted) < self.steps:
-            raise CuptiError(f"{len(self._counted)} of {self.steps} steps were counted")
+        """The metrics that each round has counted that is over, by phase or of the whole step."""
         rounds = self.steps // self.passes
-        return [self._metrics_of(self._counted[i::rounds]) for i in range(rounds)]
-
-    def each(self) -> list[ByPhase]:
-        """The metrics of each step so far; they need not be alike, if one pass is enough."""
-        return [self._metrics_of([step]) for step in self._counted]
+        over = range(len(self._counted) - self.steps + rounds)  # the last pass is what ends them
+        return [self._metrics_of(self._counted[i::rounds]) for i in over]
 
     def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
         """What the steps of a round counted, put together."""

@@ -1,7 +1,6 @@
 """Lets a step on fake ``cpu`` tensors make the choices that PyTorch makes on CUDA.
 
 Where bytes depend on the device, `as_on_cuda` chooses for CUDA. Nothing is left of it afterwards.
-What it does about autocast is in `dpbench.instruments.logical.autocast`.
 
 Dropout
     One operator (``native_dropout``) that keeps a mask of one byte an element.
@@ -15,36 +14,48 @@ Attention (``scaled_dot_product_attention``)
     What neither takes is decomposed, here as there.
 Optimizers
     ``foreach`` unless they were told otherwise: the bytes are the same, Adam's peak is not.
+Autocast
+    PyTorch casts the arguments of some operators, and for the CPU of other ones than for CUDA:
+    CUDA's layer norms are in single precision. Of the operators that CUDA lists, those of `LOWER`
+    run in the 16-bit type, and those of no list below in float32. What the CPU runs in 16 bits as
+    well stays PyTorch's own: it casts each weight once in a region. Each step of a scaler is
+    finite. Source of the lists: ``aten/src/ATen/autocast_mode.h`` of PyTorch.
 Transformers (Hugging Face)
     Its masks stay unmade where attention can be told ``is_causal``; for a fake tensor the library
     believes that it is being traced, and makes them.
 
 What would change the bytes, and cannot be followed here, is refused: torch.compile, and shared
-keys in the flash kernel where torch's own for the CPU does not take them (before torch 2.9).
+keys in the flash kernel before torch 2.9.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._dynamo import eval_frame
+from torch._library.utils import lookup_op
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import GradScaler, autocast
+from torch.optim import optimizer
+from torch.utils import _pytree as pytree
 
-from dpbench.instruments.logical.autocast import autocast_as_on_cuda
+from dpbench.instruments.logical.rules import names
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 _aten = torch.ops.aten
 _attention = _aten.scaled_dot_product_attention.default
 _attention_as_products = _aten._scaled_dot_product_attention_math.default
 _efficient_attention = _aten._scaled_dot_product_efficient_attention.default
+_flash_attention = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_rms_norm = getattr(getattr(_aten, "_fused_rms_norm", None), "default", None)
 """None where torch has no such operator yet: CUDA decomposes RMSNorm there, too."""
 
@@ -67,30 +78,30 @@ def as_on_cuda() -> Iterator[None]:
         replaced: list[tuple[Any, str, Any]] = [
             (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),
             (eval_frame, "_callback_from_stance", _refuse_compiled),
+            (optimizer, "_foreach_supported_types", [FakeTensor, torch.nn.Parameter]),
+            (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+            (autocast, "__init__", _begin_region),
+            (GradScaler, "__init__", _make_scaler),
+            (GradScaler, "_maybe_opt_step", _step),
         ]
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value, create=True))
-        stack.enter_context(autocast_as_on_cuda())
+        _cast_as_on_cuda(library)
+        # With its outermost region PyTorch forgets which weights it has cast: none is around.
+        around = torch.autocast_increment_nesting() - 1
+        for _ in range(around + 1):
+            torch.autocast_decrement_nesting()
+        for _ in range(around):
+            stack.callback(torch.autocast_increment_nesting)
         yield
 
 
-def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was not told otherwise use ``foreach``, its default on CUDA."""
-    for group in optimizer.param_groups:
-        undecided = "foreach" in group and group["foreach"] is None
-        unfit = group.get("fused") or group.get("differentiable")
-        if undecided and not (unfit or isinstance(group.get("lr"), Tensor)):
-            group["foreach"] = True
-
-
-@contextmanager
-def untraced() -> Iterator[None]:
+def untraced() -> AbstractContextManager[object]:
     """Let Hugging Face's transformers, if they are loaded, not take counting for tracing."""
-    with ExitStack() as stack:
-        if library := sys.modules.get("transformers.utils.import_utils"):
-            never = patch.object(library, "is_fake_tensor", lambda tensor: False, create=True)
-            stack.enter_context(never)
-        yield
+    library = sys.modules.get("transformers.utils.import_utils")
+    if library is None:
+        return nullcontext()
+    return patch.object(library, "is_fake_tensor", lambda tensor: False, create=True)
 
 
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -137,11 +148,10 @@ def _scaled_dot_product_attention(
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
-    if not same_heads and not shared_keys_are_fused():
-        raise UnsupportedOperation(
-            "this torch cannot follow shared keys (enable_gqa) in half precision without a GPU; "
-            "count with torch 2.9 or newer"
-        )
+    if enable_gqa and not same_heads:  # as the CPU's fused kernel takes them as well, since 2.9
+        if torch.__version__ < "2.9":
+            raise UnsupportedOperation("shared keys in half precision are counted by torch >= 2.9")
+        return _flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
         return _as_composed(_attention, *operands, 0.0, is_causal, **options)
@@ -150,14 +160,6 @@ def _scaled_dot_product_attention(
         bias = torch.zeros_like(attn_mask, dtype=query.dtype)
         bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
     return _efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
-
-
-@cache
-def shared_keys_are_fused() -> bool:
-    """Whether the CPU's flash kernel takes fewer key than query heads, as CUDA's does."""
-    query = torch.empty(1, 2, 1, 8, dtype=torch.bfloat16)
-    key = query[:, :1]
-    return bool(torch._fused_sdp_choice(query, key, key, enable_gqa=True))
 
 
 INSTEAD: dict[OpOverload, Callable[..., Any]] = {
@@ -175,3 +177,101 @@ def _refuse_compiled(callback: Any) -> Any:
             "count the step uncompiled"
         )
     return callback
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+LOWER = names(
+    """
+    addbmm addmm addmv addr baddbmm bmm chain_matmul einsum linalg_multi_dot linalg_vecdot linear
+    matmul mm mv _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution cudnn_convolution cudnn_convolution_transpose prelu gru_cell
+    lstm_cell rnn_relu_cell rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell
+    _scaled_dot_product_flash_attention scaled_dot_product_attention
+    """
+)
+
+WIDEST = names(
+    "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+)
+"""These run in the widest type of their arguments."""
+
+SUMS = ("cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "prod", "sum")
+"""These read what they are given, and answer in float32."""
+
+_NORMS: dict[OpOverload, tuple[OpOverload, tuple[Any, ...]]] = {
+    _aten.norm.Scalar: (_aten.norm.ScalarOpt_dtype, (2,)),
+    _aten.norm.ScalarOpt_dim: (_aten.norm.ScalarOpt_dim_dtype, (None, [], False)),
+}
+"""So do these, by another overload, which has no defaults."""
+
+_SOFTMAX = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}
+"""And these, but that only float16 is read so; bfloat16 is cast before."""
+
+
+def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What an operator does in a region, unless the CPU's autocast does the same."""
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        name, low = operator.overloadpacket.__name__, torch.get_autocast_dtype("cpu")
+        if name in SUMS or operator in _NORMS or operator in _SOFTMAX:
+            return _in_float32(operator, args, kwargs)
+        dtype = low if name in LOWER else torch.float32
+        if name in WIDEST:
+            types = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if _is_cast(t)}
+            dtype = torch.float32 if torch.float32 in types else low
+        args, kwargs = pytree.tree_map(
+            lambda value: value.to(dtype) if _is_cast(value) else value, (args, kwargs)
+        )
+        return operator(*args, **kwargs)
+
+
+def _is_cast(value: Any) -> bool:
+    """Whether autocast casts it, if it shall have another type."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that is told to answer in float32, unless it was told something else."""
+    told = kwargs.get("dtype") or (operator in _SOFTMAX and args[2:])
+    if told or not _is_cast(args[0]):
+        return operator(*args, **kwargs)
+    if operator in _SOFTMAX and args[0].dtype is torch.float16:
+        return _SOFTMAX[operator](*args[:2], True)
+    if operator in _NORMS:
+        operator, defaults = _NORMS[operator]
+        args = (*args, *defaults[len(args) - 1 :])
+    return operator(*args, **{**kwargs, "dtype": torch.float32})
+
+
+def _cast_as_on_cuda(library: torch.library.Library) -> None:
+    """Let operators in a region cast what they cast on CUDA."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    of_cuda, of_cpu = (  # those of other libraries, such as torchvision's, stay as they are
+        {lookup_op(name) for name in registered(f"Autocast{device}") if name.startswith("aten::")}
+        for device in ("CUDA", "CPU")
+    )
+    same = {operator for operator in of_cuda & of_cpu if operator.overloadpacket.__name__ in LOWER}
+    with warnings.catch_warnings():  # that these replace the CPU's
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for operator in of_cuda - same:
+            library.impl(operator, partial(_in_region, operator), "AutocastCPU")
+        for operator in of_cpu - of_cuda:
+            library.impl(operator, torch.library.fallthrough_kernel, "AutocastCPU")
+
+
+_region: Any = autocast.__init__
+_scaler: Any = GradScaler.__init__
+
+
+def _begin_region(
+    self: autocast, device_type: str, dtype: Any = None, *args: Any, **named: Any
+) -> None:
+    _region(self, "cpu", dtype or torch.float16, *args, **named)
+
+
+def _make_scaler(self: GradScaler, device: str = "cuda", *args: Any, **named: Any) -> None:
+    _scaler(self, "cpu", *args, **named)
+
+
+def _step(self: GradScaler, optimizer: Any, state: object, *args: Any, **named: Any) -> Any:
+    return optimizer.step(*args, **named)  # a scaler would skip it if gradients had overflowed

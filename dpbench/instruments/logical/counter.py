@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -33,16 +33,22 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from dpbench.case import OUTSIDE
+from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.stand_ins import STAND_INS, AssumedValues, UnsupportedOperation
+from dpbench.metrics import unit
+from dpbench.results.kernels import OperatorCount
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator hands out memory in multiples of this
 SMALL = 1024  # a constant of at most so many elements is known while a model is built
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
 """Constants that models are built from: the rates of stochastic depth, by layer."""
+
+OWN_KERNELS = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward")
+"""Operators that are made of others elsewhere, and have a kernel of their own on CUDA."""
 
 NOT_WORK = ("prim", "profiler")
 """Namespaces of operators that ask or mark something (``prim::device``) and move no data."""
@@ -93,11 +99,12 @@ class ByteCounter(TorchDispatchMode):
     keeps track of memory.
     """
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        converter = fake.fake_tensor_converter.meta_converter
-        self._memos = (converter.tensor_memo, converter.describer.lookup_tensor)
-        self._fake = fake
+        self._fake: Any = fake
+        if fake:
+            converter = fake.fake_tensor_converter.meta_converter
+            self._memos = (converter.tensor_memo, converter.describer.lookup_tensor)
         self._values = AssumedValues()
         self.memory = LiveMemory()
         self._phase: str | None = None
@@ -129,13 +136,16 @@ class ByteCounter(TorchDispatchMode):
             self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.memory.peak)
         self._phase = None
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    @property
+    def operators(self) -> tuple[OperatorCount, ...]:
+        """What each operator did in each phase of the step, most bytes first."""
+        counts = [
+            OperatorCount(*where, **asdict(count), general_rule=where[1] in self.by_general_rule)
+            for where, count in self.counts.items()
+        ]
+        return tuple(sorted(counts, key=lambda count: -count.total_bytes))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three calls: not worth asking the next mode
@@ -204,31 +214,21 @@ class ByteCounter(TorchDispatchMode):
 
 
 class RunningCounter(ByteCounter):
-    """A `ByteCounter` without fake tensors: operators run, on whichever device they are.
+    """Without fake tensors: operators run, on whichever device they are.
 
     What PyTorch chooses by device (attention, dropout) is as it is there, and tensors that were
     made before are not known to be alive, so peaks mean nothing.
     """
+
+    def __init__(self) -> None:
+        super().__init__(None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """What a script compiles does not reach into the counting of its operators."""
         return True
 
-    def __init__(self) -> None:
-        TorchDispatchMode.__init__(self)
-        self._values = AssumedValues()
-        self.memory = LiveMemory()
-        self._phase: str | None = None
-        self._forget()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._phase is None or func.namespace in NOT_WORK:
             return func(*args, **kwargs)
@@ -256,6 +256,29 @@ def without_data() -> Iterator[ByteCounter]:
         yield counter
 
 
+def logical_rows(
+    case: Case,
+    operators: Iterable[OperatorCount],
+    phases: Collection[str],
+    peaks: Mapping[str, int] | None = None,
+    repeat: int = 0,
+) -> Iterator[Measurement]:
+    """The rows of a step, by the phases that it had and as a whole."""
+    tool = f"torch {torch.__version__}"
+    for phase in (*(phase for phase in ALL_PHASES if phase in phases), STEP):
+        counts = [count for count in operators if phase in (count.phase, STEP)]
+        values = {
+            "logical_read_bytes": sum(count.read_bytes for count in counts),
+            "logical_write_bytes": sum(count.write_bytes for count in counts),
+            "flops": sum(count.flops for count in counts),
+        }
+        if peaks:
+            values["peak_memory_bytes"] = peaks.get(phase, max(peaks.values()))
+        for metric, value in values.items():
+            where = unit(metric), repeat, NO_HARDWARE, tool
+            yield Measurement(case, "logical", phase, metric, value, *where)
+
+
 @cache
 def label(func: OpOverload) -> str:
     """An operator's name as PyTorch's profiler tables spell it, e.g. ``aten.clone``."""
@@ -265,7 +288,7 @@ def label(func: OpOverload) -> str:
 @cache
 def is_composite(func: OpOverload) -> bool:
     """Whether an operator is nothing but calls of others, which are counted instead."""
-    if label(func) == "aten._fused_rms_norm":  # on CUDA it has a kernel of its own
+    if label(func) in OWN_KERNELS:
         return False
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (

@@ -16,25 +16,24 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest.mock import patch
 
 import torch
 from torch._subclasses import fake_tensor
 
-from dpbench.case import ALL_PHASES, Case
+from dpbench.case import Case
 from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.logical.as_on_cuda import choose_as_on_cuda, untraced
-from dpbench.instruments.logical.counter import ByteCounter, without_data
-from dpbench.instruments.logical.stand_ins import users_line
+from dpbench.instruments.logical.as_on_cuda import untraced
+from dpbench.instruments.logical.counter import ByteCounter, logical_rows, without_data
 from dpbench.process.build import build
 from dpbench.registry import is_builtin
 from dpbench.results.kernels import OperatorCount, guesses
-from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 from dpbench.training.phases import observed_step
 
@@ -98,11 +97,15 @@ class Logical(Instrument):
             raise CaseFailed(
                 f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
             ) from error
-        return _result(case, counter)
+        operators = counter.operators
+        rows = logical_rows(case, operators, counter.peaks, counter.peaks)
+        light = counter.by_general_rule - guesses(operators).keys()
+        notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
+        notes += [f"{name}: counted by the general rule" for name in sorted(light)]
+        return LogicalResult(tuple(rows), operators, tuple(notes))
 
     def _run(self, case: Case, counter: ByteCounter) -> None:
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
-        choose_as_on_cuda(trainer.plain_optimizer)
         after = alive(counter)
         for batch in batches:
             before = after
@@ -156,7 +159,6 @@ def _counted_apart(child: Child) -> list[Measurement]:
 def _in_one_line(error: Exception) -> str:
     """An error's name and words, and the user's line that it came from."""
     words, line = " ".join(str(error).split()), own_line(error.__traceback__)
-    line = line or users_line(error.__traceback__)
     if "view and is being modified inplace" in words:
         words = (
             "Opacus hooks every layer, and what a hooked layer returns must not be changed in "
@@ -186,13 +188,7 @@ def new_objects_collected() -> Iterator[None]:
 
 @contextmanager
 def untouched_torch() -> Iterator[None]:
-    """Start from PyTorch's defaults, and put back what a step or its trainer may have set."""
-    switches: tuple[tuple[Any, str], ...] = (
-        (torch.backends.cuda.matmul, "allow_tf32"),
-        (torch.backends.cudnn, "allow_tf32"),
-        (torch.backends.cudnn, "deterministic"),
-        (torch.backends.cudnn, "benchmark"),
-    )
+    """Start from PyTorch's defaults, and leave these as they were."""
     with (
         ExitStack() as stack,
         torch.random.fork_rng(devices=[]),
@@ -202,8 +198,6 @@ def untouched_torch() -> Iterator[None]:
         torch.autocast("cuda", enabled=False),
         warnings.catch_warnings(),
     ):
-        for place, name in switches:
-            stack.callback(setattr, place, name, getattr(place, name))
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         # It would log the whole way to an error that is reported in a line.
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
@@ -215,29 +209,3 @@ def untouched_torch() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Full backward hook is firing")
         torch.set_default_dtype(torch.float32)
         yield
-
-
-def _result(case: Case, counter: ByteCounter) -> LogicalResult:
-    operators = [
-        OperatorCount(*where, **asdict(count), general_rule=where[1] in counter.by_general_rule)
-        for where, count in counter.counts.items()
-    ]
-    operators.sort(key=lambda count: -count.total_bytes)
-    light = counter.by_general_rule - guesses(operators).keys()
-    notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
-    notes += [f"{name}: counted by the general rule" for name in sorted(light)]
-    return LogicalResult(tuple(_rows(case, counter)), tuple(operators), tuple(notes))
-
-
-def _rows(case: Case, counter: ByteCounter) -> Iterator[Measurement]:
-    tool = f"torch {torch.__version__}"
-    peaks = {phase: counter.peaks[phase] for phase in ALL_PHASES if phase in counter.peaks}
-    for phase, peak in {**peaks, STEP: max(peaks.values())}.items():
-        counts = [c for (where, _), c in counter.counts.items() if phase in (where, STEP)]
-        for metric, value, unit in (
-            ("logical_read_bytes", sum(c.read_bytes for c in counts), "B"),
-            ("logical_write_bytes", sum(c.write_bytes for c in counts), "B"),
-            ("flops", sum(c.flops for c in counts), "1"),
-            ("peak_memory_bytes", peak, "B"),
-        ):
-            yield Measurement(case, Logical.name, phase, metric, value, unit, 0, NO_HARDWARE, tool)

@@ -119,8 +119,8 @@ REVIEWED = names(
     native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward
     convolution convolution_backward max_pool2d_with_indices max_pool2d_with_indices_backward
     avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
-    relu threshold_backward gelu gelu_backward silu silu_backward tanh tanh_backward sigmoid
-    sigmoid_backward softplus softplus_backward leaky_relu leaky_relu_backward
+    relu threshold_backward gelu gelu_backward silu silu_backward mish mish_backward tanh
+    tanh_backward sigmoid sigmoid_backward softplus softplus_backward leaky_relu leaky_relu_backward
     _softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
     nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
     mse_loss mse_loss_backward native_dropout native_dropout_backward

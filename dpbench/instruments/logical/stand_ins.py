@@ -7,14 +7,12 @@ was assumed. A loop that waits for another value would never end: see `AssumedVa
 
 from __future__ import annotations
 
-import linecache
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +22,8 @@ MOST_ASKED = 10_000
 """How often one line may ask for values in a step before its loop is taken to be endless."""
 
 PATIENCE = 100  # how often one line may hear, while a model is built, that something is true
-NOT_THE_USERS = tuple(f"{Path(path).parent}/" for path in (__file__, torch.__file__))
+BETWEEN = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
 """Where the code lies that is between a line and the value that it asks for."""
-
-Place: TypeAlias = tuple[str, int]
-"""A file and a line."""
 
 
 class UnsupportedOperation(Exception):
@@ -45,11 +40,12 @@ class AssumedValues:
     """
 
     def __init__(self) -> None:
-        self.asked: Counter[Place] = Counter()
+        self.asked = Counter[tuple[str, int]]()
 
     def value(self, tensor: Tensor, *, counted: bool) -> bool | int | float:
         """What a tensor of one element is taken to hold; ``counted`` within a step."""
-        place = _users_place(traceback.walk_stack(sys._getframe()))
+        frames = ((f.f_code.co_filename, line) for f, line in traceback.walk_stack(sys._getframe()))
+        place = next(place for place in frames if not place[0].startswith(BETWEEN))
         self.asked[place] += 1
         times = self.asked[place]
         if times > MOST_ASKED:
@@ -60,22 +56,6 @@ class AssumedValues:
         if tensor.dtype is torch.bool:
             return counted or times <= PATIENCE or times % 2 == 0
         return 1.0 if tensor.is_floating_point() or tensor.is_complex() else 1
-
-
-def users_line(trace: TracebackType | None) -> str:
-    """The innermost line of an error that is neither PyTorch's nor ours, with what it says."""
-    frames = list(traceback.walk_tb(trace))
-    file, line = _users_place(reversed(frames))
-    return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}" if file else ""
-
-
-def _users_place(frames: Iterable[tuple[FrameType, int]]) -> Place:
-    """The first of these frames that is of the code whose step this is."""
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith((*NOT_THE_USERS, "<")):
-            return file, line
-    return "", 0
 
 
 def _unique_dim(

@@ -7,8 +7,7 @@ misses those, and tells one kernel from the other.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,20 +16,19 @@ from dpbench import gpu
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu.kernel_report import (
-    kernel_counters,
-    read_kernels,
-)
-from dpbench.instruments.ncu.metrics import NcuMetric, counters, resolve
+from dpbench.instruments.ncu.metrics import counters, resolve
 from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
-from dpbench.instruments.ncu.range_report import (
+from dpbench.instruments.ncu.report import (
     KERNELS,
     NothingProfiled,
     ReportUnreadable,
+    kernel_metrics,
     launches_by_phase,
     read,
+    read_kernels,
     report_path,
 )
+from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.process.schedule import Steps
 from dpbench.results.kernels import fold, kernel_rows
@@ -39,14 +37,15 @@ from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
-class NcuInstrument(Instrument):
-    """Re-executes a case under Nsight Compute and reads its report.
+class Ncu(Instrument):
+    """Re-executes a case under Nsight Compute, and reads its report: each metric by phase and step.
 
     One active step is enough: from step to step DRAM bytes differ by less than 0.2 %, and each
     further one adds seconds and, at 400 bytes a kernel launch, megabytes to the report.
     """
 
-    replay: ClassVar[str] = "kernel"  # ncu's mode: tens of ms a kernel
+    name: ClassVar[str] = "ncu"
+    replay: ClassVar[str] = "app-range"  # ncu's mode
     folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
 
     directory: Path  # where reports and logs go, one folder a configuration
@@ -54,11 +53,17 @@ class NcuInstrument(Instrument):
     steps: Steps = Steps(warmup=1, active=1)
     timeout: float = Settings.timeout  # seconds after which a case is ended
     phases: tuple[str, ...] = ()  # profile these only; every one if there is none
+    metrics: tuple[Metric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
-    def asked(cls, settings: Settings, **own: Any) -> Self:
-        """The instrument as a session's options have it, and what is its ``own``."""
-        return cls(settings.ncu_dir, find_ncu(settings.ncu_path), timeout=settings.timeout, **own)
+    def from_settings(cls, settings: Settings) -> Self:
+        return cls(
+            settings.ncu_dir,
+            find_ncu(settings.ncu_path),
+            Steps(settings.ncu_warmup, settings.ncu_active),
+            settings.timeout,
+            metrics=tuple(resolve(settings.metric_names, gpu.chip_here())),
+        )
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=True)
@@ -70,16 +75,15 @@ class NcuInstrument(Instrument):
     def report(self, case: Case) -> Path:
         return self.directory / report_path(case, self.folder)
 
-    def command_under_ncu(self, case: Case, collect: Iterable[str]) -> list[str]:
+    def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
         step = step_command(case, self.steps, device="cuda", nvtx=True)
-        return [*self.before_program(case, collect), *step]
+        return [*self.before_program(case), *step]
 
-    def before_program(self, case: Case, collect: Iterable[str]) -> list[str]:
+    def before_program(self, case: Case, *more: str) -> list[str]:
         """The arguments before those of the profiled program, caches and clocks left alone.
 
-        Options say what to ``collect``, and of which kernels; a range or kernel is profiled if one
-        of the NVTX filters fits.
+        A range or kernel is profiled if one of the NVTX filters fits.
         """
         steps = range(self.steps.active)
         chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
@@ -96,21 +100,21 @@ class NcuInstrument(Instrument):
                 for each in chosen or [f"regex:{NVTX_DOMAIN}@.*"]
                 for text in ("--nvtx-include", each)
             ),
-            *collect,
+            *("--metrics", ",".join(counters(self.metrics))),
+            *more,
             "--force-overwrite",
             *("--export", str(self.report(case))),
         ]
 
-    def launch(self, case: Case, command: list[str]) -> Child:
-        """Start a command of `command_under_ncu`."""
+    def start(self, case: Case) -> Child:
         report = self.report(case)
         report.unlink(missing_ok=True)  # or a failed run would leave the last one's numbers
         log = report.with_suffix(".log")
-        return Child(command, case=case, log=log, timeout=self.timeout, read=self.read)
+        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
 
-    @abstractmethod
     def read(self, process: Child) -> list[Measurement]:
-        """Wait for a process with `record_of`, and make rows of its report."""
+        """Wait for a process, and make rows of its report."""
+        return self.rows(process.case, self.record_of(process))
 
     def record_of(self, process: Child) -> dict[str, Any]:
         """Wait for a process; returns the record that it printed, its report written."""
@@ -121,73 +125,46 @@ class NcuInstrument(Instrument):
             said = diagnose(case, log)
             # A process that failed by itself leaves nothing to profile; that it failed counts.
             raise error if said is None or isinstance(said, NothingProfiled) else said from None
-        if not self.report(case).exists():
-            raise diagnose(case, log) or NothingProfiled(f"{case.id}: ncu left no report", log=log)
+        self.check_report(case, log)
         return record
+
+    def check_report(self, case: Case, log: Path) -> None:
+        """Say why a process that has ended left no report."""
+        if not self.report(case).exists():
+            said = diagnose(case, log) if log.exists() else None
+            raise said or NothingProfiled(f"{case.id}: ncu left no report", log=log)
+
+    def rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
+        """The rows of a case's report, whose process printed this record."""
+        return read(self.report(case), case, self.metrics, tool=self.tool(record))
 
     def tool(self, record: Mapping[str, Any]) -> str:
         """The versions behind the rows of a record."""
         return f"ncu {ncu_version(self.path)}, torch {record['torch']}"
 
-    def nothing_to_profile(self, case: Case) -> bool:
-        """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""
-        try:
-            launches = launches_by_phase(self.directory / case.report_path)
-        except InstrumentError:
-            return False
-        return bool(self.phases) and not any(launches[phase] for phase in self.phases)
-
 
 @dataclass(frozen=True)
-class Ncu(NcuInstrument):
-    """Counts the bytes of ranges."""
+class NcuKernels(Ncu):
+    """Counts the bytes of kernels.
 
-    name: ClassVar[str] = "ncu"
-    replay: ClassVar[str] = "app-range"
-
-    metrics: tuple[NcuMetric, ...] = field(default_factory=lambda: tuple(resolve()))
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        steps = Steps(settings.ncu_warmup, settings.ncu_active)
-        metrics = tuple(resolve(settings.metric_names, gpu.chip_here()))
-        return cls.asked(settings, steps=steps, metrics=metrics)
-
-    def command(self, case: Case) -> list[str]:
-        return self.command_under_ncu(case, ("--metrics", ",".join(counters(self.metrics))))
-
-    def start(self, case: Case) -> Child:
-        """Start a process whose rows are each byte metric, by phase and for the whole step."""
-        return self.launch(case, self.command(case))
-
-    def read(self, process: Child) -> list[Measurement]:
-        tool = self.tool(self.record_of(process))
-        return read(self.report(process.case), process.case, self.metrics, tool=tool)
-
-
-@dataclass(frozen=True)
-class NcuKernels(NcuInstrument):
-    """Counts the bytes of kernels."""
+    Its rows are what kernels add up to, by phase and step, and ``kernels`` each kernel's share.
+    """
 
     name: ClassVar[str] = "ncu_kernels"
+    replay: ClassVar[str] = "kernel"  # tens of ms a kernel
     folder: ClassVar[str] = KERNELS
 
-    counters: tuple[str, ...] = field(default_factory=kernel_counters)
+    metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        counted = kernel_counters(gpu.chip_here())
-        return cls.asked(settings, phases=settings.phases, counters=counted)
-
-    def command(self, case: Case) -> list[str]:
-        return self.command_under_ncu(case, ("--metrics", ",".join(self.counters)))
-
-    def start(self, case: Case) -> Child:
-        """Start a process whose rows are what its kernels add up to, by phase and step.
-
-        Its ``kernels`` are each kernel's share of that; none if the phases launch none.
-        """
-        return self.launch(case, self.command(case))
+        return cls(
+            settings.ncu_dir,
+            find_ncu(settings.ncu_path),
+            timeout=settings.timeout,
+            phases=settings.phases,
+            metrics=kernel_metrics(gpu.chip_here()),
+        )
 
     def read(self, process: Child) -> list[Measurement]:
         case = process.case
@@ -208,3 +185,11 @@ class NcuKernels(NcuInstrument):
             tool=self.tool(record),
             whole=not self.phases,
         )
+
+    def nothing_to_profile(self, case: Case) -> bool:
+        """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""
+        try:
+            launches = launches_by_phase(self.directory / case.report_path)
+        except InstrumentError:
+            return False
+        return bool(self.phases) and not any(launches[phase] for phase in self.phases)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Metric
@@ -12,27 +12,10 @@ ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 """What is counted whatever was asked for, where the chip can."""
 
 
-@dataclass(frozen=True)
-class NcuMetric:
-    """A metric as the sum of counters of one chip, times ``scale``."""
-
-    name: str
-    counters: tuple[str, ...]
-    scale: float = 1
-    unit: str = "B"
-
-    @classmethod
-    def of(cls, metric: Metric, counters: tuple[str, ...]) -> NcuMetric:
-        return cls(metric.name, counters, metric.scale, metric.unit)
-
-    def value(self, counted: Mapping[str, float]) -> float:
-        return self.scale * sum(counted[counter] for counter in self.counters)
-
-
-def on_chip(chip: str = "") -> dict[str, NcuMetric]:
+def on_chip(chip: str = "") -> dict[str, Metric]:
     """Every metric that a chip has counters for; on GH100 they take one pass of the process."""
-    having = [(metric, metric.on(chip)) for metric in METRICS.counted("ncu")]
-    return {metric.name: NcuMetric.of(metric, names) for metric, names in having if names}
+    here = [replace(m, counters=m.on(chip), chips=()) for m in METRICS.counted("ncu")]
+    return {metric.name: metric for metric in here if metric.counters}
 
 
 def lacking(chip: str) -> list[str]:
@@ -40,17 +23,21 @@ def lacking(chip: str) -> list[str]:
     return [metric.name for metric in METRICS.counted("ncu") if not metric.on(chip)]
 
 
-def in_report(names: Iterable[str]) -> list[NcuMetric]:
-    """The metrics of which a report with these counters holds all, on whichever chip."""
-    present = set(names)
-    spelled = [NcuMetric.of(m, names) for m in METRICS.counted("ncu") for names in m.spellings]
-    whole = [metric for metric in reversed(spelled) if present.issuperset(metric.counters)]
-    return list({metric.name: metric for metric in whole}.values())[::-1]
+def having(
+    are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu"
+) -> dict[str, Metric]:
+    """The metrics of which all counters are there, in the first such spelling."""
+    spelled = [
+        replace(metric, counters=names, chips=())
+        for metric in METRICS.counted(instrument)
+        for names in reversed(metric.spellings)
+    ]
+    return {metric.name: metric for metric in spelled if are_there(metric.counters)}
 
 
 def resolve(
-    names: Iterable[str] | None = None, chip: str = "", ours: Mapping[str, NcuMetric] | None = None
-) -> list[NcuMetric]:
+    names: Iterable[str] | None = None, chip: str = "", ours: Mapping[str, Metric] | None = None
+) -> list[Metric]:
     """The metrics behind names of ours, of nvprof, or of counters; all that there are by default.
 
     A counter must add up over the ranges of a step, so a rate is refused. ``ours`` is every metric
@@ -73,12 +60,12 @@ def resolve(
                 f".sum do; ncu itself shows rates and averages of single kernels"
             )
         elif "__" in name:
-            chosen[name] = NcuMetric(name, (name,), unit="")
+            chosen[name] = Metric(name, counters=(name,))
         else:
             raise unknown("metric", name, [*ours, *nvprof], "or a counter of ncu --query-metrics")
     return list(chosen.values())
 
 
-def counters(metrics: Iterable[NcuMetric]) -> list[str]:
+def counters(metrics: Iterable[Metric]) -> list[str]:
     """Every counter that the metrics need, once."""
     return list(dict.fromkeys(c for metric in metrics for c in metric.counters))

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.child import log_lines
-from dpbench.instruments.errors import (
+from dpbench.instruments.base import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
+    InstrumentError,
     ProfilerNotLoaded,
 )
-from dpbench.instruments.ncu.range_report import NothingProfiled
-from dpbench.instruments.processes import output_of
+from dpbench.instruments.child import log_lines
+from dpbench.instruments.ncu.report import NothingProfiled
+from dpbench.instruments.processes import run
 
 
 class NcuNotFound(InstrumentError):
@@ -65,21 +64,6 @@ ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second o
 @cache
 def ncu_version(path: str) -> str:
     """The version that an ``ncu`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
-    match = re.search(r"Version (\d+\.\d+\.\d+)", _answer(path, "--version"))
-    return match[1] if match else "unknown"
-
-
-@cache
-def known_counters(path: str) -> frozenset[str]:
-    """The counters of the GPU here, without ``.sum``; empty if ncu does not say."""
-    lines = _answer(path, "--query-metrics").splitlines()
-    words = (line.split() for line in lines)
-    return frozenset(parts[0] for parts in words if parts and "__" in parts[0])
-
-
-def _answer(path: str, question: str) -> str:
-    """What an ``ncu`` prints; nothing if it is made for another machine, say, or hangs."""
-    try:
-        return output_of([path, question], timeout=ANSWER_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
+    match = None if code else re.search(r"Version (\d+\.\d+\.\d+)", answer)
+    return match[1] if match else "unknown"  # made for another machine, say, or it hangs

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, ch
 from dpbench.instruments.child import Child, log_lines, step_command
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
-from dpbench.instruments.processes import ProcessGroup
+from dpbench.instruments.processes import run
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
 from dpbench.process.schedule import Steps
@@ -237,17 +236,6 @@ def exported(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
 
 def _run(command: Sequence[str], timeout: float) -> tuple[int, str]:
     """Exit code and last line of a program."""
-    try:
-        group = ProcessGroup(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-    except OSError as error:
-        return 1, str(error)
-    try:
-        output: str = group.process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        return 1, f"it took longer than {timeout:g} s"
-    finally:
-        group.end()
+    code, output = run(command, timeout=timeout)
     lines = [line.strip() for line in output.replace("\r", "\n").splitlines() if line.strip()]
-    return group.process.returncode, lines[-1] if lines else ""
+    return code, lines[-1] if lines else ""

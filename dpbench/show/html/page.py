@@ -142,7 +142,10 @@ def cases(material: Material) -> Table:
     columns |= {**CASE, "premise": ("premise", str)}
     numbers = []
     for shown in dict.fromkeys([*usual_columns(), column("samples_per_second")]):
-        name, header = shown.metrics[0], shown.header.replace("\n", " ").replace("mem.", "memory")
+        name, header = (
+            shown.of or shown.name,
+            shown.header.replace("\n", " ").replace("mem.", "memory"),
+        )
         write = {"B": gigabytes, "s": step_milliseconds}.get(unit(name), "{:.2f}".format)
         if shown.kind == "ratio":
             name, write = name + RATIO, times

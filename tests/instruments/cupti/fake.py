@@ -21,7 +21,7 @@ ALL = tuple(
 OF_LINKS = tuple(counter for name in LINKS for counter in METRICS[name].counters)
 """Those that are read as well where there are other GPUs."""
 
-WRONG_PARAMETER, WRONG_ORDER, DO_NOT_COMBINE = 1, 7, 27
+WRONG_PARAMETER, WRONG_ORDER, DO_NOT_COMBINE, NOT_AVAILABLE = 1, 7, 27, 999
 CONTEXT = 4711
 
 
@@ -63,10 +63,11 @@ class FakeCupti:
         lacks: Iterable[str] = (),
         drops: Iterable[int] = (),
         silent: Iterable[str] = (),
+        hidden: Iterable[str] = (),
     ) -> None:
         self.version, self.a_pass = version, a_pass
         self.fails, self.lacks = fails or {}, set(lacks)
-        self.drops, self.silent = set(drops), set(silent)
+        self.drops, self.silent, self.hidden = set(drops), set(silent), set(hidden)
         self.base = sorted({counter.partition(".")[0] for counter in counters})
         self.now: dict[str, float] = {}  # what the GPU has done so far, by counter
         self.calls: list[str] = []
@@ -140,6 +141,8 @@ class FakeCupti:
     def _Profiler_Host_ConfigAddMetrics(self, p: Any) -> int:  # noqa: N802
         names = self._counters(p.ppMetricNames, p.numMetrics)
         self.hosts[p.pHostObject] += names
+        if self.hidden & {*names}:
+            return NOT_AVAILABLE
         if {*names} & {*OF_LINKS} and {*names} - {*OF_LINKS}:
             return DO_NOT_COMBINE
         return WRONG_PARAMETER if any(n.split(".")[0] not in self.base for n in names) else 0

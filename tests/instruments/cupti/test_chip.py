@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dpbench.errors import ConfigurationError
+from dpbench.instruments.base import CountersDoNotCombine, CounterUnknown
 from dpbench.instruments.cupti.chip import Chip, Configuration, known_chips
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.cupti.metrics import BASIC, chosen, on_chip
-from dpbench.instruments.errors import CountersDoNotCombine, CounterUnknown
-from dpbench.instruments.ncu.metrics import counters
+from dpbench.instruments.cupti.metrics import BASIC, chosen
+from dpbench.instruments.ncu.metrics import counters, having
 from tests.instruments.cupti.fake import ALL, FakeCupti, library
 from tests.instruments.cupti.wheels import usable_library
 
@@ -92,7 +92,7 @@ def test_a_counter_of_several_passes_cannot_be_counted() -> None:
 
 def test_chips_that_call_dram_bytes_otherwise_are_asked_in_their_words() -> None:
     cupti = FakeCupti(counters=["dram__bytes_op_read.sum", "dram__bytes_op_write.sum"])
-    found = on_chip(Chip(library(cupti), "GH100"))
+    found = having(Chip(library(cupti), "GH100").has, "cupti")
     assert {name: metric.counters for name, metric in found.items()} == {
         "dram_read_bytes": ("dram__bytes_op_read.sum",),
         "dram_write_bytes": ("dram__bytes_op_write.sum",),

@@ -13,10 +13,15 @@ import pytest
 from dpbench import Case, CaseReport, ConfigurationError, gpu
 from dpbench.cli import main
 from dpbench.instruments import choose
-from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentError
+from dpbench.instruments.base import (
+    CaseFailed,
+    CaseOutOfMemory,
+    CountersForbidden,
+    CuptiUnusable,
+    InstrumentError,
+)
 from dpbench.instruments.cupti import child
 from dpbench.instruments.cupti.instrument import Cupti, cupti_rows
-from dpbench.instruments.errors import CountersForbidden, CuptiTooOld
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -172,7 +177,7 @@ def test_rows_come_from_what_the_process_printed(
     ("raised", "kind"),
     [
         (CountersForbidden("not allowed"), CountersForbidden),
-        (CuptiTooOld("too old"), CuptiTooOld),
+        (CuptiUnusable("too old"), CuptiUnusable),
         (ValueError("odd"), CaseFailed),
     ],
 )

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.base import (
+    CountersBusy,
+    CountersForbidden,
+    CountersUnsupported,
+    CounterUnknown,
+    CuptiError,
+    CuptiUnusable,
+    InstrumentError,
+    ProfilerNotLoaded,
+)
 from dpbench.instruments.cupti.library import (
     Driver,
     Library,
@@ -16,17 +25,6 @@ from dpbench.instruments.cupti.library import (
     candidate_folders,
     loaded_folders,
     open_in,
-)
-from dpbench.instruments.errors import (
-    CountersBusy,
-    CountersForbidden,
-    CountersUnsupported,
-    CounterUnknown,
-    CuptiError,
-    CuptiNotFound,
-    CuptiTooOld,
-    DriverTooOld,
-    ProfilerNotLoaded,
 )
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
 from tests.recorded import unpacked
@@ -42,9 +40,9 @@ NO_DRIVER = Driver()
         ("cuptiRangeProfilerEnable", 39, CountersBusy, "nsys"),
         ("cuptiRangeProfilerEnable", 33, CountersUnsupported, "virtualised"),
         ("cuptiProfilerInitialize", 999, ProfilerNotLoaded, "nvidia-smi"),
-        ("cuptiProfilerInitialize", 15, CuptiNotFound, "nvidia-cuda-cupti"),
+        ("cuptiProfilerInitialize", 15, CuptiUnusable, "nvidia-cuda-cupti"),
         ("cuptiProfilerHostConfigAddMetrics", 1, CounterUnknown, "doctor"),
-        ("cuptiProfilerHostInitialize", 46, CuptiTooOld, "newer CUDA"),
+        ("cuptiProfilerHostInitialize", 46, CuptiUnusable, "for CUDA 12.6.2 or newer"),
         ("cuptiRangeProfilerStart", 7, CuptiError, "returned 7"),
     ],
 )
@@ -57,13 +55,13 @@ def test_a_code_becomes_an_error_that_says_what_would_help(
     assert f"{function} returned {code}" in str(error)
 
 
-@pytest.mark.parametrize(("code", "kind"), [(999, DriverTooOld), (35, CountersForbidden)])
+@pytest.mark.parametrize(("code", "kind"), [(999, CuptiUnusable), (35, CountersForbidden)])
 def test_an_older_driver_is_named_where_nothing_else_explains_a_failure(
     code: int, kind: type[InstrumentError]
 ) -> None:
     error = call_error("cuptiProfilerInitialize", code, library=(13, 4), driver=(12, 8))
     assert type(error) is kind
-    assert ("supports CUDA 12.8 and libcupti is of 13.4" in str(error)) == (kind is DriverTooOld)
+    assert ("supports CUDA 12.8 and libcupti is of 13.4" in str(error)) == (kind is CuptiUnusable)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +86,7 @@ def test_the_profiler_is_initialized_once() -> None:
 
 
 def test_a_library_from_before_the_range_profiler_is_too_old() -> None:
-    with pytest.raises(CuptiTooOld, match=r"from CUDA 12\.6\.2 on"):
+    with pytest.raises(CuptiUnusable, match=r"for CUDA 12\.6\.2 or newer"):
         library(FakeCupti(lacks=["cuptiRangeProfilerEnable"]))
 
 
@@ -135,10 +133,10 @@ def test_a_library_that_torch_has_loaded_is_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_usable_library_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CuptiNotFound, match=rf"no libcupti\.so in {tmp_path}; PyTorch's wheels"):
+    with pytest.raises(CuptiUnusable, match=rf"no libcupti\.so in {tmp_path}; PyTorch's wheels"):
         open_in(tmp_path, NO_DRIVER)
     (tmp_path / "libcupti.so.13").touch()
-    with pytest.raises(CuptiNotFound, match=r"libcupti\.so\.13 cannot be loaded: .*libnvperf_host"):
+    with pytest.raises(CuptiUnusable, match=r"libcupti\.so\.13 cannot be loaded: .*libnvperf_host"):
         open_in(tmp_path, NO_DRIVER)
 
 
@@ -146,7 +144,7 @@ READS_A_REPORT_FIRST = """
 import sys
 from pathlib import Path
 from dpbench.instruments.cupti import library
-from dpbench.instruments.ncu.range_report import holds_kernels
+from dpbench.instruments.ncu.report import holds_kernels
 
 class Cuda:
     def cuDriverGetVersion(self, version):

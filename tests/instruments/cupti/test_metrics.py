@@ -6,12 +6,12 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.cupti.chip import Chip
-from dpbench.instruments.cupti.metrics import BASIC, LINKS, chosen, describe, on_chip, with_derived
+from dpbench.instruments.cupti.metrics import BASIC, LINKS, chosen, describe, with_derived
 from dpbench.instruments.ncu import metrics as ncu
 from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, library
 
 CHIP = Chip(library(FakeCupti(counters=("sm__inst_executed.sum", *FakeCupti().base))), "GH100")
-OURS = on_chip(CHIP)
+OURS = ncu.having(CHIP.has, "cupti")
 
 
 def test_all_that_ncu_counts_is_counted_by_the_same_names_and_counters() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpbench.case import Case
-from dpbench.instruments.logical.autocast import LOWER, SUMS, WIDEST
+from dpbench.instruments.logical.as_on_cuda import LOWER, SUMS, WIDEST
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.training.base import Batch
@@ -44,6 +44,17 @@ def test_cuda_lists_no_operator_that_is_cast_by_the_cpu_alone() -> None:
         x = torch.ones(2, 3, 4, 4, 4, dtype=torch.bfloat16)
         assert F.avg_pool3d(x, 2).dtype is torch.bfloat16  # on the CPU float32
         assert torch.stack([x[0], x[0].float()]).dtype is torch.float32
+
+
+def test_operators_of_other_libraries_are_left_as_they_are() -> None:
+    library = torch.library.Library("vision_of_this_test", "DEF")
+    try:
+        library.define("align(Tensor x) -> Tensor")
+        library.impl("align", lambda x: x, "AutocastCUDA")
+        with without_data(), torch.autocast("cuda", dtype=torch.bfloat16):
+            assert F.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype is torch.bfloat16
+    finally:
+        library._destroy()
 
 
 def counted(step: object, *shapes: tuple[int, ...], dtype: torch.dtype) -> ByteCounter:
@@ -150,7 +161,7 @@ def test_what_runs_again_in_backward_is_cast_as_before() -> None:
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc"])
 def test_autocast_moves_less_than_single_precision_and_more_than_half(trainer: str) -> None:
     def moved_by(precision: str) -> float:
-        rows = Logical().count(Case(trainer, 4, 64, "100x64x2x2", precision=precision)).rows
+        rows = Logical().count(Case(trainer, 4, 64, "100x64x1x2", precision=precision)).rows
         sums = [row.value for row in rows if row.phase == "step" and row.unit == "B"]
         return sum(sums[:2])
 

@@ -11,23 +11,21 @@ from typing import Any
 import pytest
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.instruments.ncu import kernel_report as ncu_kernel_report
-from dpbench.instruments.ncu.kernel_report import (
-    KernelReport,
-    kernels_of,
-    phase_of,
-    read_kernels,
-)
-from dpbench.instruments.ncu.range_report import (
+from dpbench.instruments.base import CounterUnknown
+from dpbench.instruments.ncu import report
+from dpbench.instruments.ncu.report import (
     KERNELS,
     ForeignReport,
-    MetricMissing,
+    KernelReport,
     NothingProfiled,
     ReportUnreadable,
     case_of,
+    kernels_of,
     launches_by_phase,
     load_actions,
+    phase_of,
     read,
+    read_kernels,
     report_path,
 )
 from tests.recorded import RANGES, unpacked
@@ -88,16 +86,16 @@ def test_numbers_are_those_that_nsight_compute_saved(dpsgd: KernelReport, dpsgd_
 def test_parts_read_by_several_processes_are_the_whole(
     dpsgd: KernelReport, dpsgd_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ncu_kernel_report, "PART", 240)
+    monkeypatch.setattr(report, "PART", 240)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert read_kernels(dpsgd_path) == dpsgd
 
 
 def test_an_error_keeps_its_words_and_its_remedy_on_the_way_to_another_process() -> None:
-    error = MetricMissing("x.ncu-rep: the report has no cake", log=Path("x.log"))
+    error = CounterUnknown("x.ncu-rep: the report has no cake", log=Path("x.log"))
     there = pickle.loads(pickle.dumps(error))
-    assert (type(there), str(there), there.log) == (MetricMissing, str(error), error.log)
-    assert str(error).count(MetricMissing.remedy) == 1
+    assert (type(there), str(there), there.log) == (CounterUnknown, str(error), error.log)
+    assert str(error).count(CounterUnknown.remedy) == 1
 
 
 def test_a_filter_by_phase_leaves_the_other_kernels_out(
@@ -149,7 +147,7 @@ def test_the_phase_is_read_off_the_range(name: str | None, place: tuple[int, str
 
 def test_a_missing_counter_is_an_error_and_never_a_zero(tmp_path: Path) -> None:
     path = edited(STANDARD, b"lts__t_bytes.sum", b"lts__t_cakes.sum", tmp_path)
-    with pytest.raises(MetricMissing, match=r"lts__t_bytes\.sum"):
+    with pytest.raises(CounterUnknown, match=r"lts__t_bytes\.sum"):
         read_kernels(path)
 
 

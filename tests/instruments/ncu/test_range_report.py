@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
-from dpbench.instruments.ncu.kernel_report import read_kernels
-from dpbench.instruments.ncu.metrics import NcuMetric, on_chip, resolve
-from dpbench.instruments.ncu.range_report import (
+from dpbench.instruments.base import CounterUnknown
+from dpbench.instruments.ncu.metrics import on_chip, resolve
+from dpbench.instruments.ncu.report import (
     ForeignReport,
-    MetricMissing,
     ReportUnreadable,
     case_of,
     load_actions,
     read,
+    read_kernels,
 )
+from dpbench.metrics import Metric
 from dpbench.results.rows import STEP
 
 DATA = Path(__file__).parents[2] / "data" / "tiny-fp32"
@@ -87,13 +88,13 @@ def test_values_are_those_that_nsight_compute_saved() -> None:
 
 
 def test_a_missing_counter_is_an_error_and_never_a_zero() -> None:
-    with pytest.raises(MetricMissing, match="sm__cycles_active"):
+    with pytest.raises(CounterUnknown, match="sm__cycles_active"):
         read(DPSGD, case_of(DPSGD), resolve(["sm__cycles_active.sum"]))
 
 
 def test_a_counter_without_a_value_is_an_error_and_never_saved() -> None:
-    empty = NcuMetric("rate_of_nothing", ("dram__bytes_read.sum",), scale=math.nan)
-    with pytest.raises(MetricMissing, match=r"rate_of_nothing of 0\.outside is nan"):
+    empty = Metric("rate_of_nothing", counters=("dram__bytes_read.sum",), scale=math.nan)
+    with pytest.raises(CounterUnknown, match=r"rate_of_nothing of 0\.outside is nan"):
         read(DPSGD, case_of(DPSGD), [empty])
 
 

@@ -12,7 +12,7 @@ import pytest
 from dpbench import Case
 from dpbench.case import OUTSIDE
 from dpbench.commands.step import write_profile
-from dpbench.instruments.ncu.kernel_report import read_kernels
+from dpbench.instruments.ncu.report import read_kernels
 from dpbench.instruments.torch_profiler.files import (
     REPORT,
     DeviceActivityMissing,

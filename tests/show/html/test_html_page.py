@@ -96,7 +96,11 @@ def with_busy_shares() -> dict[str, Any]:
             document["rows"] += [
                 {**by_cupti, "metric": "gpu_busy_cycles", "value": float(busy)},
                 {**by_cupti, "metric": "gpu_elapsed_cycles", "value": float(elapsed)},
+                {**by_cupti, "metric": "range_time_seconds", "unit": "s", "value": 0.5},
             ]
+        document["rows"].append(
+            {**by_cupti, "metric": "step_time_seconds", "unit": "s"} | {"value": 0.5}
+        )
     return document
 
 

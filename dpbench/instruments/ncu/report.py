@@ -1,20 +1,33 @@
-"""Reading ``.ncu-rep`` files into rows; needs neither a GPU nor Nsight Compute itself."""
+"""Reading ``.ncu-rep`` files, of ranges or of kernels; needs neither a GPU nor ncu itself.
+
+NVIDIA's library takes 0.4 ms a kernel and never gives back the 0.35 MB that it then holds. So
+large reports of kernels are read in parts, by processes that end.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import Case
+from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.base import CounterUnknown, InstrumentError
+from dpbench.instruments.child import log_lines
 from dpbench.instruments.cupti.library import load_helpers_first
-from dpbench.instruments.ncu.metrics import NcuMetric, counters, in_report
+from dpbench.instruments.ncu.metrics import counters, having, on_chip
+from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
+from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
 
 REPORT_MAGIC = b"NVR\0"
@@ -23,6 +36,17 @@ REPORT_MAGIC = b"NVR\0"
 DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
 KERNELS = "kernels"
 """The folder beside the reports of ranges with those of each kernel."""
+
+COUNTED = ("dram_read_bytes", "dram_write_bytes", "l2_total_bytes")
+"""The metrics of ranges whose counters are behind the bytes of a `KernelCount`."""
+
+TIME = "gpu__time_duration.sum"  # how long an action took, ns
+
+PROFILING = '==PROF== Profiling "'
+"""What ncu prints at each kernel, before its name and how far it has come."""
+
+PART = 700
+"""How many kernels are worth a process of their own, which takes 0.2 s to start."""
 
 
 def report_path(case: Case, folder: str = "") -> Path:
@@ -50,17 +74,8 @@ class NothingProfiled(InstrumentError):
     )
 
 
-class MetricMissing(InstrumentError):
-    """A counter is not in the report, or has no value there."""
-
-    remedy = (
-        "ncu drops a counter that it does not know without a word, so check the name with "
-        "ncu --query-metrics; if it is right, measure again with it in --ncu-metrics"
-    )
-
-
 def read(
-    path: Path, case: Case, metrics: Iterable[NcuMetric] | None = None, *, tool: str = "ncu"
+    path: Path, case: Case, metrics: Iterable[Metric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
     """The rows of a case's report: each metric by phase and step, and for the whole step.
 
@@ -68,19 +83,22 @@ def read(
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
-    metrics = in_report(first) if metrics is None else list(metrics)
+    metrics = list(having({*first}.issuperset).values() if metrics is None else metrics)
     device = str(counter(first, DEVICE, path).value())
     # A phase may be entered more than once in a step: its ranges add up.
-    sums: dict[tuple[int, str, NcuMetric], float] = defaultdict(float)
+    sums: dict[tuple[int, str, Metric], float] = defaultdict(float)
     for step, phase, action in ranges:
         counted = {name: counter(action, name, path).value() for name in counters(metrics)}
         for metric in metrics:
             value = metric.value(counted)
             if not math.isfinite(value):  # no document could hold it
-                raise MetricMissing(f"{path}: {metric.name} of {step}.{phase} is {value}")
+                raise CounterUnknown(f"{path}: {metric.name} of {step}.{phase} is {value}")
             sums[step, phase, metric] += value
             sums[step, STEP, metric] += value
-    units = {metric: metric.unit or counter(first, metric.name, path).unit() for metric in metrics}
+    units = {
+        metric: counter(first, metric.name, path).unit() if "__" in metric.name else metric.unit
+        for metric in metrics
+    }
     return [
         Measurement(case, "ncu", phase, metric.name, value, units[metric], step, device, tool)
         for (step, phase, metric), value in sums.items()
@@ -187,7 +205,7 @@ def counter(action: Any, name: str, path: Path) -> Any:
     """A counter of an action, which must be there."""
     metric = action.metric_by_name(name)
     if metric is None:
-        raise MetricMissing(f"{path}: the report has no {name}")
+        raise CounterUnknown(f"{path}: the report has no {name}")
     return metric
 
 
@@ -199,3 +217,99 @@ def launches_by_phase(path: Path) -> Counter[str]:
         if names and step == 0:
             counts[phase] += names.num_instances()
     return counts
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
+    """What is counted of each kernel on a chip; on GH100 in one pass, so nothing is run again."""
+    there = on_chip(chip)
+    if lacking := [metric for metric in COUNTED if metric not in there]:
+        raise ConfigurationError(
+            f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
+        )
+    return (*(there[metric] for metric in COUNTED), Metric(TIME, counters=(TIME,)))
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """The name of a GPU, and what it launched in the order of the run."""
+
+    device: str
+    launches: tuple[KernelCount, ...]
+
+
+def read_kernels(path: Path) -> KernelReport:
+    """A report of kernels, one launch after the other.
+
+    A kernel outside every phase, in a report of whatever program, counts as `OUTSIDE`.
+    """
+    parts = min(-(-check_complete(path) // PART), os.cpu_count() or 1)
+    if parts == 1:
+        read = [read_part(path)]
+    else:
+        try:
+            with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
+                read = list(pool.map(read_part, [path] * parts, range(parts), [parts] * parts))
+        except BrokenProcessPool as error:
+            raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
+    return KernelReport(read[0].device, tuple(chain.from_iterable(part.launches for part in read)))
+
+
+def read_part(path: Path, part: int = 0, parts: int = 1) -> KernelReport:
+    """One of so many parts of a report."""
+    return kernels_of(load_actions(path, part, parts), path, first=part == 0)
+
+
+def check_complete(path: Path) -> int:
+    """How many kernels a report holds: as many as ncu's log beside it tells of, if that is there.
+
+    The library reads a truncated file as a report with fewer kernels, without an error.
+    """
+    total = count_actions(path)
+    if not total:
+        raise NothingProfiled(f"{path}: the report holds no kernel")
+    log = path.with_suffix(".log")
+    if log.exists():
+        told = sum(line.count(PROFILING) for line in log_lines(log))
+        if told != total:
+            raise ReportUnreadable(
+                f"{path}: the report of kernels is incomplete, it holds {total} of {told}"
+            )
+    return total
+
+
+def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> KernelReport:
+    """The launches behind actions of a report, ``first`` if it begins with them."""
+    spelled = on_chip() | having(lambda names: all(map(actions[0].metric_by_name, names)))
+    counters = [spelled[name].counters for name in COUNTED]
+    names = [*chain.from_iterable(counters), TIME, DEVICE]
+    launches: list[KernelCount] = []
+    device = ""
+    for action in actions:
+        if not is_kernel(action):
+            raise ForeignReport(f"{path}: it holds ranges, not kernels")
+        metrics = {name: action.metric_by_name(name) for name in names}
+        if missing := [name for name, metric in metrics.items() if metric is None]:
+            if launches or not first or DEVICE in missing:  # the kernels before it have them
+                raise ReportUnreadable(
+                    f"{path}: the report of kernels is incomplete, it ends in a kernel"
+                )
+            raise CounterUnknown(f"{path}: the report has no {missing[0]}")
+        values = {name: metric.value() for name, metric in metrics.items()}
+        device = str(values[DEVICE])
+        repeat, phase = phase_of(label(action))
+        read, written, l2 = (float(sum(values[name] for name in of)) for of in counters)
+        moved = read, written, l2, 1e-9 * values[TIME]
+        name = str(action.name(action.NameBase_DEMANGLED))
+        launches.append(KernelCount(repeat, phase, name, 1, *moved))
+    return KernelReport(device, tuple(launches))
+
+
+def phase_of(name: str | None) -> tuple[int, str]:
+    """Step number and phase from a range's name ``STEP.PHASE``; any other is outside."""
+    step, _, phase = (name or "").partition(".")
+    if step.isdecimal() and phase in ALL_PHASES:
+        return int(step), phase
+    return 0, OUTSIDE

@@ -1,17 +1,40 @@
-"""Which parameters are trained: all, those with certain names, or adapters of low rank.
+"""What the axes of a case change in a model, whatever the workload.
 
-The adapters are those of Hu et al., "LoRA" (2021), https://arxiv.org/abs/2106.09685: beside each
-linear layer, which is frozen, two narrow ones.
+Activation checkpointing: what a block computed is not kept, but computed again in backward. In
+PyTorch's reentrant way, for every trainer: a block runs without autograd first, when Opacus's hooks
+do not listen, and once with it in backward. In the other way (``use_reentrant=False``) the hooks
+hear each layer twice in forward and once in backward, and Opacus fails.
+
+Which parameters are trained: all, those with certain names, or adapters of low rank. These are
+those of Hu et al., "LoRA" (2021), https://arxiv.org/abs/2106.09685: beside each linear layer, which
+is frozen, two narrow ones.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dpbench.case import lora_rank
 from dpbench.errors import ConfigurationError
+from dpbench.workloads.base import Workload
+
+
+def checkpoint_blocks(workload: Workload, model: nn.Module) -> None:
+    """Let each of the workload's blocks run again in backward."""
+    for block in list(workload.blocks(model)):
+        block.forward = partial(_again_in_backward, block.forward)
+
+
+def _again_in_backward(forward: Any, first: Tensor, *others: Any, **options: Any) -> Any:
+    """A block whose first argument, the activations ``[B, …]``, came from the block before."""
+    if not first.requires_grad:  # what is before is frozen: else nothing here would be trained
+        first = first.detach().requires_grad_()
+    return checkpoint(partial(forward, **options), first, *others, use_reentrant=True)
 
 
 class LowRank(nn.Module):

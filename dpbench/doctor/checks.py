@@ -1,0 +1,267 @@
+"""The checks: what is installed and attached, and a copy of known size, counted as a case is."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from dpbench.case import OUTSIDE, Case
+from dpbench.errors import DpbenchError
+from dpbench.files import check_writable
+from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.cupti.instrument import Cupti
+from dpbench.instruments.ncu.instrument import Ncu
+from dpbench.instruments.ncu.metrics import ALWAYS, lacking, on_chip
+from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, ncu_version
+from dpbench.process.schedule import Steps
+from dpbench.results.rows import STEP
+from dpbench.settings import Settings
+from dpbench.show.layout import gigabytes
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found: its name, a status, what is there or wrong, and what would help."""
+
+    check: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+    @classmethod
+    def of_error(cls, check: str, error: Exception) -> Finding:
+        """The failure that an error describes, its remedy apart."""
+        if isinstance(error, InstrumentError):
+            log = f" (log: {error.log})" if error.log else ""
+            detail = str(error).removesuffix(f"; {error.remedy}")
+            return cls(check, FAILED, f"{detail}{log}", error.remedy)
+        kind = "" if isinstance(error, DpbenchError) else f"{type(error).__name__}: "
+        return cls(check, FAILED, f"{kind}{error}")
+
+
+COUNTED = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
+
+
+def packages(settings: Settings) -> Iterator[Finding]:
+    """Everything that dpbench requires is installed, in versions that fit."""
+    found = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
+    for package in map(Requirement, metadata.requires("dpbench") or ()):
+        if package.marker and not package.marker.evaluate({"extra": ""}):
+            continue
+        asked, version = f"{package.name}{package.specifier}", "missing"
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(package.name)
+        if version != "missing" and package.specifier.contains(version, prereleases=True):
+            found.append(f"{package.name} {version}")
+            continue
+        detail, remedy = f"{package.name} is {version}, not {asked}", f"pip install '{asked}'"
+        yield Finding("packages", FAILED, detail, remedy)
+    yield Finding("packages", OK, ", ".join(found))
+
+
+def logical_counting(settings: Settings) -> Iterator[Finding]:
+    """Logical bytes can be counted: what works without a GPU too."""
+    from dpbench.instruments.logical.instrument import Logical
+
+    rows = {(row.phase, row.metric): row.value for row in Logical().count(COUNTED).rows}
+    moved = rows[STEP, "logical_read_bytes"] + rows[STEP, "logical_write_bytes"]
+    yield Finding("logical counting", OK, f"{COUNTED.id}: {gigabytes(moved)} GB a step")
+
+
+def directories(settings: Settings) -> Iterator[Finding]:
+    """Where reports, logs and the lock of each GPU lie can be written; nothing is made."""
+    place = settings.ncu_dir.absolute()
+    check_writable(next(path for path in (place, *place.parents) if path.exists()))
+    check_writable(Path(tempfile.gettempdir()))
+    yield Finding("directories", OK, f"{settings.ncu_dir} and {tempfile.gettempdir()}")
+
+
+def gpu(settings: Settings) -> Iterator[Finding]:
+    """There is a GPU, and nothing else uses it."""
+    if not visible_gpus():
+        remedy = "see that nvidia-smi lists one; logical bytes can be counted without it"
+        yield Finding("gpu", FAILED, why_no_gpu(), remedy)
+    for card in visible_gpus():
+        size = "" if card.memory_bytes is None else f", {gigabytes(card.memory_bytes)} GB"
+        yield Finding("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
+        if others := ", ".join(map(str, card.processes)):
+            remedy = "end it: counters are device-wide, and its bytes would be counted too"
+            yield Finding("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
+
+
+def torch(settings: Settings) -> Iterator[Finding]:
+    """PyTorch can use the GPU, if there is one."""
+    import torch
+
+    build = torch.version.cuda
+    detail = f"torch {torch.__version__}, " + (f"CUDA {build}" if build else "a build without CUDA")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable or not visible_gpus():
+        yield Finding("torch", OK, detail)
+        return
+    reasons = [str(warning.message).partition("\n")[0] for warning in said]
+    detail = "; ".join([f"{detail}, cannot use the GPU", *reasons])
+    remedy = "install a build of torch for a CUDA version that the driver serves"
+    yield Finding("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
+
+
+def ncu(settings: Settings) -> Iterator[Finding]:
+    """Nsight Compute is there, and the library that reads its reports is no older."""
+    path = find_ncu(settings.ncu_path)
+    version, reader = ncu_version(path), metadata.version("ncu-report")
+    detail = f"{version}, {path}"
+    if version == "unknown":
+        remedy = "name Nsight Compute's ncu with --ncu-path"
+        yield Finding("ncu", FAILED, f"{path} does not say which version it is", remedy)
+    elif Version(version).release[:2] > Version(reader).release[:2]:  # year and release
+        older = f"{detail}; its reports are read by ncu-report {reader}, which is older"
+        yield Finding("ncu", WARNING, older, "pip install --upgrade ncu-report")
+    else:
+        yield Finding("ncu", OK, detail)
+
+
+COPIES = "dpbench.doctor.copying:CopyTrainer"
+
+STEPS = Steps(warmup=1, active=1)  # the first copy leaves the cache as the second finds it
+
+EXAMPLE_BYTES = 2**24
+"""What the trainer that copies moves for each example of its batch, B."""
+
+FEW, ENOUGH, MOST = 4, 256, 512
+"""Examples: of a copy that is quickly made; of one (4.3 GB) beside which what an L2 cache holds
+is about `TOLERANCE`, so that a smaller one proves nothing; of the largest (8.6 GB)."""
+
+TOLERANCE = 0.01
+"""How far counted bytes may be from the bytes that were copied."""
+
+
+def counters(settings: Settings) -> Iterator[Finding]:
+    """Count a copy by every byte metric of ncu, and hold its DRAM bytes to its size."""
+    try:
+        path = find_ncu(settings.ncu_path)
+    except NcuNotFound:
+        path = ""
+    if not path or not visible_gpus():
+        reason = f"not tried: there is no {'ncu' if visible_gpus() else 'GPU'}"
+        yield from (Finding(c, WARNING, reason) for c in ("counters", "calibration"))
+        return
+    case, chip = largest_copy(), chip_here()
+    metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
+    instrument = Ncu(folder, path, STEPS, settings.timeout, metrics=tuple(metrics.values()))
+    instrument.check()
+    rows = instrument.measure(case)
+    without = ", ".join(lacking(chip))
+    which = f", which is all that {chip} has: no {without}" if without else ""
+    yield Finding("counters", OK, f"may be read: {', '.join(metrics)}{which}")
+    copied = {row.metric: row.value for row in rows if row.phase == "forward"}
+    if {*ALWAYS} <= copied.keys():
+        yield judge("calibration", case.batch_size, copied)
+    else:
+        yield Finding("calibration", WARNING, "not tried: this GPU does not count DRAM bytes")
+
+
+def cupti(settings: Settings) -> Iterator[Finding]:
+    """Count a copy by CUPTI in the process that makes it, and the GPU doing nothing."""
+    calibration = "cupti calibration"
+    if not visible_gpus():
+        yield from (
+            Finding(c, WARNING, "not tried: there is no GPU") for c in ("cupti", calibration)
+        )
+        return
+    case = largest_copy()
+    instrument = Cupti(settings.ncu_dir / "doctor", (), STEPS, settings.timeout)
+    instrument.check()
+    record = instrument.start(case).record()
+    chip, passes = record["chip"], record["passes"]
+    names = dict.fromkeys(name for names in record["counters"].values() for name in names)
+    yield Finding(
+        "cupti",
+        OK,
+        f"libcupti {record['cupti']} counts everything on {chip} in {passes} "
+        f"step{'s' if passes > 1 else ''} by phase: {', '.join(names)}",
+    )
+    copied, idle = (record["counted_phases"][phase] for phase in ("forward", OUTSIDE))
+    if not {*ALWAYS} <= copied.keys():
+        yield Finding(calibration, WARNING, f"not tried: {chip} does not count DRAM bytes")
+        return
+    found = judge(calibration, case.batch_size, copied)
+    resting = sum(idle[metric] for metric in ALWAYS)
+    found = replace(
+        found, detail=f"{found.detail}; {gigabytes(resting)} GB while the GPU did nothing"
+    )
+    if found.status == OK and resting > TOLERANCE * 2 * case.batch_size * EXAMPLE_BYTES:
+        remedy = "end everything else that uses the GPU: its bytes are counted too"
+        found = replace(found, status=FAILED, remedy=remedy)
+    yield found
+
+
+def judge(check: str, examples: int, counted: Mapping[str, float]) -> Finding:
+    """Whether counted DRAM bytes are those of a copy, within `TOLERANCE`.
+
+    Args:
+        check: what the finding is called.
+        examples: the copy moved as many times `EXAMPLE_BYTES`.
+        counted: ``dram_read_bytes`` and ``dram_write_bytes``.
+    """
+    size = examples * EXAMPLE_BYTES
+    read, written = counted["dram_read_bytes"], counted["dram_write_bytes"]
+    off = (read + written) / (2 * size) - 1
+    detail = (
+        f"a copy of {gigabytes(size)} GB: {gigabytes(read)} GB read and {gigabytes(written)} GB "
+        f"written by the counters, {off:+.2%}"
+    )
+    if abs(off) <= TOLERANCE:
+        return Finding(check, OK, detail)
+    if examples < ENOUGH:
+        free = "free the GPU's memory: a copy this small partly stays in the L2 cache"
+        return Finding(check, WARNING, detail, free)
+    remedy = (
+        "end everything else that uses the GPU and try again; if it stays, DRAM bytes of this "
+        "card are not to be trusted"
+    )
+    return Finding(check, FAILED, detail, remedy)
+
+
+def largest_copy() -> Case:
+    """The largest copy that fits: its source and itself take at most half of the free memory."""
+    free = visible_gpus()[0].free_bytes
+    examples = ENOUGH if free is None else max(FEW, min(MOST, free // 4 // EXAMPLE_BYTES))
+    return Case(COPIES, examples, 1, "tiny")
+
+
+Check = Callable[[Settings], Iterable[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    packages,
+    logical_counting,
+    directories,
+    gpu,
+    torch,
+    ncu,
+    counters,
+    cupti,
+)
+"""The checks, what they rest on first. The name of one is that of what it finds."""
+
+
+def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
+    """Every finding, one as soon as it is there; what breaks one check hides no other."""
+    for check in checks:
+        try:
+            yield from check(settings)
+        except Exception as error:  # whatever a broken machine can raise
+            yield Finding.of_error(check.__name__.replace("_", " "), error)
