@@ -38,6 +38,7 @@ from dpbench.show.html.figures import (
     Chart,
     Json,
     Key,
+    Panel,
     times,
 )
 from dpbench.show.kernels import ROOFLINE_COLUMNS, TIMED_COLUMNS, roofs_in_words
@@ -217,6 +218,7 @@ def roofline(material: Material) -> Chart | None:
     placed = table[table.flops > 0]
     speeds = [*placed.flops_per_second / TERA, *placed.peak / TERA]
     layout = {
+        "height": 340,
         "xaxis": figures.log_axis(
             "FLOP (counted) per DRAM byte (measured)", [*placed.intensity, *placed.ridge]
         ),
@@ -225,7 +227,7 @@ def roofline(material: Material) -> Chart | None:
     colours = figures.trainer_colours({*material.summary.trainer, *material.failed.trainer})
     colours = {name: colour for name, colour in colours.items() if name in set(table.trainer)}
     panels = [
-        figures.panel(what, [*_marks_under(rows, colours)], 340, **layout)
+        Panel(what, {"data": [*_marks_under(rows, colours)], "layout": layout})
         for what, rows in figures.cells(placed)
     ]
     keys = [Key("■", name, colour) for name, colour in colours.items()]

@@ -86,7 +86,7 @@ def trainer_colours(trainers: Iterable[str]) -> dict[str, str]:
 
 
 class Panel(NamedTuple):
-    """One drawing of a chart, as plotly's JSON."""
+    """One drawing of a chart, as plotly's JSON; what all have in common the page adds."""
 
     title: str
     figure: Json
@@ -115,11 +115,6 @@ class Chart:
     keys: Sequence[Key] = ()
     table: Table | None = None
     notes: Sequence[str] = ()
-
-
-def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
-    """A drawing without what all have in common: the page brings that, light and dark."""
-    return Panel(title, {"data": traces, "layout": {"height": height, **layout}})
 
 
 def bar_chart(
@@ -157,7 +152,7 @@ def bar_chart(
         "margin": {"l": 10, "r": room, "t": 6, "b": 46},
         "barmode": "stack" if stacked else "group",
         "bargap": 0.25,
-        "xaxis": axis(scale, range=[0, longest]),
+        "xaxis": {"title": {"text": scale}, "range": [0, longest]},
     }
     if line is not None:
         place = {"x0": line / size, "x1": line / size, "y0": 0, "y1": 1, "yref": "paper"}
@@ -185,7 +180,8 @@ def bar_chart(
             "hoverinfo": "skip",
         }
         traces = [_bars(of_cell, name, colour, unit) for name, colour in colours.items()]
-        panels.append(panel(title, [*traces, labels], 58 + height * len(names), **layout))
+        drawing = {"height": 58 + height * len(names), **layout}
+        panels.append(Panel(title, {"data": [*traces, labels], "layout": drawing}))
     keys = [Key("■", name, colour) for name, colour in colours.items()] if len(colours) > 1 else []
     shown: dict[str, Shown] = {f"{name}, {unit}": (name, write) for name in colours}
     measured = rows.dropna(subset=[*colours, "end"], how="all")
@@ -211,15 +207,10 @@ def _bars(rows: pd.DataFrame, name: str, colour: str, unit: str) -> Json:
     }
 
 
-def axis(title: str, **settings: Any) -> Json:
-    """An axis with its unit in the title."""
-    return {"title": {"text": title}, **settings}
-
-
 def log_axis(title: str, seen: list[float]) -> Json:
     """An axis that is logarithmic, of what is seen; one scale for all panels."""
     ends = [math.log10(min(seen) / 1.6), math.log10(max(seen) * 1.6)] if seen else [0, 1]
-    return axis(title, type="log", range=ends, dtick=1)
+    return {"title": {"text": title}, "type": "log", "range": ends, "dtick": 1}
 
 
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
