@@ -23,7 +23,7 @@ from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import ALWAYS, lacking, on_chip
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, ncu_version
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
 from dpbench.show.layout import gigabytes
@@ -45,8 +45,7 @@ class Finding:
         """The failure that an error describes, its remedy apart."""
         if isinstance(error, InstrumentError):
             log = f" (log: {error.log})" if error.log else ""
-            detail = str(error).removesuffix(f"; {error.remedy}")
-            return cls(check, FAILED, f"{detail}{log}", error.remedy)
+            return cls(check, FAILED, f"{error.args[0]}{log}", error.remedy)
         kind = "" if isinstance(error, DpbenchError) else f"{type(error).__name__}: "
         return cls(check, FAILED, f"{kind}{error}")
 

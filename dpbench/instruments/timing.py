@@ -10,7 +10,7 @@ from dpbench.case import Case
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.metrics import unit
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
 

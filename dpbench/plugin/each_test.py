@@ -16,7 +16,7 @@ from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.instruments.terminal import shown_past
 from dpbench.plugin.fixtures import case_of, measuring, takes
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.registry import resolve
 from dpbench.session import Session
 
@@ -93,10 +93,10 @@ class EachTest:
             return cast("CaseReport", Unmeasured(case))
         if step:
             instruments = self._of_step(step, instruments)
-        from dpbench.results.report import CaseReport
-
         with shown_past(self._uncaught):
             outcome = self.session.measure(case, instruments)
+        from dpbench.results.report import CaseReport
+
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, instruments, report))
         if outcome.skipped:

@@ -13,7 +13,7 @@ from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.nsys import instrument as nsys
 from dpbench.instruments.nsys.instrument import ImporterMissing, Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.sqlite import NothingTraced
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
