@@ -21,8 +21,9 @@ from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
-from dpbench.instruments.ncu.metrics import ALWAYS, lacking, on_chip
+from dpbench.instruments.ncu.metrics import ALWAYS, on_chip
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, ncu_version
+from dpbench.metrics import METRICS
 from dpbench.process.messages import Steps
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -163,7 +164,7 @@ def counters(settings: Settings) -> Iterator[Finding]:
     instrument = Ncu(folder, path, STEPS, settings.timeout, metrics=tuple(metrics.values()))
     instrument.check()
     rows = instrument.measure(case)
-    without = ", ".join(lacking(chip))
+    without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)
     which = f", which is all that {chip} has: no {without}" if without else ""
     yield Finding("counters", OK, f"may be read: {', '.join(metrics)}{which}")
     copied = {row.metric: row.value for row in rows if row.phase == "forward"}

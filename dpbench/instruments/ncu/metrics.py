@@ -18,11 +18,6 @@ def on_chip(chip: str = "") -> dict[str, Metric]:
     return {metric.name: metric for metric in here if metric.counters}
 
 
-def lacking(chip: str) -> list[str]:
-    """The metrics that a chip has no counters for."""
-    return [metric.name for metric in METRICS.counted("ncu") if not metric.on(chip)]
-
-
 def having(
     are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu"
 ) -> dict[str, Metric]:

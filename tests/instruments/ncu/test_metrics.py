@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.instruments.ncu.metrics import counters, having, lacking, on_chip, resolve
+from dpbench.instruments.ncu.metrics import counters, having, on_chip, resolve
 from dpbench.metrics import METRICS
 
 
@@ -108,7 +108,6 @@ def test_metric_is_collected_by_the_names_of_the_chip() -> None:
 
 
 def test_what_a_chip_lacks_is_left_out_or_refused_by_name() -> None:
-    assert lacking("GB10B") == DRAM
     assert [m.name for m in resolve(None, "GB10B")] == [m for m in on_chip() if m not in DRAM]
     assert [m.name for m in resolve(["l2_total_bytes"], "GB10B")] == ["l2_total_bytes"]
     with pytest.raises(ConfigurationError, match="GB10B has no counters for dram_read_throughput"):
