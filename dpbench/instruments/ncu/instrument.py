@@ -26,7 +26,6 @@ from dpbench.instruments.ncu.report import (
     launches_by_phase,
     read,
     read_kernels,
-    report_path,
 )
 from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN, Steps
@@ -72,7 +71,8 @@ class Ncu(Instrument):
         return {"ncu": ncu_version(self.path)}
 
     def report(self, case: Case) -> Path:
-        return self.directory / report_path(case, self.folder)
+        place = self.directory / case.report_path
+        return place.parent / self.folder / place.name
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""

@@ -49,11 +49,6 @@ PART = 700
 """How many kernels are worth a process of their own, which takes 0.2 s to start."""
 
 
-def report_path(case: Case, folder: str = "") -> Path:
-    """Where a case's report lies below the report directory."""
-    return case.report_path.parent / folder / case.report_path.name
-
-
 class ReportUnreadable(InstrumentError):
     """A report file is missing, truncated, or not a report at all."""
 
@@ -108,7 +103,7 @@ def read(
 def case_of(path: Path) -> Case:
     """The case that a report's path names: ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``.
 
-    Reports of kernels lie one folder deeper; see `report_path`.
+    Reports of kernels lie one folder deeper.
     """
     place = path.resolve()
     if place.parent.name == KERNELS:

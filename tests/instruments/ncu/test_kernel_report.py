@@ -13,8 +13,8 @@ import pytest
 from dpbench.case import OUTSIDE, Case
 from dpbench.instruments.base import CounterUnknown
 from dpbench.instruments.ncu import report
+from dpbench.instruments.ncu.instrument import NcuKernels
 from dpbench.instruments.ncu.report import (
-    KERNELS,
     ForeignReport,
     KernelReport,
     NothingProfiled,
@@ -26,7 +26,6 @@ from dpbench.instruments.ncu.report import (
     phase_of,
     read,
     read_kernels,
-    report_path,
 )
 from tests.recorded import RANGES, unpacked
 
@@ -206,4 +205,4 @@ def test_reports_of_ranges_and_of_kernels_are_not_mistaken_for_each_other(tmp_pa
 
 def test_the_case_is_read_off_the_path_of_its_kernel_report() -> None:
     case = Case("dpsgd_ghost", 16, 1024, "tiny", "tf32", "dp_mha")
-    assert case_of(report_path(case, KERNELS)) == case
+    assert case_of(NcuKernels(Path("reports"), "ncu").report(case)) == case
