@@ -184,8 +184,8 @@ class Case:
     def __post_init__(self) -> None:
         axes: dict[str, Any] = vars(self)
         if self.workload == SCRIPT:  # nobody says how it trains
-            said = {"trainer": self.trainer, "batch_size": self.batch_size, "workload": SCRIPT}
-            axes |= {axis: type(USUAL[axis])() for axis in AXES if axis not in said}
+            unsaid = {*AXES} - {"trainer", "batch_size", "workload"}
+            axes |= {axis: type(USUAL[axis])() for axis in unsaid}
             if self.batch_size:
                 axes["batch_size"] = _positive(COUNTS["batch_size"], self.batch_size)
             return

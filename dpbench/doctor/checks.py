@@ -45,8 +45,7 @@ class Finding:
         """The failure that an error describes, its remedy apart."""
         if isinstance(error, InstrumentError):
             log = f" (log: {error.log})" if error.log else ""
-            detail = str(error).removesuffix(f"; {error.remedy}")
-            return cls(check, FAILED, f"{detail}{log}", error.remedy)
+            return cls(check, FAILED, f"{error.args[0]}{log}", error.remedy)
         kind = "" if isinstance(error, DpbenchError) else f"{type(error).__name__}: "
         return cls(check, FAILED, f"{kind}{error}")
 
@@ -183,7 +182,7 @@ def cupti(settings: Settings) -> Iterator[Finding]:
         )
         return
     case = largest_copy()
-    instrument = Cupti(settings.ncu_dir / "doctor", (), STEPS, settings.timeout)
+    instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     instrument.check()
     record = instrument.start(case).record()
     chip, passes = record["chip"], record["passes"]

@@ -54,7 +54,7 @@ def test_a_document_without_a_case_is_refused(
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "no such file"), ("{", "cannot be read"), ('{"schema": 99}', "schema 99")],
+    [(None, "no run file"), ("{", "cannot be read"), ('{"schema": 99}', "schema 99")],
 )
 def test_run_that_cannot_be_read_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, problem: str

@@ -79,7 +79,7 @@ def test_measured_ceilings_serve_as_roofs(capsys: pytest.CaptureFixture[str]) ->
     [
         (["counted.json", "--roofline"], "no CUDA GPU is visible here, so name a card with --roof"),
         (["counted.json", "--roofline", "h300"], "unknown card 'h300'; choose from a100-40gb"),
-        (["none.json", "--roofline"], "none.json: no such file"),
+        (["none.json", "--roofline"], "no run file none.json"),
         (["text.json", "--roofline"], "run file text.json cannot be read"),
         (["run.json", "--roofline"], "no operations were counted for standard-bs4-seq16-tiny-fp32"),
         (["run.json", "run.json", "--roofline"], "the same case is in two of them"),
