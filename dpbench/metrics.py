@@ -123,10 +123,16 @@ class Metric:
         if self.unit == "B" and "ncu" in self.by:
             name, header = self.name.replace("_bytes", "_throughput"), " ".join(self.header.split())
             made.append((name, f"{header}\nGB/s", "throughput"))
-        better = self.higher_is_better
         for name, header, kind in made:
-            header = header if self.header else ""
-            yield Metric(name, header, self.by, higher_is_better=better, of=self.name, kind=kind)
+            yield Metric(
+                name,
+                header if self.header else "",
+                self.by,
+                shown=_VALUE if kind in self.shown else (),
+                higher_is_better=self.higher_is_better,
+                of=self.name,
+                kind=kind,
+            )
 
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:

@@ -48,7 +48,7 @@ def _cells(run: Run) -> list[str]:
         number,
         name,
         ", ".join(run.devices) or "-",
-        run.started[:16].replace("T", " ") or "-",
+        str(run.session.get("started", ""))[:16].replace("T", " ") or "-",
         f"{len(asked - failed)}/{max(len(asked), run.cases_asked)}",
         _status(run),
     ]

@@ -40,8 +40,6 @@ from dpbench.instruments import ON_GPU, choose
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import Settings, declare
-from dpbench.show.comparison import grown_lines
-from dpbench.show.export import append_step_summary
 from dpbench.show.layout import as_text, terminal_width
 
 
@@ -110,6 +108,9 @@ def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ..
 
 def show(session: Session, command: str) -> None:
     """Print the tables and what there is to say; on GitHub they go into the step's summary, too."""
+    from dpbench.show.comparison import grown_lines  # pandas, once there is something to show
+    from dpbench.show.export import append_step_summary
+
     tables = session.summary()
     warning = append_step_summary(tables)
     lines = [

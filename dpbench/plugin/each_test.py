@@ -93,10 +93,10 @@ class EachTest:
             return cast("CaseReport", Unmeasured(case))
         if step:
             instruments = self._of_step(step, instruments)
-        from dpbench.results.report import CaseReport
-
         with shown_past(self._uncaught):
             outcome = self.session.measure(case, instruments)
+        from dpbench.results.report import CaseReport
+
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, instruments, report))
         if outcome.skipped:

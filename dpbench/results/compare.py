@@ -81,12 +81,8 @@ def check_comparable(
 ) -> None:
     """Refuse to compare numbers with different premises.
 
-    Args:
-        before: what is compared with.
-        after: each (device, instrument) of what is compared.
-        name: what that is called.
-        across: whether other devices are compared all the same.
-        option: what says so.
+    ``after`` has each (device, instrument) of what is compared, which is called ``name``; with
+    ``across``, which ``option`` asks for, the devices may differ.
     """
     old, new = set(before.sources), set(after)
     shared = {by for _, by in old} & {by for _, by in new}

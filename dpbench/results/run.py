@@ -118,16 +118,6 @@ class Run:
         return bool(self.session.get("regressed", False))
 
     @property
-    def started(self) -> str:
-        """When the session began, ISO 8601 in UTC; empty if the document does not say."""
-        return str(self.session.get("started", ""))
-
-    @property
-    def seconds(self) -> float:
-        """How long the session took, s; 0 if the document does not say."""
-        return max(0.0, self.session.get("seconds") or 0.0)  # a clock can be put back
-
-    @property
     def cases_asked(self) -> int:
         """How many cases its session was to measure; 0 if the document does not say."""
         return int(self.session.get("cases_asked", 0))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import AXES, Case
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import Locked, check_writable, in_words, locked, mode_of, write_text
 from dpbench.results.conditions import Conditions
@@ -187,23 +187,18 @@ def choose(
             known; if none is, the newest run counts. A run that has nothing of it is no reference.
     """
     devices = {instrument: device for device, instrument in sources}
-    wanted = {
-        (*(getattr(case, axis) for axis in AXES), name, devices[name])
-        for case, name in asked
-        if name in devices
-    }
+    wanted = {(case, name, devices[name]) for case, name in asked if name in devices}
     best, most = None, 0 if wanted else -1
     skipped: list[str] = []
     looked_at = 0
     for run in _readable(newest_first, Run.load, skipped):
         if run.status != COMPLETE or run.regressed or not set(sources) & set(run.sources):
             continue
-        keys = run.frame[[*AXES, "instrument", "device"]].drop_duplicates()
-        shared = wanted & set(keys.itertuples(index=False, name=None))
-        if len(shared) > most:
-            best, most = run, len(shared)
+        shared = sum(device in run.places.get(c, {}).get(name, ()) for c, name, device in wanted)
+        if shared > most:
+            best, most = run, shared
         looked_at += 1
-        if shared == wanted or looked_at == LOOKED_AT:
+        if shared == len(wanted) or looked_at == LOOKED_AT:
             break
     return best, skipped
 
@@ -255,7 +250,8 @@ class RunFile:
                     f"{path} cannot be resumed, for this session differs: {'; '.join(differences)}"
                 )
             asked = max(run.cases_asked, conditions.cases_asked)
-            conditions = replace(conditions, earlier_seconds=run.seconds, cases_asked=asked)
+            spent = run.session.get("seconds", 0.0)
+            conditions = replace(conditions, earlier_seconds=spent, cases_asked=asked)
             kept = [outcome for outcome in run.outcomes if outcome.error is None]
             return cls(path, held.pop_all()), conditions, kept
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES, BASELINE_TRAINER
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, Metric, derived_name, expectations
+from dpbench.metrics import METRICS, Metric, expectations
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,12 +42,8 @@ def column(name: str) -> Metric:
 
 def shown_by_default(*, logical: bool) -> list[Metric]:
     """What is shown of logical counting, or of counters and times, unless columns are chosen."""
-    every = [metric for metric in METRICS.values() if metric.by != ("logical",)]
-    return [
-        column(metric.name if kind == "value" else derived_name(metric.name, kind))
-        for metric in (METRICS.had_by("logical") if logical else every)
-        for kind in metric.shown
-    ]
+    shown = [metric for metric in METRICS.every().values() if "value" in metric.shown]
+    return [m for m in shown if ("logical" in m.by if logical else m.by != ("logical",))]
 
 
 def usual_columns() -> list[Metric]:
