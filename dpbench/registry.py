@@ -61,6 +61,10 @@ class Registry(Mapping[str, Any]):
     def canonical(self, spelling: object) -> str:
         """The short name for any of the accepted spellings; registers import targets."""
         if not isinstance(spelling, str):
+            for name, target in self._targets.items():  # it may be elsewhere than it says
+                module, _, attribute = target.partition(":")
+                if getattr(sys.modules.get(module), attribute, None) is spelling:
+                    return name
             spelling = _target(self.kind, spelling)
         if spelling in self._targets:
             return spelling

@@ -57,6 +57,7 @@ class TrainerBase(ABC):
         self.device_type = next((p.device.type for p in model.parameters()), "cpu")
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=autocast is torch.float16)
         self.micro_batches = micro_batches
+        self.part_size = batch_size // micro_batches
         self.workload = workload or Transformer()
         self.batch_size = batch_size
         self.noise_multiplier = noise_multiplier
@@ -80,7 +81,7 @@ class TrainerBase(ABC):
         """The loss of each example, ``[B]``, through the model or what wraps it."""
         with self.mixed():
             losses = self.workload.losses(model, self.unpack(batch))
-        return checked_losses(losses, self.workload, self.batch_size // self.micro_batches)
+        return checked_losses(losses, self.workload, self.part_size)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The mean loss over the batch, a scalar, through the model or what wraps it."""
@@ -97,22 +98,20 @@ class TrainerBase(ABC):
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
         """The micro-batches of a batch, and of each whether it is the last; usually the batch."""
-        size = self.batch_size // self.micro_batches
-        for start in range(0, self.batch_size, size):
+        for end in range(self.part_size, self.batch_size + 1, self.part_size):
             part = batch
             if self.micro_batches > 1:
-                part = pytree.tree_map(lambda t, at=start: t[at : at + size], batch)
-            yield start + size == self.batch_size, part
+                part = pytree.tree_map(lambda t, end=end: t[end - self.part_size : end], batch)
+            yield end == self.batch_size, part
 
     def unpack(self, batch: Batch) -> Batch:
         """The batch, if it has the size that this trainer was built for.
 
         DP noise is scaled by that: a smaller last batch would silently get the wrong noise.
         """
-        expected = self.batch_size // self.micro_batches
-        if (examples := examples_in(batch)) != expected:
+        if (examples := examples_in(batch)) != self.part_size:
             raise ValueError(
-                f"{type(self).__name__} was built for batches of {expected} "
+                f"{type(self).__name__} was built for batches of {self.part_size} "
                 f"and got one of {examples}"
             )
         return batch
