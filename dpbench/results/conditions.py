@@ -171,7 +171,8 @@ def environment(
             "cpus": os.cpu_count(),
         },
         "versions": {**versions, "ncu": ncu},
-        "gpu": vars(gpu) if gpu else None,
+        # Not what it was doing at that moment.
+        "gpu": {f.name: getattr(gpu, f.name) for f in fields(gpu) if f.compare} if gpu else None,
         "code": code_state(project) if project else None,
     }
 
