@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -199,12 +199,12 @@ def roofline(material: Material) -> Chart | None:
         for device, rows in table.groupby("device", sort=False):
             try:
                 card = cards[str(device)] = find_card(str(device))
+                rows = under(rows, card).assign(run=run.name)
             except ConfigurationError as error:
                 refusals.append(f"{device}: {error}.")
                 continue
             ridges = [card.ridge(precision) for precision in rows.precision]
-            peaks = rows.precision.map(card.flops)
-            drawn.append(under(rows, card).assign(run=run.name, peak=peaks, ridge=ridges))
+            drawn.append(rows.assign(peak=rows.precision.map(card.flops), ridge=ridges))
     chart = Chart(
         "roofline",
         "Roofline by phase",
@@ -212,9 +212,9 @@ def roofline(material: Material) -> Chart | None:
         "operations counted without hardware",
         notes=refusals,
     )
-    if not drawn:
+    table = _phases_to_show(drawn, material.summary) if drawn else pd.DataFrame()
+    if table.empty:
         return chart if refusals else None
-    table = _phases_to_show(pd.concat(drawn, ignore_index=True), material.summary)
     placed = table[table.flops > 0]
     speeds = [*placed.flops_per_second / TERA, *placed.peak / TERA]
     layout = {
@@ -259,9 +259,9 @@ def roofline(material: Material) -> Chart | None:
     return replace(chart, panels=panels, keys=keys, table=as_text, notes=notes)
 
 
-def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Every phase of measured steps, and what lies outside if that takes enough to matter."""
-    case = ["run", *AXES, "device"]  # two runs may have measured the same
+def _phases_to_show(tables: Sequence[pd.DataFrame], summary: pd.DataFrame) -> pd.DataFrame:
+    """Every phase of timed steps, and what lies outside if that takes enough to matter."""
+    case, table = ["run", *AXES, "device"], pd.concat(tables, ignore_index=True)
     titles = summary[summary.measured].drop_duplicates(case).set_index(case).title
     steps = table[table.phase == STEP].set_index(case).seconds
     table = table.join(titles, on=case).join(steps.rename("whole"), on=case)

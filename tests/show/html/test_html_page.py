@@ -197,6 +197,14 @@ def test_a_card_without_a_data_sheet_has_no_roofs() -> None:
     render(labelled(named(document, COUNTED)))
 
 
+def test_phases_that_were_not_timed_have_no_place_under_a_roof() -> None:
+    document = cell()
+    document["rows"] = [r for r in document["rows"] if r["metric"] != "step_time_seconds"]
+    charts = charts_of(document, COUNTED)
+    assert "roofline" not in charts
+    assert "logical" in charts
+
+
 def test_one_cell_has_no_heat_map() -> None:
     charts = charts_of(cell())
     assert {name: len(chart.panels) for name, chart in charts.items()} == {"phases": 1, "memory": 1}
