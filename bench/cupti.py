@@ -29,7 +29,7 @@ from dpbench import Case
 from dpbench.case import AXES, PHASES
 from dpbench.instruments.child import Child, log_lines, step_command
 from dpbench.instruments.cupti.instrument import Cupti
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.errors import ConfigurationError
-from dpbench.settings import names_tests
 
 if TYPE_CHECKING:
     from dpbench.case import Case
@@ -50,7 +49,9 @@ class Comparison:
             from dpbench.results.compare import check_comparable
             from dpbench.results.storage import Storage
 
-            self.named = Storage(settings.storage).find(_named_run(settings, settings.compare))
+            path = settings.directory / settings.compare
+            named = settings.compare if settings.compare.isdecimal() else str(path)
+            self.named = Storage(settings.storage).find(named)
             check_comparable(
                 self.reference,
                 self.sources,
@@ -151,20 +152,3 @@ def limits(texts: Sequence[str]) -> list[Threshold]:
     from dpbench.results.compare import Threshold  # loads pandas
 
     return [Threshold.parse(text) for text in texts]
-
-
-def _named_run(settings: Settings, named: str) -> str:
-    """What `Storage.find` takes: a number, or a path."""
-    path = settings.directory / named
-    option = settings.option("compare")
-    if names_tests(named, settings.directory):
-        raise ConfigurationError(
-            f"{option} took {named!r} for a run: name tests before it, or write "
-            f"{option}=NUM or {option}=FILE"
-        )
-    if path == settings.json:
-        raise ConfigurationError(
-            f"{settings.option('json')} would write over {named}, which is compared with; to "
-            f"renew a reference, leave {option} out"
-        )
-    return named if named.isdecimal() else str(path)

@@ -298,10 +298,17 @@ class Settings:
                 "--dpbench-disable measures nothing that --dpbench-compare-fail could judge: "
                 "drop one"
             )
-        if (prefix := self.histogram) and names_tests(prefix, self.directory):
+        for name in ("compare", "histogram"):  # of which the value may be left out
+            value, option = getattr(self, name), self.option(name)
+            if value and self._names_tests(value):
+                raise ConfigurationError(
+                    f"{option} took {value!r} for its value: name tests before it, or write "
+                    f"{option}=VALUE"
+                )
+        if self.compare and self.directory / self.compare == self.json:
             raise ConfigurationError(
-                f"--dpbench-histogram took {prefix!r} for a prefix: name tests before it, or "
-                f"write --dpbench-histogram=PREFIX"
+                f"{self.option('json')} would write over {self.compare}, which is compared with; "
+                f"to renew a reference, leave {self.option('compare')} out"
             )
         if self.of_pytest and self.profiles_kernels and not self.measures:
             raise ConfigurationError("--ncu-kernels adds to --ncu; give it")
@@ -309,11 +316,9 @@ class Settings:
         for path in self.files.values():
             check_writable_file(path)
 
-
-def names_tests(text: str, directory: Path) -> bool:
-    """Whether what an option took for its value names tests, which should stand before it."""
-    path = directory / text
-    return path.is_dir() or path.suffix == ".py" or "::" in text
+    def _names_tests(self, value: str) -> bool:
+        path = self.directory / value
+        return path.is_dir() or path.suffix == ".py" or "::" in value
 
 
 def check_timeout(seconds: float) -> None:

@@ -19,8 +19,7 @@ from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.commands.step import write_profile
 from dpbench.instruments.torch_profiler import files as profile_files
-from dpbench.process.messages import print_record
-from dpbench.process.schedule import Schedule
+from dpbench.process.messages import Schedule, print_record
 
 DATA = Path(__file__).parent / "data"
 

@@ -68,6 +68,7 @@ def test_an_option_is_named_as_its_user_writes_it() -> None:
         (["--save=a", "--autosave"], "--autosave names the run itself: drop --save"),
         (["--json=/dev/null/x"], "directory /dev/null cannot be written"),
         (["--json=x", "--csv=./x"], "--json and --csv name the same file, 'x'"),
+        (["--compare=x", "--json=x"], "--json would write over x, which is compared with"),
     ],
 )
 def test_what_contradicts_itself_is_refused(

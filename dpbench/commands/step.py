@@ -28,8 +28,7 @@ from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.instruments.torch_profiler.files import REPORT, prepare, write_summary
-from dpbench.process.messages import print_record
-from dpbench.process.schedule import Schedule, Steps
+from dpbench.process.messages import Schedule, Steps, print_record
 from dpbench.settings import declare
 
 

@@ -23,7 +23,7 @@ from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import ALWAYS, lacking, on_chip
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, ncu_version
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
 from dpbench.show.layout import gigabytes
@@ -182,7 +182,7 @@ def cupti(settings: Settings) -> Iterator[Finding]:
         )
         return
     case = largest_copy()
-    instrument = Cupti(settings.ncu_dir / "doctor", (), STEPS, settings.timeout)
+    instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     instrument.check()
     record = instrument.start(case).record()
     chip, passes = record["chip"], record["passes"]

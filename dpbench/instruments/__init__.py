@@ -23,7 +23,7 @@ def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
     What makes no sense is refused, also for instruments that were not chosen.
     """
     from dpbench.instruments.ncu.metrics import resolve
-    from dpbench.process.schedule import Schedule, Steps
+    from dpbench.process.messages import Schedule, Steps
 
     resolve(settings.metric_names)
     Schedule.parse(settings.profile_schedule)

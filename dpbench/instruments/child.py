@@ -26,8 +26,7 @@ from dpbench.instruments.base import (
 )
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
-from dpbench.process.messages import MARK, MEASURING, WAITING, is_record, last_record
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
 from dpbench.registry import arguments, python_path
 from dpbench.results.rows import Measurement
 

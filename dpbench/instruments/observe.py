@@ -10,7 +10,7 @@ from dpbench.case import Case, script_case
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.recorders import RECORDERS, Recorder, on_cuda, recorder
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.process.script import StepFinder
 from dpbench.process.watched import watch
 from dpbench.results.outcome import Outcome

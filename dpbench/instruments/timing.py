@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments import child
 from dpbench.instruments.base import Instrument, check_place
+from dpbench.instruments.child import Child, step_command
 from dpbench.metrics import unit
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
 
@@ -27,22 +27,24 @@ class Timing(Instrument):
     timeout: float = Settings.timeout  # seconds after which a case is ended
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Timing:
+    def from_settings(cls, settings: Settings) -> Self:
         steps = Steps(settings.warmup, settings.active)
         return cls(settings.ncu_dir, settings.device, steps, settings.timeout)
 
     def check(self) -> None:
         check_place(self.directory, on_gpu=self.device == "cuda")
 
-    def start(self, case: Case) -> child.Child:
-        """Start a process whose rows are times by phase, samples per second, peak memory."""
-        return child.Child(
-            child.step_command(case, self.steps, device=self.device),
-            case=case,
-            log=(self.directory / case.report_path).with_suffix(".timing.log"),
-            timeout=self.timeout,
-            read=lambda process: timing_rows(case, process.record()),
-        )
+    def command(self, case: Case) -> list[str]:
+        """The whole argument list for one case."""
+        return step_command(case, self.steps, device=self.device)
+
+    def start(self, case: Case) -> Child:
+        log = (self.directory / case.report_path).with_suffix(f".{self.name}.log")
+        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
+
+    def read(self, process: Child) -> list[Measurement]:
+        """Wait for a process; its rows are times by phase, samples per second, peak memory."""
+        return timing_rows(process.case, process.record())
 
 
 def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:

@@ -16,7 +16,7 @@ from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.instruments.terminal import shown_past
 from dpbench.plugin.fixtures import case_of, measuring, takes
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.registry import resolve
 from dpbench.session import Session
 

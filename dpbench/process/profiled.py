@@ -18,7 +18,7 @@ from torch.profiler import schedule as torch_schedule
 
 from dpbench.case import OUTSIDE, Case
 from dpbench.process.build import build, pick_device
-from dpbench.process.schedule import Schedule
+from dpbench.process.messages import Schedule
 from dpbench.process.step import PhaseTimes, alone_on, describe
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES
 from dpbench.results.frame import (
     ACCOUNT_COLUMNS,
     TOLERANCE,
@@ -30,7 +29,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import Roofs, known_roofs
 from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
-from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order
+from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order, ordered
 from dpbench.show.view import TOP
 
 NAME_WIDTH = 24
@@ -164,12 +163,8 @@ TIMED_COLUMNS: dict[str, Shown] = {
 def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
     """For each trainer a line for the step, then one per phase that matters to any of them."""
     matters = rows.phase[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()]
-    trainers, phases = list(dict.fromkeys(rows.trainer)), [STEP, *ALL_PHASES]
-    lines = rows[rows.phase.isin(matters)].sort_values(
-        ["trainer", "phase"],
-        key=lambda names: names.map((trainers if names.name == "trainer" else phases).index),
-        kind="stable",
-    )
+    lines = rows[rows.phase.isin(matters)]
+    lines = ordered(lines.assign(of_phase=lines.phase != STEP), ["trainer", "of_phase", "phase"])
     lines = lines.assign(name=lines.trainer.where(lines.phase == STEP, "· " + lines.phase))
     timed = TIMED_COLUMNS if rows.seconds.notna().any() else {}
     columns: dict[str, Shown] = {"trainer\n· phase": ("name", str), **ROOFLINE_COLUMNS, **timed}

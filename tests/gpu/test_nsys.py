@@ -24,7 +24,7 @@ def test_busy_shares_agree_with_the_counters_within_three_points(tmp_path: Path)
     """At fp32: at bf16 the share is the processor's, and three steps of a process are not alike."""
     case = Case("dpsgd", 8, 256, "1b")
     try:
-        instrument = Nsys(tmp_path, find_nsys())
+        instrument = Nsys(tmp_path, path=find_nsys())
         recorded = CaseReport.of(case, instrument.measure(case))
     except (NsysNotFound, ImporterMissing) as error:
         pytest.skip(str(error))

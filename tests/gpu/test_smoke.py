@@ -9,7 +9,7 @@ import pytest
 from dpbench import TRAINERS, Case
 from dpbench.case import PRECISIONS
 from dpbench.instruments.timing import Timing
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.results.report import CaseReport
 
 pytestmark = pytest.mark.gpu

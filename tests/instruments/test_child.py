@@ -26,8 +26,7 @@ from dpbench.instruments.base import (
 )
 from dpbench.instruments.child import Child, log_tail, step_command
 from dpbench.instruments.terminal import shown_past, tell
-from dpbench.process.messages import MEASURING, WAITING
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import MEASURING, WAITING, Steps
 
 CASE = Case("dpsgd", 4, 32, "tiny")
 

@@ -15,7 +15,7 @@ from dpbench.case import OUTSIDE
 from dpbench.cli import main
 from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY, prepare
 from dpbench.instruments.torch_profiler.trace import read
-from dpbench.process.schedule import Schedule
+from dpbench.process.messages import Schedule
 
 CASE = Case("dpsgd", 2, 8, "100x16x1x2")
 SCHEDULE = Schedule(skip_first=0, wait=1, warmup=1, active=2, repeat=2)

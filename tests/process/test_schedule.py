@@ -9,7 +9,7 @@ from torch.profiler import ProfilerAction
 from torch.profiler import schedule as torch_schedule
 
 from dpbench import ConfigurationError
-from dpbench.process.schedule import Schedule
+from dpbench.process.messages import Schedule
 
 COUNT = st.integers(0, 4)
 SCHEDULES = st.builds(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import AXES, PHASES, Case, script_case
+from dpbench.metrics import unit
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Verdict, judge
 from dpbench.results.kernels import KernelCount, OperatorCount
@@ -388,6 +389,22 @@ def test_operator_or_kernel_that_grew_is_named(
 def test_nothing_and_no_number(before: float, after: float, passed: bool) -> None:
     one, other = (run(name, {(DP, STEP): v}) for name, v in (("a", before), ("b", after)))
     assert verdict(other, "logical_read_bytes:5%", before=one).passed is passed
+
+
+def test_busy_share_of_a_step_is_not_judged_where_none_was_timed() -> None:
+    numbers = {"gpu_busy_cycles": 60.0, "gpu_elapsed_cycles": 120.0, "range_time_seconds": 0.12}
+    numbers |= {"step_time_seconds": 0.08}
+    rows = [
+        Measurement(Case(DP, 8, 256), "cupti", STEP, name, value, unit(name), 0, "here", "")
+        for name, value in numbers.items()
+    ]
+    before, after = (
+        Run.of(name, [Outcome(Case(DP, 8, 256), tuple(of), 1.0, instruments=("cupti",))])
+        for name, of in (("before", rows), ("after", rows[:-1]))
+    )
+    assert verdict(before, "gpu_busy_share:±50%", before=before).passed
+    [missing] = verdict(after, "gpu_busy_share:±50%", before=before).unjudged
+    assert missing.why == "no gpu_busy_share by cupti in after"
 
 
 def test_other_devices_are_judged_across_and_nothing_is_lost_there() -> None:

@@ -5,54 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.base import Instrument, check_place
-from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.timing import timing_rows
+from dpbench.instruments.child import Child
+from dpbench.instruments.timing import Timing, timing_rows
 from dpbench.metrics import unit
-from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
-class Cupti(Instrument):
+class Cupti(Timing):
     """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
     name: ClassVar[str] = "cupti"
 
-    directory: Path  # where the cases' logs go
     names: tuple[str, ...] = ()  # beside DRAM bytes, time, busy shares; everything if empty
-    steps: Steps = Steps(Settings.warmup, Settings.active)  # those that are not counted
-    timeout: float = Settings.timeout  # seconds after which a case is ended
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Cupti:
+    def from_settings(cls, settings: Settings) -> Self:
         """As ``--ncu-metrics``, ``--warmup``, ``--active`` and the like say."""
-        steps = Steps(settings.warmup, settings.active)
-        return cls(settings.ncu_dir, settings.metric_names or (), steps, settings.timeout)
-
-    def check(self) -> None:
-        """There are a GPU and a directory that can hold logs."""
-        check_place(self.directory, on_gpu=True)
+        names = settings.metric_names or ()
+        return replace(super().from_settings(settings), device="cuda", names=names)
 
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
         option = "=".join(filter(None, ("--cupti", ",".join(self.names))))
-        return [*step_command(case, self.steps, device="cuda"), option]
+        return [*super().command(case), option]
 
-    def start(self, case: Case) -> Child:
-        """Start a process whose rows are those of timing, and each metric by phase and step."""
-        return Child(
-            self.command(case),
-            case=case,
-            log=(self.directory / case.report_path).with_suffix(".cupti.log"),
-            timeout=self.timeout,
-            read=lambda process: list(cupti_rows(case, process.record())),
-        )
+    def read(self, process: Child) -> list[Measurement]:
+        """Wait for a process; its rows are those of timing, and each metric by phase and step."""
+        return list(cupti_rows(process.case, process.record()))
 
 
 def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:

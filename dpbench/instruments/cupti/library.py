@@ -107,10 +107,9 @@ class Driver:
 
 
 class Library:
-    """A loaded libcupti, its functions as attributes; the path is for messages."""
+    """A loaded libcupti, whose functions `call` checks; the path is for messages."""
 
     def __init__(self, functions: Any, driver: Driver, path: Path = Path("libcupti.so")) -> None:
-        self.path = path
         self.driver = driver
         self._functions = functions
         if not hasattr(functions, "cuptiRangeProfilerEnable"):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dpbench.instruments.cupti.chip import Chip
+from dpbench.instruments.cupti.chip import MAY_LACK, Chip
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.ncu.metrics import ALWAYS, counters, having, resolve
 from dpbench.metrics import METRICS, Metric
 
-LINKS = ("nvlink_received_bytes", "nvlink_sent_bytes", "pcie_read_bytes", "pcie_write_bytes")
+_OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)]
+
+LINKS = tuple(metric.name for metric in _OWN if metric.counters[0].startswith(MAY_LACK))
 """One pass by themselves, which is spent only where the GPU has peers."""
 
-_OWN = [m.name for m in METRICS.counted("cupti") if m.by == ("cupti",)]
-
-BASIC = (*ALWAYS, *(name for name in _OWN if name not in LINKS))
+BASIC = (*ALWAYS, *(metric.name for metric in _OWN if metric.name not in LINKS))
 """DRAM bytes, time and how busy the GPU is: one pass on every chip that counts DRAM bytes."""
 
 

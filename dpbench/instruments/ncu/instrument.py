@@ -29,8 +29,7 @@ from dpbench.instruments.ncu.report import (
     report_path,
 )
 from dpbench.metrics import Metric
-from dpbench.process.messages import NVTX_DOMAIN
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import NVTX_DOMAIN, Steps
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings

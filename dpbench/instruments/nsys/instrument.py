@@ -9,21 +9,21 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
-from dpbench.instruments.child import Child, log_lines, step_command
+from dpbench.instruments.base import CaseFailed, InstrumentError
+from dpbench.instruments.child import Child, log_lines
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.instruments.processes import run
+from dpbench.instruments.timing import Timing
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
-from dpbench.process.schedule import Steps
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Timeline
 from dpbench.settings import Settings
@@ -72,30 +72,19 @@ class ExportFailed(InstrumentError):
 
 
 @dataclass(frozen=True)
-class Nsys(Instrument):
-    """Records some steps of a case under ``nsys profile``.
+class Nsys(Timing):
+    """Records some steps of a case under ``nsys profile``, after those that are timed.
 
-    Args:
-        directory: where reports, exports and logs go, one folder a configuration.
-        path: the ``nsys`` program.
-        steps: warm-up steps, and active ones that are timed before the recording.
-        timeout: seconds after which a case is ended.
+    Reports and exports lie beside the log.
     """
 
     name: ClassVar[str] = "nsys"
 
-    directory: Path
-    path: str
-    steps: Steps = Steps(Settings.warmup, Settings.active)
-    timeout: float = Settings.timeout
+    path: str = "nsys"  # the program
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Nsys:
-        steps = Steps(settings.warmup, settings.active)
-        return cls(settings.ncu_dir, find_nsys(), steps, settings.timeout)
-
-    def check(self) -> None:
-        check_place(self.directory, on_gpu=True)
+    def from_settings(cls, settings: Settings) -> Self:
+        return replace(super().from_settings(settings), device="cuda", path=find_nsys())
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -114,21 +103,17 @@ class Nsys(Instrument):
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
             "--force-overwrite=true",
             f"--output={str(self.report(case)).replace('%', '%%')}",
-            *step_command(case, self.steps, device="cuda"),
+            *super().command(case),
             "--nsys",
         ]
 
     def start(self, case: Case) -> Child:
-        """Start a process whose rows are busy time, time and launches, by phase and step."""
-        report = self.report(case)
-        report.parent.mkdir(parents=True, exist_ok=True)
         for suffix in (REPORT, RAW, EXPORTED):
-            report.with_suffix(suffix).unlink(missing_ok=True)
-        log = report.with_suffix(".nsys.log")
-        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
+            self.report(case).with_suffix(suffix).unlink(missing_ok=True)
+        return super().start(case)
 
     def read(self, process: Child) -> list[Measurement]:
-        """Wait for a process, and make rows of what it recorded."""
+        """Wait for a process; its rows are busy time, time and launches, by phase and step."""
         case, report = process.case, self.report(process.case)
         raw, target = report.with_suffix(RAW), report.with_suffix(EXPORTED)
         try:

@@ -58,11 +58,12 @@ def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profil
 
     The record is that of `dpbench.process.profiled.profile_case`.
     """
-    traces = [trace.read(path) for path in _in_order(directory, "trace_*.json.gz")]
+    cycles = range(record["schedule"]["repeat"])
+    traces = [trace.read(directory / f"trace_{cycle}.json.gz") for cycle in cycles]
     operators = [
         line
-        for path in _in_order(directory, "operators_*.json")
-        for line in json.loads(path.read_text(encoding="utf-8"))
+        for cycle in cycles
+        for line in json.loads((directory / f"operators_{cycle}.json").read_text(encoding="utf-8"))
     ]
     launches = [launch for recorded in traces for launch in recorded.launches]
     profile = Profile(list(profile_rows(case, record, traces)), launches, operators)
@@ -125,12 +126,6 @@ def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[Ker
         else launch
         for launch in launches
     ]
-
-
-def _in_order(directory: Path, pattern: str) -> list[Path]:
-    return sorted(
-        directory.glob(pattern), key=lambda path: int(path.name.split("_")[1].split(".")[0])
-    )
 
 
 def profile_rows(

@@ -17,7 +17,7 @@ from dpbench.case import Case
 from dpbench.instruments import child
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.torch_profiler.files import INSTRUMENT, SUMMARY, read_rows
-from dpbench.process.schedule import Schedule
+from dpbench.process.messages import Schedule
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 

@@ -38,7 +38,7 @@ from dpbench.show.html.figures import (
     Chart,
     Json,
     Key,
-    Style,
+    Panel,
     times,
 )
 from dpbench.show.kernels import ROOFLINE_COLUMNS, TIMED_COLUMNS, roofs_in_words
@@ -94,48 +94,6 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
         return f" {figures.plain(row['fate'] + ': ' + row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
     return f" {gigabytes(row[STEP])}{ratio}"
-
-
-def ratios(material: Material) -> Chart | None:
-    """The ratio in each cell of the grid; a panel for each configuration with several cells."""
-    basis, found, batches = material.basis, material.ratios, ["batch_size", "seq_len"]
-    places = found[batches].to_numpy(object).tolist()
-    found = found.assign(cell=[f"{batch} × {seq}" if seq else str(batch) for batch, seq in places])
-    drawn = found[found.groupby("title").cell.transform("nunique") > 1]
-    if drawn.empty:
-        return None
-    keys = [*material.keys(drawn.trainer), Key("┄", f"{material.baseline} = 1")]
-    across: Json = {"xref": "paper", "x0": 0, "x1": 1}
-    shapes, top = [figures.dashed(**across, y0=1, y1=1)], max(float(drawn.ratio.max()) * 1.1, 1.5)
-    if limits := material.expected.get(basis.metric):
-        place = {**across, "y0": limits[0], "y1": min(limits[1], top)}
-        grey = {"fillcolor": NEUTRAL, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
-        shapes.append({"type": "rect", **place, **grey})
-        keys.append(Key("▒", "expected range", NEUTRAL))
-    layout: Json = {"yaxis": figures.axis(f"{basis.name} ÷ {material.baseline}", range=[0, top])}
-    panels = []
-    for config, rows in drawn.sort_values(batches, kind="stable").groupby("title", sort=False):
-        order = {"type": "category", "categoryarray": rows.cell.unique().tolist()}
-        layout |= {"xaxis": figures.axis("batch × sequence length", **order), "shapes": shapes}
-        lines = rows.groupby("trainer", sort=False)
-        traces = [_joined(points, material.look[str(name)]) for name, points in lines]
-        panels.append(figures.panel(str(config), traces, 300, **layout))
-    caption = f"{basis.name} ÷ those of {material.baseline} in the same run and cell"
-    columns: dict[str, Shown] = {**CASE, f"{basis.name} ÷ {material.baseline}": ("ratio", times)}
-    table = Table.of(f"{caption} ({basis.premise})", found, columns)
-    title = f"{basis.name} as a multiple of {material.baseline} training, over the grid"
-    return Chart("ratios", title, basis.premise, panels, keys, table, material.of_ratios)
-
-
-def _joined(points: pd.DataFrame, style: Style) -> Json:
-    said = [
-        figures.lines(row["trainer"], row["cell"], times(row["ratio"]))
-        for row in points.to_dict("records")
-    ]
-    line = {"color": style.colour, "dash": style.dash, "width": 2.5}
-    marker = {"symbol": style.symbol, "size": 10, "color": style.colour}
-    x, y = points.cell.tolist(), points.ratio.tolist()
-    return figures.marks(x, y, marker, said, mode="lines+markers", line=line)
 
 
 def memory(material: Material) -> Chart | None:
@@ -260,16 +218,19 @@ def roofline(material: Material) -> Chart | None:
     placed = table[table.flops > 0]
     speeds = [*placed.flops_per_second / TERA, *placed.peak / TERA]
     layout = {
+        "height": 340,
         "xaxis": figures.log_axis(
             "FLOP (counted) per DRAM byte (measured)", [*placed.intensity, *placed.ridge]
         ),
         "yaxis": figures.log_axis("TFLOP/s", speeds),
     }
+    colours = figures.trainer_colours({*material.summary.trainer, *material.failed.trainer})
+    colours = {name: colour for name, colour in colours.items() if name in set(table.trainer)}
     panels = [
-        figures.panel(what, [*_marks_under(rows, material.look)], 340, **layout)
+        Panel(what, {"data": [*_marks_under(rows, colours)], "layout": layout})
         for what, rows in figures.cells(placed)
     ]
-    keys = [Key("■", key.text, key.colour) for key in material.keys(table.trainer)]
+    keys = [Key("■", name, colour) for name, colour in colours.items()]
     keys += [Key(s.glyph, name) for name, s in PHASE_STYLES.items() if name in set(placed.phase)]
     if (placed.busy < LAUNCH_BOUND).any():
         keys.append(Key("·", f"in a mark: GPU busy below {LAUNCH_BOUND:.0%}, waits for launches"))
@@ -309,7 +270,7 @@ def _phases_to_show(table: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
 
 
-def _marks_under(placed: pd.DataFrame, look: Mapping[str, Style]) -> Iterator[Json]:
+def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> Iterator[Json]:
     """The roof, and a ring a phase, the first trainer's the largest, so that none hides another."""
     ridge, peak = placed.ridge.iloc[0], placed.peak.iloc[0] / TERA
     x, y = np.array([1e-6, 1, 1e6]) * ridge, np.array([1e-6, 1, 1]) * peak
@@ -320,22 +281,27 @@ def _marks_under(placed: pd.DataFrame, look: Mapping[str, Style]) -> Iterator[Js
         phase: figures.lines(phase, *map(_under, group.to_dict("records")))
         for phase, group in placed.groupby("phase")
     }  # a line a trainer: they may lie upon each other
-    present = [name for name in look if name in set(placed.trainer)]
+    present = [name for name in colours if name in set(placed.trainer)]
     for name, size in zip(present, np.linspace(15, 4.5, len(present)), strict=True):
         group = placed[placed.trainer == name]
-        marker = {
-            "symbol": [
-                f"{PHASE_STYLES[phase].symbol}-open{'-dot' * waits}"
-                for phase, waits in zip(group.phase, group.busy < LAUNCH_BOUND, strict=True)
-            ],
-            "size": float(size),
-            "color": look[name].colour,
-            "line": {"width": 1.5},
+        yield {
+            "type": "scatter",
+            "mode": "markers",
+            "x": group.intensity.tolist(),
+            "y": (group.flops_per_second / TERA).tolist(),
+            "marker": {
+                "symbol": [
+                    f"{PHASE_STYLES[phase].symbol}-open{'-dot' * waits}"
+                    for phase, waits in zip(group.phase, group.busy < LAUNCH_BOUND, strict=True)
+                ],
+                "size": float(size),
+                "color": colours[name],
+                "line": {"width": 1.5},
+            },
+            "cliponaxis": False,
+            "hoverinfo": "text",
+            "hovertext": [said[phase] for phase in group.phase],
         }
-        speeds = (group.flops_per_second / TERA).tolist()
-        yield figures.marks(
-            group.intensity.tolist(), speeds, marker, [said[p] for p in group.phase]
-        )
 
 
 def _under(row: Mapping[Any, Any]) -> str:

@@ -23,7 +23,6 @@ from dpbench.results.frame import (
 )
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
-from dpbench.show.html.figures import Key, Style, styles
 from dpbench.show.tables import in_order, title_parts
 
 UNMEASURED = "logical"
@@ -133,16 +132,6 @@ class Material:
         """Measured bytes, or counted ones where there are no others."""
         metrics = set(self.summary.metric)
         return LOGICAL if LOGICAL.metric in metrics and DRAM.metric not in metrics else DRAM
-
-    @cached_property
-    def look(self) -> dict[str, Style]:
-        """How each trainer is drawn."""
-        return styles({*self.summary.trainer, *self.failed.trainer})
-
-    def keys(self, trainers: Iterable[str]) -> list[Key]:
-        """The legend of a chart with these trainers."""
-        shown = set(trainers)
-        return [Key(s.glyph, name, s.colour) for name, s in self.look.items() if name in shown]
 
     def step_bytes(self, basis: Basis) -> pd.DataFrame:
         """The rows of a basis for whole steps."""

@@ -2,8 +2,7 @@
 
 Phases have the colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), trainers those of
 Paul Tol's "bright" scheme (https://personal.sron.nl/~pault/), some a shade off for contrast on
-white and on black. Both stay apart under the common kinds of colour blindness; trainers have a
-symbol and a dash of their own as well.
+white and on black. Both stay apart under the common kinds of colour blindness.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import html
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -52,12 +52,11 @@ NEUTRAL = "#8C8C8C"
 
 
 class Style(NamedTuple):
-    """How a phase or a trainer is drawn: plotly's colour and symbol, the symbol as text, a dash."""
+    """How a phase is drawn: plotly's colour and symbol, and the symbol as text."""
 
     colour: str
     symbol: str
     glyph: str
-    dash: str = "solid"
 
 
 PHASE_STYLES = {
@@ -69,32 +68,25 @@ PHASE_STYLES = {
     OUTSIDE: Style(NEUTRAL, "star", "☆"),
 }
 
-_STYLES = (
-    Style("#7F8790", "circle", "●", "dot"),
-    Style("#EE6677", "square", "■", "solid"),
-    Style("#4F86BB", "diamond", "◆", "dash"),
-    Style("#BB4A93", "triangle-up", "▲", "dashdot"),
-    Style("#228833", "x", "✖", "longdash"),
-    Style("#B8A522", "star", "★", "longdashdot"),
-    Style("#3AA9C9", "hexagon", "⬢", "solid"),
-    Style("#A0653B", "cross", "✚", "dash"),
-)
-
-OURS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
-"""The trainers with the first styles; dpbench's own, in the order in which tables have them."""
+OWN_COLOURS = {
+    "standard": "#7F8790",
+    "dpsgd": "#EE6677",
+    "dpsgd_ghost": "#4F86BB",
+    "dpsgd_fgc": "#BB4A93",
+}
+OTHER_COLOURS = ("#228833", "#B8A522", "#3AA9C9", "#A0653B")
 
 
-def styles(trainers: Iterable[str]) -> dict[str, Style]:
-    """A style for each trainer: dpbench's own have always the same, others those left over."""
+def trainer_colours(trainers: Iterable[str]) -> dict[str, str]:
+    """A colour for each trainer: dpbench's own have always the same, others those left over."""
     present = set(trainers)
-    left = _STYLES[len(OURS) :]
-    own = {name: style for name, style in zip(OURS, _STYLES, strict=False) if name in present}
-    others = enumerate(sorted(present - set(OURS)))
-    return own | {name: left[place % len(left)] for place, name in others}
+    others = zip(sorted(present - OWN_COLOURS.keys()), cycle(OTHER_COLOURS), strict=False)
+    own = {name: colour for name, colour in OWN_COLOURS.items() if name in present}
+    return own | dict(others)
 
 
 class Panel(NamedTuple):
-    """One drawing of a chart, as plotly's JSON."""
+    """One drawing of a chart, as plotly's JSON; what all have in common the page adds."""
 
     title: str
     figure: Json
@@ -123,11 +115,6 @@ class Chart:
     keys: Sequence[Key] = ()
     table: Table | None = None
     notes: Sequence[str] = ()
-
-
-def panel(title: str, traces: list[Json], height: int, **layout: Any) -> Panel:
-    """A drawing without what all have in common: the page brings that, light and dark."""
-    return Panel(title, {"data": traces, "layout": {"height": height, **layout}})
 
 
 def bar_chart(
@@ -165,10 +152,12 @@ def bar_chart(
         "margin": {"l": 10, "r": room, "t": 6, "b": 46},
         "barmode": "stack" if stacked else "group",
         "bargap": 0.25,
-        "xaxis": axis(scale, range=[0, longest]),
+        "xaxis": {"title": {"text": scale}, "range": [0, longest]},
     }
     if line is not None:
-        layout["shapes"] = [dashed(x0=line / size, x1=line / size, y0=0, y1=1, yref="paper")]
+        place = {"x0": line / size, "x1": line / size, "y0": 0, "y1": 1, "yref": "paper"}
+        dashed = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
+        layout["shapes"] = [{"type": "line", "line": dashed, **place}]
     panels = []
     for title, of_cell in cells(rows):
         names = of_cell.trainer.tolist()
@@ -191,7 +180,8 @@ def bar_chart(
             "hoverinfo": "skip",
         }
         traces = [_bars(of_cell, name, colour, unit) for name, colour in colours.items()]
-        panels.append(panel(title, [*traces, labels], 58 + height * len(names), **layout))
+        drawing = {"height": 58 + height * len(names), **layout}
+        panels.append(Panel(title, {"data": [*traces, labels], "layout": drawing}))
     keys = [Key("■", name, colour) for name, colour in colours.items()] if len(colours) > 1 else []
     shown: dict[str, Shown] = {f"{name}, {unit}": (name, write) for name in colours}
     measured = rows.dropna(subset=[*colours, "end"], how="all")
@@ -217,35 +207,10 @@ def _bars(rows: pd.DataFrame, name: str, colour: str, unit: str) -> Json:
     }
 
 
-def marks(x: Sequence[float], y: Sequence[Any], marker: Json, said: list[str], **more: Any) -> Json:
-    """Points, and what each says when the pointer rests on it."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": x,
-        "y": y,
-        "marker": marker,
-        "cliponaxis": False,
-        "hoverinfo": "text",
-        "hovertext": said,
-        **more,
-    }
-
-
-def dashed(**place: Any) -> Json:
-    """A dashed line across a panel."""
-    return {"type": "line", "line": {"color": NEUTRAL, "dash": "dash", "width": 1.5}, **place}
-
-
-def axis(title: str, **settings: Any) -> Json:
-    """An axis with its unit in the title."""
-    return {"title": {"text": title}, **settings}
-
-
 def log_axis(title: str, seen: list[float]) -> Json:
     """An axis that is logarithmic, of what is seen; one scale for all panels."""
     ends = [math.log10(min(seen) / 1.6), math.log10(max(seen) * 1.6)] if seen else [0, 1]
-    return axis(title, type="log", range=ends, dtick=1)
+    return {"title": {"text": title}, "type": "log", "range": ends, "dtick": 1}
 
 
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -21,7 +21,7 @@ from dpbench.metrics import RATIO, unit
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
-from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios, roofline
+from dpbench.show.html.charts import against_logical, busy, memory, phases, roofline
 from dpbench.show.html.data import DRAM, KEYS, UNMEASURED, Material, pivot
 from dpbench.show.html.figures import CASE, Chart, times
 from dpbench.show.kernels import step_milliseconds
@@ -82,7 +82,7 @@ def render(runs: Sequence[Run], expected: Limits | None = None) -> str:
 
 def draw(material: Material) -> list[Chart]:
     """Every chart of the page, in order."""
-    every = (phases, ratios, memory, busy, roofline, against_logical)
+    every = (phases, memory, busy, roofline, against_logical)
     return [chart for draws in every if (chart := draws(material))]
 
 

@@ -14,7 +14,7 @@ from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu, ncu_version
 from dpbench.instruments.ncu.report import NothingProfiled
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.runner import measure
 from dpbench.settings import Settings
 from tests.programs import program

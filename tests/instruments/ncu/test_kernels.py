@@ -13,7 +13,7 @@ from dpbench import Case, ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
 from dpbench.instruments.ncu.instrument import NcuKernels
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
 

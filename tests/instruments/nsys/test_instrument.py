@@ -13,7 +13,7 @@ from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.nsys import instrument as nsys
 from dpbench.instruments.nsys.instrument import ImporterMissing, Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.sqlite import NothingTraced
-from dpbench.process.schedule import Steps
+from dpbench.process.messages import Steps
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -52,11 +52,11 @@ def stand_in(
     """The instrument with an ``nsys`` that leaves what was recorded, as its own export."""
     left = str(recorded.write(folder / "recorded")) if recorded else ""
     text = STAND_IN.format(recorded=left, suffix=suffix, record=record, code=code)
-    return Nsys(folder / "reports", str(program(folder / "nsys", text)), timeout=60)
+    return Nsys(folder / "reports", path=str(program(folder / "nsys", text)), timeout=60)
 
 
 def test_the_argument_list_records_cuda_and_nvtx_between_the_marks_alone() -> None:
-    command = Nsys(Path("a%b"), "/nsys", Steps(warmup=2, active=4)).command(CASE)
+    command = Nsys(Path("a%b"), path="/nsys", steps=Steps(warmup=2, active=4)).command(CASE)
     assert command[:9] == [
         *("/nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
         *("--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"),
@@ -120,7 +120,7 @@ def test_a_case_that_fails_says_why(tmp_path: Path) -> None:
 def test_it_is_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nsys, "find_nsys", lambda: "/nsys")
     [found] = choose(["nsys"], Settings(ncu_dir=tmp_path, warmup=1, active=2))
-    assert found == Nsys(tmp_path, "/nsys", Steps(1, 2), Settings.timeout)
+    assert found == Nsys(tmp_path, path="/nsys", steps=Steps(1, 2))
 
 
 def test_a_report_takes_an_nsys_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_a_real_nsys_takes_the_arguments_and_records_nothing_where_nothing_is_ma
     from dpbench.instruments.nsys.instrument import Nsys
     from tests.instruments.nsys.test_child import CASE
 
-    instrument = Nsys(tmp_path, nsys.find_nsys())
+    instrument = Nsys(tmp_path, path=nsys.find_nsys())
     command = instrument.command(CASE)
     profile = command[: command.index(sys.executable)]
     instrument.report(CASE).parent.mkdir(parents=True)

@@ -11,7 +11,7 @@ from dpbench import Case, ConfigurationError
 from dpbench.instruments import choose
 from dpbench.instruments.torch_profiler import instrument as torch_profiler
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
-from dpbench.process.schedule import Schedule
+from dpbench.process.messages import Schedule
 from dpbench.settings import Settings
 
 CASE = Case("dpsgd", 4, 64, "tiny")

@@ -112,19 +112,6 @@ def test_ratio_to_nothing_is_left_out() -> None:
     assert material(a=dram("standard", 0) + dram("dpsgd", 6e9)).ratios.empty
 
 
-def test_ratios_stand_in_the_order_of_the_grid() -> None:
-    rows = [
-        measurement
-        for seq, ratio in ((1024, 2), (256, 4))
-        for trainer, factor in (("standard", 1), ("dpsgd", ratio))
-        for measurement in dram(trainer, factor * 1e9, seq_len=seq)
-    ]
-    [panel] = drawn(charts.ratios(material(a=rows))).panels
-    [line] = panel.figure["data"]
-    assert (panel.title, line["x"]) == ("1b fp32", ["8 × 256", "8 × 1024"])
-    assert line["y"] == [4.0, 2.0]
-
-
 def test_peak_memory_is_of_the_premise_of_the_bytes() -> None:
     counted = [
         *logical("standard", 3e9),

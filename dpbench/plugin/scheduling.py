@@ -1,0 +1,42 @@
+"""How pytest-xdist deals out tests: a worker gets all tests of a case together.
+
+Otherwise workers would wait for what another one measures, while their GPU has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from dpbench.case import Case
+
+
+class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """xdist's ``--dist=loadscope`` with cases as scopes; any other test is a scope of its own."""
+
+    def __init__(self, config: pytest.Config, log: Any, cases: Sequence[Case]) -> None:
+        super().__init__(config, log)
+        self.cases = [case.id for case in cases]
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid, self.cases)
+
+    def remove_node(self, node: Any) -> str | None:
+        """Let go of a worker; xdist would give the test that killed it to the next one, too."""
+        for tests in self.assigned_work[node].values():
+            for test, done in tests.items():
+                if not done:
+                    tests[test] = True
+                    super().remove_node(node)
+                    return str(test)
+        super().remove_node(node)
+        return None
+
+
+def scope_of(test: str, cases: Sequence[str]) -> str:
+    """The id of the case that a test is parametrised with, if it is; else its own."""
+    parameters = f"-{test.partition('[')[2].removesuffix(']')}-"
+    return max((case for case in cases if f"-{case}-" in parameters), key=len, default=test)
