@@ -19,6 +19,7 @@ from dpbench import Case, ConfigurationError, __version__
 from dpbench.instruments.base import (
     CaseFailed,
     CaseOutOfMemory,
+    CaseRefused,
     CaseTimedOut,
     GpuBusy,
     InstrumentError,
@@ -102,6 +103,13 @@ def test_what_a_child_says_of_its_failure_is_the_message(tmp_path: Path) -> None
     error = fails(program, tmp_path)
     assert isinstance(error, CaseFailed)
     assert "no such layer" in str(error)
+
+
+def test_what_a_child_is_not_made_for_is_refused(tmp_path: Path) -> None:
+    program = f"{says(error={'kind': 'ConfigurationError', 'message': 'BatchNorm'})}; exit 2"
+    error = fails(program, tmp_path)
+    assert isinstance(error, CaseRefused)
+    assert str(error).startswith(f"{CASE.id}: BatchNorm")
 
 
 def test_running_out_of_memory_is_told_with_its_remedy(tmp_path: Path) -> None:

@@ -153,10 +153,11 @@ def replay_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WITHOUT = [
     *("-p", "no:cacheprovider", "-p", "no:hypothesispytest"),
-    *("-p", "no:randomly", "-p", "no:syrupy"),
+    *("-p", "no:randomly", "-p", "no:syrupy", "-p", "no:unraisableexception"),
 ]
-"""Pytest plugins that a project does not need: loading Hypothesis takes half a second, and of two
-that may be installed one changes the order of tests and one the exit code."""
+"""Pytest plugins that a project does not need: loading Hypothesis takes half a second, of two that
+may be installed one changes the order of tests and one the exit code, and the last looks at all
+objects of this process at the end of a session."""
 
 
 def in_this_process(

@@ -273,11 +273,12 @@ def test_what_opacus_cannot_train_is_said_in_its_words(capsys: pytest.CaptureFix
     assert "BatchNorm cannot support training with differential privacy" in shown
 
 
-@pytest.mark.parametrize("counted_apart", [False, True])
-def test_what_no_gpu_would_change_is_said_before_one_is_used(counted_apart: bool) -> None:
+@pytest.mark.usefixtures("counted_here")
+@pytest.mark.parametrize("built_in", [True, False])
+def test_what_no_gpu_would_change_is_said_before_one_is_used(built_in: bool) -> None:
     gpu = Gpu("GPU-1", "NVIDIA H200", 10**12, "580")
     case = Case("dpsgd", 4, 8, "tiny", precision="fp16-amp")
-    if counted_apart:
+    if not built_in:
         case = case_of(digits.Normalised, "dpsgd")
     with pytest.raises(CaseRefused, match=f"^{case.id}: Opacus"):
         check_fits(case, gpu)
