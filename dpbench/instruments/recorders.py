@@ -225,9 +225,13 @@ class NvtxRecorder(Recorder):
     def listener(self) -> NvtxRanges:
         from dpbench.process.step import NvtxRanges
 
-        ranges = NvtxRanges()
-        self.held.callback(ranges.finish)
-        return ranges
+        self.held.callback(self._finish)
+        return NvtxRanges()
+
+    def _finish(self) -> None:
+        if self.listener.step >= self.heard:  # the script ended in a step, as its loader did
+            self.listener.end_step()
+        self.listener.finish()
 
     def rows(self, case: Case) -> list[Measurement]:
         return []

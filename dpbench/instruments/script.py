@@ -142,7 +142,8 @@ class RunningScript(Running):
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]
         if self.script.ncu and not interrupted and not record.get("error"):
             self.script.ncu.check_report(self.case, self._log)
-            rows = self.script.ncu.rows(self.case, record)
+            counted = self.script.ncu.rows(self.case, record)
+            rows = [row for row in counted if row.repeat < record["heard"]]
         self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
         self.notes = tuple(record.get("notes", ()))
         error = record.get("error")
@@ -236,6 +237,7 @@ def _write_down(
     finder.close()
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
     found: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
+    found["heard"] = heard.heard  # ncu's report may have a further step, which did not end
     try:
         rows = heard.rows(case)
         found["rows"] = as_rows(rows)
