@@ -28,18 +28,22 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dpbench import gpu
 from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case, script_case
+from dpbench.commands.options import saved_run
+from dpbench.commands.run import show
+from dpbench.commands.step import write_profile
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
+from dpbench.instruments.script import ScriptInterrupted, ScriptRun
+from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY
+from dpbench.results.conditions import premise_differences
+from dpbench.results.outcome import Outcome
+from dpbench.results.run import Run
+from dpbench.session import Session
 from dpbench.settings import Settings, declare
-
-if TYPE_CHECKING:
-    from dpbench.instruments.script import ScriptRun
-    from dpbench.results.outcome import Outcome
-    from dpbench.results.run import Run
-    from dpbench.session import Session
 
 DECLARED = {
     "tables": ("columns", "sort", "expect"),
@@ -106,23 +110,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
-    from dpbench.gpu import visible_gpus
-    from dpbench.instruments.script import ScriptInterrupted
-    from dpbench.session import Session
-
-    gpu = next(iter(visible_gpus()), None)
+    card = next(iter(gpu.visible_gpus()), None)
     declared: dict[str, Any] = {
         name: getattr(options, name) for names in (*DECLARED.values(), HOW) for name in names
     }
     declared["compare_fail"] = tuple(declared["compare_fail"])
-    settings = Settings(device="cuda" if gpu else "cpu", **declared)
+    settings = Settings(device="cuda" if card else "cpu", **declared)
     settings.check()
-    case, scripts = _chosen(options, settings, "cupti" if gpu else "logical")
-    baseline = _baseline(options, case, Session(settings, scripts, gpu).sources)
+    case, scripts = _chosen(options, settings, "cupti" if card else "logical")
+    baseline = _baseline(options, case, Session(settings, scripts, card).sources)
     if baseline:  # a ratio to another script's is another ratio
         scripts = [replace(script, baseline=baseline[0][1].case.trainer) for script in scripts]
         baseline = [(run, _as_standard(outcome)) for run, outcome in baseline]
-    session = Session(settings, scripts, gpu)
+    session = Session(settings, scripts, card)
     axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
     session.grid = Grid(case.trainer, **axes)
     cases = [case, *(outcome.case for _, outcome in baseline)]
@@ -153,8 +153,6 @@ def _chosen(
     options: argparse.Namespace, settings: Settings, usual: str
 ) -> tuple[Case, list[ScriptRun]]:
     """The case of the script, and how it is run for each instrument."""
-    from dpbench.instruments.script import ScriptRun
-
     program = options.module or options.program
     if not program:
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
@@ -193,8 +191,6 @@ def _baseline(
     """What a saved run has of its script on these devices by these instruments."""
     if options.baseline is None:
         return []
-    from dpbench.commands.options import saved_run
-
     run = saved_run(options.baseline, options.storage)
     scripts = [
         outcome
@@ -237,9 +233,6 @@ def _as_standard(outcome: Outcome) -> Outcome:
 
 def _report(case: Case, folder: Path, threshold: float) -> str:
     """Write the report of a profile, and say where it is."""
-    from dpbench.commands.step import write_profile
-    from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY
-
     record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     write_profile(case, record, folder, threshold)
     return f"operators by time and memory: {folder / REPORT}; a trace of each step beside it"
@@ -247,9 +240,6 @@ def _report(case: Case, folder: Path, threshold: float) -> str:
 
 def _show(session: Session, baseline: list[tuple[Run, Outcome]]) -> None:
     """Print the tables and what there is to say."""
-    from dpbench.commands.run import show
-    from dpbench.results.conditions import premise_differences
-
     for run in {id(run): run for run, _ in baseline}.values():
         here = session.as_run(session.outcomes())
         differences = [
