@@ -83,6 +83,8 @@ class Session:
         """Which tests asked for a case (id, what measured it), and what each added to it."""
         self.update_environment: Callable[[dict[str, Any]], object] = lambda environment: None
         self.update_document: Callable[[dict[str, Any]], object] = lambda document: None
+        self.not_measured: Mapping[str, str] = {}
+        """Why cases that were asked for have no outcome, by id."""
         self._file_error: OSError | None = None
 
     # --- before anything is measured ---------------------------------------------------------
@@ -259,6 +261,7 @@ class Session:
         status = COMPLETE if complete else INTERRUPTED
         session = self.conditions.session(status, self.regressions, self.unjudged)
         session["cases_asked"] = max(session["cases_asked"], self._cases_of(outcomes))
+        session["not_measured"] = dict(self.not_measured)
         made = document(outcomes, self.conditions.environment, session)
         self.update_document(made)
         return made

@@ -92,8 +92,10 @@ class WholeSession:
             config=config, output_json=document
         )
         self.each_test = EachTest(config, self.session)
-        self.ended: set[str] = set()
-        """The tests that have come to their end."""
+        self.ended: dict[str, str] = {}
+        """How each test ended that has, by its id, in a line."""
+        self._cases: dict[str, str] = {}
+        """The id of the case that each test asks for, by the test's."""
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -155,15 +157,18 @@ class WholeSession:
         """Note what the tests are known to ask for: a reference should have it, and the run."""
         asked = [key for item in session.items for key in self.each_test.asked_by(item)]
         self.session.comparison.asked = asked
+        cases = ((item.nodeid, case_of(item)) for item in session.items if takes(item))
+        self._cases = {test: case.id for test, case in cases if case}
         if self.is_worker:  # the controller collects nothing
-            told = json.dumps([(asdict(case), instrument) for case, instrument in asked])
+            pairs = [(asdict(case), instrument) for case, instrument in asked]
+            told = json.dumps([pairs, self._cases])
             with suppress(OSError):
                 write_text(self.session.store.directory / ASKED, told)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end."""
         if report.when == "call" or not report.passed:
-            self.ended.add(report.nodeid)
+            self.ended.setdefault(report.nodeid, _how_it_ended(report))
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -213,8 +218,14 @@ class WholeSession:
             return
         if self.session.directory is not None:  # what workers have collected
             with suppress(FileNotFoundError):
-                told = json.loads((self.session.directory / ASKED).read_text())
-                self.session.comparison.asked = [(Case(**case), name) for case, name in told]
+                pairs, self._cases = json.loads((self.session.directory / ASKED).read_text())
+                self.session.comparison.asked = [(Case(**case), name) for case, name in pairs]
+        measured = {outcome.case.id for outcome in self.session.outcomes()}
+        self.session.not_measured = {
+            case: self.ended[test]
+            for test, case in self._cases.items()
+            if case not in measured and test in self.ended
+        }
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         complete = len(self.ended) >= session.testscollected and not stopped
         limited = self.each_test.limited(complete=complete)
@@ -288,3 +299,15 @@ class WholeSession:
         """Leave nothing behind."""
         if not self.is_worker:
             self.session.close()
+
+
+def _how_it_ended(report: pytest.TestReport) -> str:
+    details = report.longrepr
+    if report.passed:
+        text = "passed without measuring it"
+    elif isinstance(details, tuple):  # where, and why it was skipped
+        text = details[2]
+    else:
+        crash = getattr(details, "reprcrash", None)
+        text = f"{report.outcome}: {crash.message if crash else details}"
+    return f"{report.nodeid}: {text.partition(chr(10))[0]}"

@@ -44,10 +44,14 @@ def test_a_session_whose_worker_may_not_restart_is_interrupted(
     assert (run.status, run.cases_asked, len(run.outcomes)) == ("interrupted", 4, 2)
 
 
-def test_a_session_with_a_skipped_test_is_complete(
-    project: RunSuite, pytester: pytest.Pytester
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+def test_a_case_that_no_test_measured_has_a_reason(
+    project: RunSuite, pytester: pytest.Pytester, workers: str
 ) -> None:
     pytester.makepyfile(test_suite=SUITE.format(last=DPSGD, ending="pytest.skip('too slow')"))
-    project("-n0", "--dpbench-save=skips").assert_outcomes(passed=1, skipped=1)
+    project(workers, "--dpbench-save=skips").assert_outcomes(passed=1, skipped=1)
     run = saved(pytester.path, 1)
     assert (run.status, run.cases_asked, len(run.outcomes)) == ("complete", 2, 1)
+    [(case, reason)] = run.session["not_measured"].items()
+    assert case == "dpsgd-bs4-seq64-tiny-fp32"
+    assert reason.endswith(f"[{case}]: Skipped: too slow")
