@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from dpbench import DPSGDTrainer, Workload
 
-pytestmark = pytest.mark.usefixtures("counted_once")
-
 class Squares(Workload):
     def __init__(self, *, width: int = 3):
         self.width = width
