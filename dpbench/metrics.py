@@ -249,6 +249,9 @@ _KERNELS, _PROFILER, _NSYS = ("ncu_kernels",), ("torch_profiler",), ("nsys",)
 _VALUE: tuple[Kind, ...] = ("value",)
 _AND_RATIO: tuple[Kind, ...] = ("value", "ratio")
 
+OTHER_COPIES = "memcpy_other_bytes"
+"""Copies in no direction that a trace names, between two GPUs, say; rows only if there are any."""
+
 # fmt: off
 METRICS = Metrics((
     Metric("dram_read_bytes", "DRAM\nread", _COUNTED, ("dram__bytes_read.sum",),
@@ -328,7 +331,7 @@ METRICS = Metrics((
     Metric("memcpy_device_to_device_bytes", "device\nto device", _PROFILER, source="Memcpy DtoD"),
     Metric("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
     Metric("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
-    Metric("memcpy_other_bytes", "other", _PROFILER),  # between two GPUs, say
+    Metric(OTHER_COPIES, "other", _PROFILER),
     Metric("memset_bytes", "memset", _PROFILER, source="Memset"),
 ))
 # fmt: on

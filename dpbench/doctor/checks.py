@@ -51,7 +51,7 @@ class Finding:
         return cls(check, FAILED, f"{kind}{error}")
 
 
-COUNTED = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
+SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 
 def packages(settings: Settings) -> Iterator[Finding]:
@@ -75,9 +75,9 @@ def logical_counting(settings: Settings) -> Iterator[Finding]:
     """Logical bytes can be counted: what works without a GPU too."""
     from dpbench.instruments.logical.instrument import Logical
 
-    rows = {(row.phase, row.metric): row.value for row in Logical().count(COUNTED).rows}
+    rows = {(row.phase, row.metric): row.value for row in Logical().count(SMALL_CASE).rows}
     moved = rows[STEP, "logical_read_bytes"] + rows[STEP, "logical_write_bytes"]
-    yield Finding("logical counting", OK, f"{COUNTED.id}: {gigabytes(moved)} GB a step")
+    yield Finding("logical counting", OK, f"{SMALL_CASE.id}: {gigabytes(moved)} GB a step")
 
 
 def directories(settings: Settings) -> Iterator[Finding]:
@@ -134,7 +134,7 @@ def ncu(settings: Settings) -> Iterator[Finding]:
         yield Finding("ncu", OK, detail)
 
 
-COPIES = "dpbench.doctor.copying:CopyTrainer"
+COPY_TRAINER = "dpbench.doctor.copying:CopyTrainer"
 
 STEPS = Steps(warmup=1, active=1)  # the first copy leaves the cache as the second finds it
 
@@ -240,7 +240,7 @@ def largest_copy() -> Case:
     """The largest copy that fits: its source and itself take at most half of the free memory."""
     free = visible_gpus()[0].free_bytes
     examples = ENOUGH if free is None else max(FEW, min(MOST, free // 4 // EXAMPLE_BYTES))
-    return Case(COPIES, examples, 1, "tiny")
+    return Case(COPY_TRAINER, examples, 1, "tiny")
 
 
 Check = Callable[[Settings], Iterable[Finding]]

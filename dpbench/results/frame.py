@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
-from dpbench.metrics import METRICS, Kind, derived_name
+from dpbench.metrics import METRICS, OTHER_COPIES, Kind, derived_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
@@ -209,9 +209,6 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
 
 TOLERANCE = 0.01
 """The share of the step's bytes up to which the remainder of an account is in order."""
-
-OTHER_COPIES = "memcpy_other_bytes"
-"""Copies of which a trace says no direction that it knows; there are rows only if there are any."""
 
 BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
 """Copies that read and write device memory; one to the host reads, one from it writes."""

@@ -102,9 +102,9 @@ def escaped(text: str) -> str:
     return re.sub(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_line)
 
 
-def written(value: Any, write: Callable[[Any], str], absent: str = ABSENT) -> str:
-    """A value for people, or what stands for one that is None or NaN."""
-    return absent if value is None or value != value else write(value)
+def written(value: Any, write: Callable[[Any], str]) -> str:
+    """A value for people, or `ABSENT` for None and NaN."""
+    return ABSENT if value is None or value != value else write(value)
 
 
 def milliseconds(seconds: float) -> str:

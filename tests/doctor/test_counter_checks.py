@@ -11,7 +11,7 @@ import torch
 from dpbench import Case, gpu
 from dpbench.doctor import checks
 from dpbench.doctor.checks import (
-    COPIES,
+    COPY_TRAINER,
     ENOUGH,
     EXAMPLE_BYTES,
     FAILED,
@@ -153,7 +153,7 @@ def test_the_copy_fits_in_free_memory(
 
 
 def test_the_calibrating_trainer_copies_what_it_says() -> None:
-    case = Case(COPIES, FEW, 1, "tiny")
+    case = Case(COPY_TRAINER, FEW, 1, "tiny")
     trainer, batches = build(case, torch.device("cpu"), 1)
     assert isinstance(trainer, CopyTrainer)
     trainer.train_step(batches[0])
@@ -165,5 +165,5 @@ def test_the_calibrating_trainer_copies_what_it_says() -> None:
 
 
 def test_it_runs_as_any_case_does() -> None:
-    record = run_case(Case(COPIES, 1, 1, "tiny"), device="cpu", warmup=1, active=1)
+    record = run_case(Case(COPY_TRAINER, 1, 1, "tiny"), device="cpu", warmup=1, active=1)
     assert record["phase_seconds"][0]["forward"] > 0

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, InstrumentError
 from dpbench.instruments.child import Child, log_lines
-from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
+from dpbench.instruments.ncu.program import ANSWER_SECONDS, NcuNotFound, find_ncu
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.instruments.processes import run
 from dpbench.instruments.timing import Timing
@@ -40,8 +40,6 @@ INSTALLED = (
     "/usr/local/cuda*/nsight-compute-*/host/target-linux-*/nsys",
 )
 """Where NVIDIA installs nsys, the best place first."""
-
-ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
 
 
 class NsysNotFound(InstrumentError):

@@ -16,7 +16,7 @@ from dpbench.case import Case
 from dpbench.files import check_writable
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.torch_profiler import trace
-from dpbench.metrics import METRICS, unit
+from dpbench.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
 
@@ -25,9 +25,6 @@ SUMMARY, REPORT, SNAPSHOT = "summary.json", "report.txt", "memory_snapshot.pickl
 
 COPIES = {m.source: m.name for m in METRICS.had_by(INSTRUMENT) if m.source}
 """The metric of a copy or memset, by how its name in a trace begins."""
-
-OTHER_COPIES = "memcpy_other_bytes"
-"""What has another name, such as a copy between two GPUs."""
 
 
 class DeviceActivityMissing(InstrumentError):

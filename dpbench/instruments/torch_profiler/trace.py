@@ -27,7 +27,7 @@ from dpbench.instruments.base import InstrumentError
 
 ANNOTATION = "dpbench."  # what the name of a phase's annotation begins with
 STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step
-KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what the device does."""
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
@@ -132,7 +132,7 @@ class _Timeline:
 
 
 def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[Launch]:
-    device = [event for category in KINDS for event in by_category[category]]
+    device = [event for category in ON_DEVICE for event in by_category[category]]
     calls = by_category["cuda_runtime"] + by_category["cuda_driver"]
     wanted = {_correlation(event) for event in device} - {None}
     calls = [call for call in calls if _correlation(call) in wanted]
