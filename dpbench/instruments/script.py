@@ -137,6 +137,9 @@ class RunningScript(Running):
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
+            ncu = None if interrupted else self.script.ncu
+            if ncu and (said := ncu.complaint(self.case, self._log)):
+                raise said from None
             how = describe_exit(code) if code else "ended at once with exit status 0"
             record = {"error": f"the script {how}, and nothing was counted"}
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]

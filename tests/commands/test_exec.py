@@ -269,6 +269,17 @@ with open(what["record"], "w") as stream:
 """
 
 
+NCU_REFUSES = """
+import sys
+if sys.argv[1:] == ["--version"]:
+    print("Version 2025.3.1.0")
+    sys.exit()
+with open(sys.argv[sys.argv.index("--log-file") + 1], "w") as stream:
+    print("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", file=stream)
+sys.exit(9)
+"""
+
+
 def test_script_under_ncu_has_the_rows_of_its_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +306,17 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     moved = rows("run.json", "dram_read_bytes")
     assert {("training", "clip"), ("training", "step")} <= set(moved)
     assert len(moved["training", "step"]) == 1, "of the step that came to its end"
+
+
+def test_script_that_ncu_ended_fails_with_what_ncu_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
+    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [gpu])
+    program(Path("ncu"), NCU_REFUSES)
+    assert main(["exec", "--instrument=ncu", "--ncu-path=./ncu", "training.py"]) == 1
+    assert "ERR_NVGPUCTRPERM" in (said := capsys.readouterr().err)
+    assert "run as root or with CAP_SYS_ADMIN" in said
 
 
 def test_script_under_the_profiler_has_a_trace_of_each_step_and_a_report(

@@ -121,11 +121,17 @@ class Ncu(Instrument):
         try:
             record = process.record()
         except CaseFailed as error:
-            said = diagnose(case, log)
-            # A process that failed by itself leaves nothing to profile; that it failed counts.
-            raise error if said is None or isinstance(said, NothingProfiled) else said from None
+            raise self.complaint(case, log) or error from None
         self.check_report(case, log)
         return record
+
+    def complaint(self, case: Case, log: Path) -> InstrumentError | None:
+        """Why ncu ended a process, if it did; one that failed by itself leaves nothing to profile.
+
+        That it failed counts then.
+        """
+        said = diagnose(case, log) if log.exists() else None
+        return None if isinstance(said, NothingProfiled) else said
 
     def check_report(self, case: Case, log: Path) -> None:
         """Say why a process that has ended left no report."""
