@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
 
 from dpbench.errors import ConfigurationError
+from dpbench.instruments.base import Instrument
+from dpbench.instruments.ncu.metrics import resolve
+from dpbench.process.messages import Schedule, Steps
 from dpbench.registry import INSTRUMENTS
-
-if TYPE_CHECKING:
-    from dpbench.instruments.base import Instrument
-    from dpbench.settings import Settings
+from dpbench.settings import Settings
 
 ON_GPU = ("timing", "ncu")
 """What measures a case on a GPU: times without a profiler, and bytes with it."""
@@ -22,9 +21,6 @@ def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
 
     What makes no sense is refused, also for instruments that were not chosen.
     """
-    from dpbench.instruments.ncu.metrics import resolve
-    from dpbench.process.messages import Schedule, Steps
-
     resolve(settings.metric_names)
     Schedule.parse(settings.profile_schedule)
     Steps(settings.warmup, settings.active)
@@ -46,8 +42,6 @@ def _canonical(spelling: str) -> str:
 
 
 def _class(name: str) -> type[Instrument]:
-    from dpbench.instruments.base import Instrument
-
     found = INSTRUMENTS[name]
     if not (isinstance(found, type) and issubclass(found, Instrument)):
         raise ConfigurationError(f"instrument {name!r} is no subclass of dpbench.Instrument")

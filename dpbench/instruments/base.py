@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
@@ -13,9 +13,7 @@ from dpbench.files import check_writable
 from dpbench.gpu import require_gpu
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import Measurement
-
-if TYPE_CHECKING:
-    from dpbench.settings import Settings
+from dpbench.settings import Settings
 
 
 class Instrument(ABC):
