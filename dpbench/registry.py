@@ -1,4 +1,4 @@
-"""Named trainers and models, resolved only when used.
+"""Trainers, models, workloads, optimizers and instruments by name, resolved only when used.
 
 Names map to import targets (``package.module:Class``), so that a command can check a name,
 or hand it to a child process, without importing torch.

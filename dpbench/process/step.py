@@ -1,6 +1,6 @@
 """The child process: build one case, warm up, run the active steps.
 
-The only code that touches CUDA in a measured process. A person can run it by hand:
+A person can run it by hand:
 ``dpbench step --trainer dpsgd --batch-size 8 --seq-len 256 --model-size tiny``.
 """
 
