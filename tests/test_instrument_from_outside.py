@@ -52,6 +52,12 @@ class Reading(Running):
         return [
             Measurement(self.case, "power", "step", "energy_joules", joules, "J", 0, {device}, "1")
         ]
+
+class Plain(Instrument):
+    name = "power"
+
+    def start(self, case):
+        return Reading(Power(), case)
 """
 CELL = ["--batch-size=4", "--seq-len=16", "--model-size=tiny", "--try-anyway"]
 RUN = ["run", "--instrument=meter:Power", *CELL, "--trainer=standard"]
@@ -89,6 +95,10 @@ def test_it_runs_and_is_saved_and_compared(
     assert (row["instrument"], row["metric"], row["value"]) == ("power", "energy_joules", 8.0)
     assert main([*RUN, *on_cpu, "--compare"]) == 0
     assert "compared with 0001_first" in capsys.readouterr().err
+
+
+def test_it_may_have_no_options() -> None:
+    assert main(["run", "--instrument=meter:Plain", *RUN[2:], "--device=cpu", "--save=first"]) == 0
 
 
 def test_a_resumed_run_is_judged_by_what_it_kept_too(

@@ -130,7 +130,8 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
 
 def _settings(instrument: Any) -> dict[str, Any]:
     """The options of an instrument, metrics by their names."""
-    found = {f.name: getattr(instrument, f.name) for f in fields(instrument)}
+    options = fields(instrument) if is_dataclass(instrument) else ()  # one without any may be none
+    found: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
     if "metrics" in found:
         found["metrics"] = [metric.name for metric in found["metrics"]]
     return {

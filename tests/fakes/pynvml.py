@@ -28,7 +28,6 @@ def nvmlDeviceGetMaxMigDeviceCount(handle: int) -> int:
 nvmlDeviceGetCount = count
 nvmlSystemGetDriverVersion = lambda: "580.159.03"
 nvmlDeviceGetHandleByIndex = int
-nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.removeprefix("GPU-"))
 nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
 nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
 nvmlDeviceGetName = lambda handle: "NVIDIA H200"

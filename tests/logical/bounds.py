@@ -43,7 +43,6 @@ def shallow(case: Case, layers: int) -> Case:
 
 
 CASES = list(dict.fromkeys(case for grid in GRIDS.values() for case in grid.cases()))
-CELLS = sorted({cell_of(case) for case in CASES})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{cell_of(case)}-{case.trainer}")
