@@ -9,7 +9,7 @@ import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
-from dpbench.errors import unknown
+from dpbench.errors import ConfigurationError, unknown
 from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.transformer import OpacusSelfAttention
 
@@ -33,6 +33,9 @@ it refuses, for every trainer: else the baseline would be another layer."""
 
 CHANNELS_FIRST = ("conv", "groupnorm", "instancenorm")
 
+WITHOUT_POSITIONS = ("linear", "layernorm", "groupnorm", "embedding")
+"""Layers that take examples without positions; others take such a batch for one example."""
+
 
 class Layer(Workload):
     """One layer, whose loss is the mean square of its output.
@@ -40,7 +43,7 @@ class Layer(Workload):
     Args:
         layer: one of `LAYERS`.
         width: features that come in and go out (attention has a head for each 64).
-        length: positions in an example; 0 for none, but for layers that need some.
+        length: positions in an example; 0 for none, of layers in `WITHOUT_POSITIONS`.
         vocabulary: rows of an embedding.
     """
 
@@ -49,6 +52,8 @@ class Layer(Workload):
     ) -> None:
         if layer not in LAYERS:
             raise unknown("layer", layer, LAYERS)
+        if length < (layer not in WITHOUT_POSITIONS):
+            raise ConfigurationError(f"layer {layer} cannot have length {length}; give it more")
         self.layer, self.width, self.length, self.vocabulary = layer, width, length, vocabulary
 
     def model(self) -> nn.Module:
