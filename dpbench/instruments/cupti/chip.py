@@ -219,14 +219,17 @@ class RangeProfiler:
         self._names: list[bytes] = []
         self._started = self._open = False
         self._object = library.call("RangeProfiler_Enable", ctx=context).pRangeProfilerObject
-        size = self._call(
-            "GetCounterDataSize",
-            pMetricNames=ctypes.addressof(configuration.names),
-            numMetrics=len(configuration.names),
-            maxNumOfRanges=max_ranges,
-            maxNumRangeTreeNodes=max_ranges,
-        ).counterDataSize
-        self._image = (c_uint8 * size)()
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            size = self._call(
+                "GetCounterDataSize",
+                pMetricNames=ctypes.addressof(configuration.names),
+                numMetrics=len(configuration.names),
+                maxNumOfRanges=max_ranges,
+                maxNumRangeTreeNodes=max_ranges,
+            ).counterDataSize
+            self._image = (c_uint8 * size)()
+            undo.pop_all()
 
     def _call(self, name: str, **fields: Any) -> Any:
         return self._library.call(

@@ -203,9 +203,9 @@ def test_a_counter_without_a_value_is_an_error_and_not_a_zero() -> None:
         count_steps(silent, [1, 1])
 
 
-@pytest.mark.parametrize("function", ["cuptiRangeProfilerEnable", "cuptiRangeProfilerStart"])
+@pytest.mark.parametrize("function", ["Enable", "GetCounterDataSize", "Start"])
 def test_counters_in_use_are_an_error_that_leaves_nothing_open(function: str) -> None:
-    cupti = FakeCupti(fails={function: 26})
+    cupti = FakeCupti(fails={f"cuptiRangeProfiler{function}": 26})
     with pytest.raises(CountersBusy, match="dcgmi profile --pause"):
         count_steps(cupti, [1])
     assert (cupti.state, cupti.hosts) == ("initialized", {})
