@@ -122,10 +122,10 @@ class Session:
         """What the session measures, with what and where; asks git, so only where it is needed."""
         from dpbench.results.conditions import Conditions, environment
 
-        ncu = [i.versions["ncu"] for i in self.instruments if "ncu" in i.versions]
+        tools = {name: version for i in self.instruments for name, version in i.versions.items()}
         found = environment(
             self.gpu if self.device else None,
-            ncu=ncu[0] if ncu else None,
+            tools=tools,
             project=self.settings.directory.absolute(),
         )
         self.update_environment(found)

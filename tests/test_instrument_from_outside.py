@@ -55,6 +55,7 @@ class Reading(Running):
 
 class Plain(Instrument):
     name = "power"
+    versions = {{"meter": "7"}}
 
     def start(self, case):
         return Reading(Power(), case)
@@ -97,8 +98,11 @@ def test_it_runs_and_is_saved_and_compared(
     assert "compared with 0001_first" in capsys.readouterr().err
 
 
-def test_it_may_have_no_options() -> None:
-    assert main(["run", "--instrument=meter:Plain", *RUN[2:], "--device=cpu", "--save=first"]) == 0
+def test_it_may_have_no_options_and_its_versions_are_saved() -> None:
+    run = ["run", "--instrument=meter:Plain", *RUN[2:], "--device=cpu"]
+    assert main([*run, "--save=first", "--json=run.json"]) == 0
+    environment = json.loads(Path("run.json").read_text())["environment"]
+    assert environment["versions"]["meter"] == "7"
 
 
 def test_a_resumed_run_is_judged_by_what_it_kept_too(

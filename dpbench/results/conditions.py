@@ -145,13 +145,16 @@ def _settings(instrument: Any) -> dict[str, Any]:
 
 
 def environment(
-    gpu: Gpu | None = None, *, ncu: str | None = None, project: Path | None = None
+    gpu: Gpu | None = None,
+    *,
+    tools: Mapping[str, str] | None = None,
+    project: Path | None = None,
 ) -> dict[str, Any]:
     """Which software and machine made a run; versions are read without importing anything.
 
     Args:
         gpu: what measured, if a GPU did; it knows its driver.
-        ncu: the version of Nsight Compute, if it was used.
+        tools: the versions of what instruments used beside Python's packages.
         project: a directory of the measured project, whose commit is to be recorded.
     """
     versions: dict[str, str | None] = dict.fromkeys(
@@ -171,7 +174,7 @@ def environment(
             "cpu": cpu[1] if cpu else None,
             "cpus": os.cpu_count(),
         },
-        "versions": {**versions, "ncu": ncu},
+        "versions": {**versions, "ncu": None, **(tools or {})},
         # Not what it was doing at that moment.
         "gpu": {f.name: getattr(gpu, f.name) for f in fields(gpu) if f.compare} if gpu else None,
         "code": code_state(project) if project else None,
