@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.errors import ConfigurationError
+from dpbench.files import Locked, locked
 from dpbench.gpu import (
     Gpu,
     child_environment,
@@ -254,13 +254,11 @@ def test_a_driver_that_answers_with_an_error_is_one_line(
 
 
 def _is_free(path: Path) -> bool:
-    lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
-    except TimeoutError:
+        with locked(path, wait=False):
+            return True
+    except Locked:
         return False
-    lock.release()
-    return True
 
 
 @pytest.mark.parametrize(

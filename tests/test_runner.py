@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from filelock import FileLock
 
 from dpbench import Case
+from dpbench.files import locked
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import Instrument, Running
 from dpbench.results.rows import Measurement
@@ -57,7 +57,7 @@ def test_a_case_waits_for_the_session_that_writes_the_same_files(
 ) -> None:
     same = tmp_path / ".." / tmp_path.name
     with ThreadPoolExecutor() as pool:
-        with FileLock(tmp_path / f".{CASE.id}.lock"):
+        with locked(tmp_path / f".{CASE.id}.lock"):
             outcome = pool.submit(measure, CASE, [Writing(same)])
             said = ""
             while not said and not outcome.done():
@@ -74,8 +74,8 @@ def test_a_case_waits_for_no_other_case_and_no_other_directory(tmp_path: Path) -
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    other_case = FileLock(here / ".dpsgd-bs4-seq64-tiny-fp32.lock")
-    with other_case, FileLock(there / f".{CASE.id}.lock"):
+    other_case = locked(here / ".dpsgd-bs4-seq64-tiny-fp32.lock")
+    with other_case, locked(there / f".{CASE.id}.lock"):
         assert measure(CASE, [Writing(here)]).error is None
 
 
