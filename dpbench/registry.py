@@ -60,6 +60,8 @@ class Registry(Mapping[str, Any]):
 
     def canonical(self, spelling: object) -> str:
         """The short name for any of the accepted spellings; registers import targets."""
+        if spelling is None or isinstance(spelling, int | float):  # which modules have, too
+            raise unknown(self.kind, spelling, self, "or package.module:Class")
         if not isinstance(spelling, str):
             for name, target in self._targets.items():  # it may be elsewhere than it says
                 module, _, attribute = target.partition(":")

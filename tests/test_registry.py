@@ -141,12 +141,13 @@ def test_registering_the_same_class_again_changes_nothing(registry: Registry) ->
 
 
 @pytest.mark.parametrize(
-    "spelling", ["nonsense", "", "mine=", "Counter ", "collections", "collections.Counter"]
+    "spelling",
+    ["nonsense", "", "mine=", "Counter ", "collections", "collections.Counter", None, 3, True],
 )
-def test_unknown_name_is_refused_with_what_exists(registry: Registry, spelling: str) -> None:
+def test_unknown_name_is_refused_with_what_exists(registry: Registry, spelling: object) -> None:
     for attempt in (lambda: registry.canonical(spelling), lambda: registry[spelling]):
         assert refusal(attempt) == (
-            f"unknown trainer {spelling!r}; choose from count, od (or package.module:Class)"
+            f"unknown trainer {str(spelling)!r}; choose from count, od (or package.module:Class)"
         )
 
 
