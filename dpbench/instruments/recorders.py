@@ -225,8 +225,9 @@ class NvtxRecorder(Recorder):
     def listener(self) -> NvtxRanges:
         from dpbench.process.step import NvtxRanges
 
+        ranges = NvtxRanges()
         self.held.callback(self._finish)
-        return NvtxRanges()
+        return ranges
 
     def _finish(self) -> None:
         if self.listener.step >= self.heard:  # the script ended in a step, as its loader did
