@@ -26,7 +26,7 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import CaseFailed, Instrument, Running, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, Running, check_place
 from dpbench.instruments.child import describe_exit
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import resolve
@@ -143,15 +143,16 @@ class RunningScript(Running):
             how = describe_exit(code) if code else "ended at once with exit status 0"
             record = {"error": f"the script {how}, and nothing was counted"}
         rows = [Measurement.from_row(row) for row in record.get("rows", ())]
-        if self.script.ncu and not interrupted and not record.get("error"):
-            self.script.ncu.check_report(self.case, self._log)
-            counted = self.script.ncu.rows(self.case, record)
-            rows = [row for row in counted if row.repeat < record["heard"]]
-        self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
-        self.notes = tuple(record.get("notes", ()))
         error = record.get("error")
         if interrupted:
             error = "interrupted; what was counted until then is kept"
+        if self.script.ncu and record.get("heard"):
+            with suppress(*[InstrumentError] if error else []):  # which came before the report's
+                self.script.ncu.check_report(self.case, self._log)
+                counted = self.script.ncu.rows(self.case, record)
+                rows = [row for row in counted if row.repeat < record["heard"]]
+        self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
+        self.notes = tuple(record.get("notes", ()))
         if error:
             kind = ScriptInterrupted if interrupted else CaseFailed
             failure = kind(f"{self.case.id}: {error}")

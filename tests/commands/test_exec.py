@@ -280,14 +280,15 @@ sys.exit(9)
 """
 
 
+@pytest.mark.parametrize("error", [None, "the script failed with KeyError"])
 def test_script_under_ncu_has_the_rows_of_its_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str | None
 ) -> None:
     gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
     monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [gpu])
     recorded = Path(__file__).parents[1] / "data/tiny-fp32/report_dpsgd_bs4_seq64.ncu-rep"
     Path("recorded.ncu-rep").write_bytes(recorded.read_bytes())
-    program(Path("ncu"), NCU)
+    program(Path("ncu"), NCU.replace("None", repr(error)))
     read = Ncu.rows
 
     def further_step(ncu: Ncu, *of: Any) -> list[Measurement]:
@@ -295,8 +296,10 @@ def test_script_under_ncu_has_the_rows_of_its_report(
 
     monkeypatch.setattr(Ncu, "rows", further_step)
     how = ["--instrument=ncu", "--ncu-path=./ncu", "--steps=1"]
-    assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
-    assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in capsys.readouterr().out
+    assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == bool(error)
+    said = capsys.readouterr()
+    assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in said.out
+    assert (error or "") in said.err
     arguments, script = json.loads(Path("arguments.json").read_text())
     report = "ncu_reports/script/report_training"
     under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
