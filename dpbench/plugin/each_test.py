@@ -15,7 +15,7 @@ from dpbench.case import AXES, SCRIPT, Case, script_case
 from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.instruments.terminal import shown_past
-from dpbench.plugin.fixtures import case_of, measuring, takes
+from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
 from dpbench.process.messages import Steps
 from dpbench.registry import resolve
 from dpbench.session import Session
@@ -74,6 +74,8 @@ class EachTest:
 
     def measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
+        if not (self.session.instruments or self.session.settings.disable):
+            pytest.skip(f"needs {NEEDS['ncu']}")  # it was taken by its name, while the test ran
         return self._report(case, fields, self.session.instruments)
 
     def count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
