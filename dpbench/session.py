@@ -325,7 +325,8 @@ class Session:
         if not (compares and (outcomes or comparison.limits)):
             return
         run, limits = self.as_run(outcomes), comparison.limits
-        comparison.show(comparison.judge(run, limits, [*limited, *asked_for(outcomes)]))
+        asked = [*comparison.asked, *limited, *asked_for(outcomes)]
+        comparison.show(comparison.judge(run, limits, asked))
         verdict = comparison.judge(run, limits, limited)
         self.regressions += [row for row in verdict.regressions if row not in self.regressions]
         if limits and not complete:

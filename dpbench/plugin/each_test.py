@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -15,7 +15,7 @@ from dpbench.case import AXES, SCRIPT, Case, script_case
 from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.instruments.terminal import shown_past
-from dpbench.plugin.fixtures import case_of, measuring, takes
+from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
 from dpbench.process.messages import Steps
 from dpbench.registry import resolve
 from dpbench.session import Session
@@ -74,6 +74,8 @@ class EachTest:
 
     def measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
+        if not (self.session.instruments or self.session.settings.disable):
+            pytest.skip(f"needs {NEEDS['ncu']}")  # it was taken by its name, while the test ran
         return self._report(case, fields, self.session.instruments)
 
     def count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
@@ -161,30 +163,52 @@ class EachTest:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """What a test asks for, its fixtures included, belongs to it."""
         self._measured.clear()
-        self._judged.clear()
+        self._judged = {}
         self._steps.clear()
         self._test = item.nodeid
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Judge also a test whose fixtures have measured and then skipped it."""
+        with self._judging_what_ends(item):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Fail a test that passed if what it asked for got worse by more than it may."""
         own = self._limits_of(item)
-        disabled = self.session.settings.disable
-        try:
+        with self._judging_what_ends(item):
             result = yield
-            if disabled and own:
+            if self.session.settings.disable and own:
                 pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
-        except pytest.skip.Exception:
-            if reason := self._judge(item, own, skipped=True):
-                pytest.fail(reason, pytrace=False)
-            raise
-        except (Exception, pytest.fail.Exception):
-            self._judge(item, own)
-            raise
         if reason := self._judge(item, own):
             pytest.fail(reason, pytrace=False)
         return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Judge what a fixture measures after its test."""
+        known = len(self._measured)
+        result = yield
+        if len(self._measured) > known and (reason := self._judge(item, self._limits_of(item))):
+            pytest.fail(reason, pytrace=False)
+        return result
+
+    @contextmanager
+    def _judging_what_ends(self, item: pytest.Item) -> Iterator[None]:
+        """Judge what a test has measured that does not come to its end."""
+        try:
+            yield
+        except pytest.skip.Exception:
+            reason = self._measured and self._judge(item, self._limits_of(item), skipped=True)
+            if reason:
+                pytest.fail(reason, pytrace=False)
+            raise
+        except (Exception, pytest.fail.Exception):
+            if self._measured:
+                self._judge(item, self._limits_of(item))
+            raise
 
     def _limits_of(self, item: pytest.Item) -> list[Threshold] | None:
         """A test's own limits, if it has a marker; a wrong marker fails the test."""
@@ -207,7 +231,8 @@ class EachTest:
         if self.session.settings.disable:
             return ""
         chosen = self.comparison.limits if own is None else own
-        if own and not takes(item) and "dpbench" not in [m.name for m in item.own_markers]:
+        inherited = "dpbench" not in [marker.name for marker in item.own_markers]
+        if own and inherited and not (takes(item) or self._measured):
             return ""  # its class or module has the marker, for others
         if not chosen or not (self._measured or own):
             return ""
@@ -260,21 +285,20 @@ class EachTest:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Give the report what was found: as plain types it survives the way from a worker."""
         report = yield
-        if (call.when == "setup" and report.passed) or not takes(item):
+        if (call.when == "setup" and report.passed) or not (takes(item) or self._measured):
             return report
-        found: dict[str, Any] = {}
-        if call.when == "call":
-            found |= self._judged
-            if found.get("regressions") or found.get("unjudged"):
-                report.outcome = "failed"  # also where an xfail mark expects another failure
-                vars(report).pop("wasxfail", None)
+        found, self._judged = self._judged, {}
+        if found.get("regressions") or found.get("unjudged"):
+            report.outcome = "failed"  # also where an xfail mark expects another failure
+            vars(report).pop("wasxfail", None)
+        if call.when != "teardown":
             found["tests"] = self._as_tests(item)
         if self._measured:
             unwritten = self.session.store.unwritten.values()
             found["unwritten"] = [outcome.as_json() for outcome in unwritten]
         found = {name: value for name, value in found.items() if value}
         has_own = item.get_closest_marker("dpbench") is not None
-        if call.when != "teardown" and not has_own and self.comparison.limits:
+        if not has_own and self.comparison.limits:
             outcomes = [outcome for outcome, *_ in self._measured]
             asked = dict.fromkeys([*self.asked_by(item), *asked_for(outcomes)])
             found["general"] = [(asdict(case), name) for case, name in asked]

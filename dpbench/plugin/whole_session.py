@@ -94,6 +94,8 @@ class WholeSession:
         self.each_test = EachTest(config, self.session)
         self.ended: dict[str, str] = {}
         """How each test ended that has, by its id, in a line."""
+        self._died: set[str] = set()
+        """The tests whose process ended before it said what they asked for."""
         self._cases: dict[str, str] = {}
         """The id of the case that each test asks for, by the test's."""
         if self.is_worker:
@@ -169,6 +171,8 @@ class WholeSession:
         """Note which tests have come to their end."""
         if report.when == "call" or not report.passed:
             self.ended.setdefault(report.nodeid, _how_it_ended(report))
+            if not hasattr(report, "dpbench"):
+                self._died.add(report.nodeid)
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -228,7 +232,9 @@ class WholeSession:
         }
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         complete = len(self.ended) >= session.testscollected and not stopped
+        died = {case for test, case in self._cases.items() if test in self._died}
         limited = self.each_test.limited(complete=complete)
+        limited += [key for key in self.session.comparison.asked if key[0].id in died]
         self.session.finish(complete=complete, limited=limited)
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
@@ -208,6 +208,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
         raise ValueError("no document of dpbench")
     if schema > SCHEMA:
         raise ValueError(f"schema {schema}, this dpbench reads up to {SCHEMA}; upgrade dpbench")
+    for part, kind in (("environment", dict), ("session", dict), ("rows", list), ("cases", list)):
+        if not isinstance(document.get(part, kind()), kind):
+            raise TypeError(f"{part} cannot be {document[part]!r:.40}")
     if (status := document.get("session", {}).get("status", COMPLETE)) not in STATUSES:
         raise ValueError(f"session.status cannot be {status!r}")
     for part in ("rows", "cases", *PARTS):
@@ -221,18 +224,25 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import numpy as np
     import pandas as pd
 
-    frame = pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
-    if lacking := [column for column in COLUMNS if frame[column].hasnans]:
-        raise TypeError(f"a row lacks {lacking[0]!r}")
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    for column in COLUMNS if rows else ():
+        allowed = ["integer" if column in (*COUNTS, "repeat") else "string"]
+        if column == "value":
+            allowed = ["integer", "floating", "mixed-integer-float"]
+        if frame[column].hasnans or pd.api.types.infer_dtype(frame[column]) not in allowed:
+            raise TypeError(f"a row lacks {column!r}, or it is of the wrong kind")
+    frame = frame.astype({"value": float})
     for axes in frame[list(AXES)].drop_duplicates().itertuples(index=False, name=None):
         Case(*axes)
     keys = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
     said = frame.drop_duplicates([*keys, "value", "unit"])
     units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
+    may_fall = units.isna() | frame.metric.str.endswith("growth_bytes")
     wrong = {
         "the phase {phase!r}": ~frame.phase.isin((STEP, *ALL_PHASES)),
         "the unit {unit!r}": units.notna() & (units != frame.unit),
-        "the value {value}": ~np.isfinite(frame.value),
+        "the repeat {repeat}": frame.repeat < 0,
+        "the value {value}": ~np.isfinite(frame.value) | (frame.value < 0) & ~may_fall,
         "a second value, {value},": frame.index.isin(said.index[said.duplicated(keys)]),
     }
     for what, where in wrong.items():

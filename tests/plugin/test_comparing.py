@@ -222,3 +222,62 @@ def test_bad_values_get_one_line_before_anything_runs(
     pytester.makefile(".json", cut='{"schema": 1, "rows": [')
     assert words in refused(*arguments)
     assert not (pytester.path / "ncu_reports/tiny-fp32").exists()
+
+
+ELSEWHERE = """
+import pytest
+
+@pytest.fixture
+def skips(logical_io):
+    logical_io(case)
+    pytest.skip("has measured")
+
+@pytest.fixture
+def after(logical_io):
+    yield
+    logical_io(case)
+
+def test_in_a_fixture_that_skips(skips):
+    pass
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+def test_marked_in_a_fixture_that_skips(skips):
+    pass
+
+def test_in_a_fixture_after_the_test(after):
+    pass
+
+def test_by_name(request):
+    request.getfixturevalue("logical_io")(case)
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+class TestMarked:
+    def test_by_name(self, request):
+        request.getfixturevalue("logical_io")(case)
+"""
+
+
+def test_what_a_test_measures_is_judged_wherever_it_does(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(test_suite=SUITE + ELSEWHERE)
+    limit = [LIMIT, "--dpbench-compare"]
+    project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
+    path = next((pytester.path / ".dpbench").rglob("*_good.json"))
+    good = json.loads(path.read_text())
+    for row in good["rows"]:
+        row["value"] /= 2
+    path.write_text(json.dumps(good))
+    for test, outcome in {
+        "test_in_a_fixture_that_skips": {"errors": 1},
+        "test_marked_in_a_fixture_that_skips": {"errors": 1},
+        "test_in_a_fixture_after_the_test": {"passed": 1, "errors": 1},
+        "not TestMarked and test_by_name": {"failed": 1},
+        "TestMarked": {"failed": 1},
+    }.items():
+        result = project("-n0", "-k", test, *limit, "--dpbench-save=worse", replayed=False)
+        result.assert_outcomes(**outcome, deselected=None)
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        path = next((pytester.path / ".dpbench").rglob("*_worse.json"))
+        assert json.loads(path.read_text())["session"]["regressed"]
+        path.unlink()

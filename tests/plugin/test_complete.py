@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plugin.conftest import RunSuite
-from tests.plugin.saved_runs import saved
+from tests.plugin.saved_runs import recorded_document, save, saved
 
 ENDS_BEFORE = {
     "exit": "pytest.exit('enough', returncode=1)",
@@ -55,3 +55,17 @@ def test_a_case_that_no_test_measured_has_a_reason(
     [(case, reason)] = run.session["not_measured"].items()
     assert case == "dpsgd-bs4-seq64-tiny-fp32"
     assert reason.endswith(f"[{case}]: Skipped: too slow")
+
+
+@pytest.mark.parametrize("limit", [[], ["--dpbench-compare-fail=l2_total_bytes:5%"]])
+def test_a_case_whose_worker_died_was_asked_for_and_is_not_judged(
+    project: RunSuite, pytester: pytest.Pytester, limit: list[str]
+) -> None:
+    save(pytester.path, "good", recorded_document())
+    pytester.makepyfile(test_suite=SUITE.format(last=DPSGD, ending="os._exit(1)"))
+    result = project("-n1", "--dpbench-save=died", "--dpbench-compare", *limit, alone=True)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["dpbench: not in this session: dpsgd-bs4-seq64-tiny-fp32"])
+    result.stdout.no_fnmatch_line("*not asked for*")
+    run = saved(pytester.path, 2)
+    assert (run.status, run.regressed) == ("complete", bool(limit))

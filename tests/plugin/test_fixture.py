@@ -39,3 +39,18 @@ def test_a_ratio_between_different_configurations_is_refused(
     result = project()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*differ in more than the trainer*"])
+
+
+def test_without_an_option_that_measures_it_skips_also_a_test_that_takes_it_by_name(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        test_suite="""
+        def test_report(request):
+            request.getfixturevalue("ncu")("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
+        """
+    )
+    result = project("-n0", "-rs", "--dpbench-save=nothing", replayed=False)
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["dpbench: 1 tests measure with --ncu", "*needs --ncu"])
+    assert not list((pytester.path / ".dpbench").rglob("*.json"))
