@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import pandas as pd
-
 from dpbench.case import Case
 from dpbench.instruments.logical.instrument import Logical
+from dpbench.metrics import derived_name
 from dpbench.registry import MODELS, TRAINERS, WORKLOADS
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
@@ -54,8 +53,9 @@ def measured(path: Path) -> list[Measurement]:
 
 def with_peak(table: Table, group: Group) -> Table:
     """The table with measured peak memory over the predicted in a last column."""
-    rows = [row for row in group.rows[STEP, "peak_memory_bytes"] if pd.notna(row["over_logical"])]
-    peaks = {row["label"]: f"{row['over_logical']:.3f}" for row in rows}
+    rows = group.frame[group.frame.metric == derived_name("peak_memory_bytes", "over_logical")]
+    rows = rows[rows.phase == STEP]
+    peaks = {label: f"{value:.3f}" for label, value in zip(rows.label, rows.value, strict=True)}
     cells = [[*line, peaks.get(line[0], ABSENT)] for line in table.cells]
     return replace(table, headers=[*table.headers, "peak\nmem."], cells=cells)
 

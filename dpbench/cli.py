@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import os
 import re
@@ -96,16 +97,18 @@ def hyphenated(text: str) -> str:
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """The parser of this command, or of every one; what the others need is not imported."""
+    """The parser of a command. Only this command is imported; without one, none is.
+
+    The others are known by name and by what the first line of their help says.
+    """
     parser = argparse.ArgumentParser(
         prog="dpbench",
         description="Measure how many bytes differentially private training moves.",
         epilog="`pytest -m gpu --ncu` is the same measurement with assertions.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
-    for name in [command] if command in COMMANDS else COMMANDS:
-        module = import_module(f"dpbench.commands.{name}")
-        text = (module.__doc__ or "").strip()
+    for name in COMMANDS:
+        text = _help_of(name)
         described = commands.add_parser(
             name,
             help=text.partition("\n")[0].rstrip("."),
@@ -113,6 +116,14 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_arguments(described)
-        described.set_defaults(command=module.run)
+        if name == command:
+            module = import_module(f"dpbench.commands.{name}")
+            module.add_arguments(described)
+            described.set_defaults(command=module.run)
     return parser
+
+
+def _help_of(command: str) -> str:
+    """The docstring of a command's module, which is not imported: some load pandas."""
+    source = Path(__file__).with_name("commands") / f"{command}.py"
+    return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""

@@ -210,7 +210,7 @@ def test_cases_share_an_id_and_a_report_only_if_they_are_equal(one: Case, other:
 
 
 def parsed(arguments: list[str]) -> Case:
-    options = build_parser().parse_args(["step", *arguments])
+    options = build_parser("step").parse_args(["step", *arguments])
     return chosen_case(options)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import build_parser, hyphenated, main
+from dpbench.cli import COMMANDS, build_parser, hyphenated, main
 from dpbench.gpu import Gpu
 from tests.programs import program
 
@@ -161,7 +161,7 @@ def test_underscored_spellings_are_accepted() -> None:
     assert hyphenated("--trainer=dpsgd_ghost") == "--trainer=dpsgd_ghost"
     assert hyphenated("dpsgd_ghost") == "dpsgd_ghost"
     options = ["--trainer", "dpsgd_fgc", "--batch_size", "2", "--seq_len=8", "--model_size=tiny"]
-    parsed = build_parser().parse_args(["step", *map(hyphenated, options)])
+    parsed = build_parser("step").parse_args(["step", *map(hyphenated, options)])
     assert (parsed.trainer, parsed.batch_size, parsed.seq_len) == ("dpsgd_fgc", 2, 8)
 
 
@@ -414,3 +414,14 @@ def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert f"dpbench {command}" in capsys.readouterr().out.partition("Examples:")[2]
+
+
+def test_help_names_every_command_and_imports_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpbench.cli.import_module", None)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "List the saved runs" in shown
+    assert all(f"\n    {command} " in shown for command in COMMANDS)

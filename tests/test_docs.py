@@ -116,7 +116,7 @@ def assert_printed(block: str, printed: str) -> None:
     ("where", "arguments"), commands("dpbench"), ids=lambda part: part if type(part) is str else ""
 )
 def test_a_command_of_the_documents_is_understood(where: str, arguments: list[str]) -> None:
-    build_parser().parse_args(arguments)
+    build_parser(arguments[0]).parse_args(arguments)
 
 
 @pytest.mark.parametrize(

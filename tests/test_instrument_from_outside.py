@@ -105,6 +105,13 @@ def test_it_may_have_no_options_and_its_versions_are_saved() -> None:
     assert environment["versions"]["meter"] == "7"
 
 
+def test_its_metric_is_a_column_in_its_own_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = "--columns=energy_joules,energy_ratio"
+    assert main([*RUN, "--trainer=dpsgd", "--device=cpu", columns]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "dpsgd 8.00 1.00" in lines
+
+
 def test_a_resumed_run_is_judged_by_what_it_kept_too(
     meter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -265,7 +265,8 @@ class WholeSession:
         skipped = [str(report.longrepr) for report in terminalreporter.getreports("skipped")]
         for options in NEEDS.values():
             if waiting := sum(f"Skipped: needs {options}'" in reason for reason in skipped):
-                say(f"dpbench: {waiting} tests measure with {options}")
+                test = "tests measure" if waiting > 1 else "test measures"
+                say(f"dpbench: {waiting} {test} with {options}")
         outcomes = session.outcomes()
         if not outcomes and self.runs_tests:
             for path in self.settings.files.values():

@@ -175,9 +175,10 @@ def _written(shown: Metric, value: float, unit: str) -> str:
         return f"{value:.6g} {unit}"
     if shown.name.endswith("_share"):
         return f"{value:.0%}"
-    if shown.name == "samples_per_second":
-        return three_digits(value)
-    return f"{value * 1e3:.1f}" if unit == "s" else gigabytes(value)
+    if unit == "s":
+        return f"{value * 1e3:.1f}"
+    in_billions = unit in ("B", "B/s") or shown.name == "flops"
+    return gigabytes(value) if in_billions else three_digits(value)
 
 
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
@@ -292,7 +293,7 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
     known = rows.groupby("label", sort=False).has_baseline.any()
     said = f"the {view.baseline!r} trainer was not measured for"
     if ratios and not known.any() and (rows.workload == SCRIPT).all():
-        yield "No ratio: dpbench exec --baseline NUM divides by the saved run of another script."
+        yield "No ratio: dpbench exec --baseline NUM divides a script by the saved run of another."
     elif ratios and not known.any():
         one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
         yield f"No ratio: {said} {'this cell' if one_cell else 'these cells'}."

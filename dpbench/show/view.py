@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from dpbench.results.outcome import Outcome
 
-OF_CASES = {"ncu", "timing", "cupti", "logical"}
-"""The instruments whose metrics stand in tables of cases."""
+IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
+"""The instruments whose metrics stand in tables of their own, not in those of cases."""
 
 
 def columns() -> dict[str, Metric]:
@@ -26,7 +26,7 @@ def columns() -> dict[str, Metric]:
 
 
 def _is_column(metric: Metric) -> bool:
-    return bool(metric.header) and not OF_CASES.isdisjoint(metric.by)
+    return bool(metric.header) and not IN_OTHER_TABLES.issuperset(metric.by)
 
 
 def column(name: str) -> Metric:

@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def replayed_gpu(monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None = None) -> None:
     """Let there be a GPU; of unknown memory, any case may fit it."""
-    build_parser()  # a module that is first imported now would keep this GPU
+    build_parser("run")  # a module that is first imported now would keep this GPU
     found = [Gpu("GPU-0", "NVIDIA H200", memory_bytes, "580.159.03")]
     monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: found)
 

@@ -1,0 +1,24 @@
+"""Measured beside logical bytes and peak memory of the documents in docs/results."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import logical_against_measured as bench
+from dpbench.case import Case
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+
+
+def test_peak_memory_stands_beside_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(case: Case) -> list[Measurement]:
+        ten = {"logical_read_bytes": 6e9, "logical_write_bytes": 4e9, "peak_memory_bytes": 10e9}
+        where = "B", 0, NO_HARDWARE, "1"
+        return [Measurement(case, "logical", STEP, name, ten[name], *where) for name in ten]
+
+    monkeypatch.setattr(bench, "counted", counted)
+    [table] = bench.side_by_side(bench.RESULTS / "h200-cupti-and-ncu.json")
+    shown = [dict(zip(table.headers, cells, strict=True)) for cells in table.cells]
+    assert [(row["step"], row["peak\nmem."]) for row in shown] == [
+        ("9.13", "1.271"),
+        ("41.25", "5.963"),
+    ]
