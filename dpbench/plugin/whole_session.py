@@ -238,6 +238,9 @@ class WholeSession:
         self.session.finish(complete=complete, limited=limited)
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
+        worse = {Case.from_row(row).id for row in self.session.regressions}
+        if worse:  # its own test was skipped, and one without these limits measured it
+            self.session.problem(f"{', '.join(sorted(worse))} got worse by more than it may")
         if self.measures and not self.session.problems:
             self._check_measured()
         if self.session.problems:

@@ -281,3 +281,27 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
         path = next((pytester.path / ".dpbench").rglob("*_worse.json"))
         assert json.loads(path.read_text())["session"]["regressed"]
         path.unlink()
+
+
+def test_a_case_that_another_test_measured_is_judged_for_the_test_that_was_skipped(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    save(pytester.path, "good", recorded_document(less))
+    pytester.makepyfile(
+        test_suite="""
+        import pytest
+
+        @pytest.mark.dpbench(compare_fail=[])
+        def test_may_do_anything(dpbench_case, ncu):
+            ncu(dpbench_case)
+
+        @pytest.mark.skip
+        def test_limited(dpbench_case, ncu):
+            ncu(dpbench_case)
+        """
+    )
+    result = project("-n0", "--dpbench-save=worse", "--dpbench-compare-fail=l2_total_bytes:5%")
+    result.assert_outcomes(passed=2, skipped=2)
+    assert saved(pytester.path, 2).regressed
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["ERROR: dpbench: dpsgd-bs4-seq64-tiny-fp32 got worse by more *"])
