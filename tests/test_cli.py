@@ -130,6 +130,17 @@ def test_smoke_fails_when_a_trainer_does(
     assert "[TEST FAILED] Crashing: RuntimeError: the clipping kernel fell over" in shown
 
 
+def test_smoke_says_in_a_line_what_a_trainers_module_could_not_import(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("lacking.py").write_text("import missing_library\n")
+    assert main(["smoke", "--trainer", "lacking:Mine"]) == 1
+    assert capsys.readouterr().out == (
+        "[TEST FAILED] Mine: ModuleNotFoundError: No module named 'missing_library' "
+        "(lacking.py:1: import missing_library)\n"
+    )
+
+
 def test_step_prints_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     options = [*TINY, "--device=cpu", "--warmup=1", "--active=2"]
     assert main(["step", "--trainer=dpsgd", *options]) == 0

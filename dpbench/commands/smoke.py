@@ -36,8 +36,10 @@ def run(options: argparse.Namespace) -> int:
     failed = 0
     for trainer in options.trainers or list(TRAINERS):
         case = chosen_case(options, **SMALL, trainer=TRAINERS.canonical(trainer))
-        name = TRAINERS[trainer].__name__
+        TRAINERS.locate(case.trainer)
+        name = case.trainer
         try:
+            name = TRAINERS[name].__name__
             smoke_test(case, device=options.device)
         except Exception as error:  # a smoke test reports whatever broke
             failed += 1
