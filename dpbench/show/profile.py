@@ -94,7 +94,7 @@ def profile_report(
     """The text report of one profiled case.
 
     ``launches`` are what the device did in the recorded steps. ``operators`` are sums by operator,
-    and by operator and input shapes, of each cycle; their ``kind`` is ``operator`` (or a call of
+    and by operator and input shapes, of each cycle; their ``kind`` is ``operator``, ``call`` (of
     CUDA), ``kernel`` or ``annotation``. An operator that takes ``threshold`` milliseconds of a
     step is a bottleneck.
     """
@@ -108,13 +108,14 @@ def profile_report(
     per_step = (cycles.groupby(keys, dropna=False, sort=False).sum() / steps).reset_index()
     shapeless, of_operators = per_step.input_shapes.isna(), per_step.kind == "operator"
     by_name, by_shape = per_step[of_operators & shapeless], per_step[of_operators & ~shapeless]
+    calls = per_step[shapeless & per_step.kind.isin(["operator", "call"])]
     device, column = ("GPU", "device") if record["device"] != "cpu" else ("CPU", "cpu")
     found = [
         *recorded_tables(frame),
         *copies_table(launches, steps),
         _bottlenecks(by_name, device, f"self_{column}_seconds", threshold),
         _by(by_name, "self_device_seconds", "Operators by GPU time"),
-        _by(by_name, "self_cpu_seconds", "Operators and CUDA calls by CPU time"),
+        _by(calls, "self_cpu_seconds", "Operators and CUDA calls by CPU time"),
         _by(by_name, f"self_{column}_memory_bytes", f"Operators by {device} memory"),
         _by(by_shape, f"self_{column}_seconds", f"Operators and input shapes by {device} time"),
     ]

@@ -57,8 +57,9 @@ def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profil
     """
     cycles = range(record["schedule"]["repeat"])
     traces = [trace.read(directory / f"trace_{cycle}.json.gz") for cycle in cycles]
+    calls = frozenset[str]().union(*(recorded.calls for recorded in traces))
     operators = [
-        line
+        {**line, "kind": "call"} if line["name"] in calls else line
         for cycle in cycles
         for line in json.loads((directory / f"operators_{cycle}.json").read_text(encoding="utf-8"))
     ]

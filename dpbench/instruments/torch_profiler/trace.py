@@ -30,6 +30,10 @@ STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what the device does."""
 
+CALLS = ("cuda_runtime", "cuda_driver", "overhead")
+"""Categories of what the CPU does between an operator and the device. PyTorch calls them operators
+too, and gives some the time of kernels once more ("Command Buffer Full": 119 of 336 ms)."""
+
 AUTOGRAD = "autograd::engine::evaluate_function: "
 """What PyTorch puts before the name of a backward function while it evaluates it."""
 
@@ -67,6 +71,7 @@ class Trace:
     launches: list[Launch]  # in the order of the launches; empty on the CPU
     cpu_seconds: list[dict[str, float]]  # of each step, of the training thread
     memory_growth: list[dict[str, int]]  # of each step
+    calls: frozenset[str]  # the names of `CALLS`
 
 
 def read(path: Path) -> Trace:
@@ -83,6 +88,7 @@ def read(path: Path) -> Trace:
             launches=_launches(by_category, timeline),
             cpu_seconds=timeline.seconds(),
             memory_growth=_memory_growth(by_category, timeline),
+            calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
         )
     except (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
         what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -81,6 +81,10 @@ def test_copies_are_summed_by_operator_over_steps() -> None:
 
 def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> None:
     shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
+    lines = json.loads((operators := tmp_path / "operators_0.json").read_text())
+    for line in lines:  # as PyTorch gave "Command Buffer Full" the time of kernels on an H200
+        line["self_device_seconds"] += line["name"] == "cudaLaunchKernel"
+    operators.write_text(json.dumps(lines))
     write_profile(STANDARD, record(), tmp_path, threshold=0.05)
     text = (tmp_path / REPORT).read_text(encoding="utf-8")
     sections = [
@@ -97,7 +101,7 @@ def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> N
     assert positions == sorted(positions)
     by_gpu_time = text[positions[4] : positions[5]].splitlines()[4:]
     assert by_gpu_time[1].startswith("aten::mm ")
-    assert "cudaLaunchKernel" not in "".join(by_gpu_time)
+    assert "cudaLaunchKernel" not in text[: positions[5]]
     assert "cudaLaunchKernel" in text[positions[5] : positions[6]]
 
 
