@@ -20,8 +20,8 @@ from dpbench.instruments.nsys.instrument import (
 pytestmark = pytest.mark.gpu
 
 
-def test_busy_shares_agree_with_the_counters_within_three_points(tmp_path: Path) -> None:
-    """At fp32: at bf16 the share is the processor's, and three steps of a process are not alike."""
+def test_busy_times_agree_with_the_counters_within_three_percent_of_a_step(tmp_path: Path) -> None:
+    """Times: recording slows the process, which a GPU that waits for it has in its shares."""
     case = Case("dpsgd", 8, 256, "1b")
     try:
         instrument = Nsys(tmp_path, path=find_nsys())
@@ -29,8 +29,9 @@ def test_busy_shares_agree_with_the_counters_within_three_points(tmp_path: Path)
     except (NsysNotFound, ImporterMissing) as error:
         pytest.skip(str(error))
     counted = CaseReport.of(case, Cupti(tmp_path).measure(case))
-    share = recorded.value("timeline_busy_share")
-    assert share == pytest.approx(counted.value("gpu_busy_share"), abs=0.03)
+    step = counted.value("step_time_seconds")
+    busy = counted.value("gpu_busy_share") * step
+    assert recorded.value("timeline_busy_seconds") == pytest.approx(busy, abs=0.03 * step)
     timeline = timeline_of(instrument.report(case).with_suffix(".sqlite"))
     # The step by phase and the whole ones launch the same.
     launched = sum(recorded.value("timeline_launches", phase) for phase in (*PHASES, "outside"))

@@ -52,5 +52,5 @@ def test_without_an_option_that_measures_it_skips_also_a_test_that_takes_it_by_n
     )
     result = project("-n0", "-rs", "--dpbench-save=nothing", replayed=False)
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["dpbench: 1 tests measure with --ncu", "*needs --ncu"])
+    result.stdout.fnmatch_lines(["dpbench: 1 test measures with --ncu", "*needs --ncu"])
     assert not list((pytester.path / ".dpbench").rglob("*.json"))
