@@ -12,6 +12,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from dpbench.case import Case
+from dpbench.plugin.fixtures import case_in_name
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -22,7 +23,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         self.cases = [case.id for case in cases]
 
     def _split_scope(self, nodeid: str) -> str:
-        return scope_of(nodeid, self.cases)
+        return case_in_name(nodeid, self.cases) or nodeid
 
     def remove_node(self, node: Any) -> str | None:
         """Let go of a worker; xdist would give the test that killed it to the next one, too."""
@@ -34,9 +35,3 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
                     return str(test)
         super().remove_node(node)
         return None
-
-
-def scope_of(test: str, cases: Sequence[str]) -> str:
-    """The id of the case that a test is parametrised with, if it is; else its own."""
-    parameters = f"-{test.partition('[')[2].removesuffix(']')}-"
-    return max((case for case in cases if f"-{case}-" in parameters), key=len, default=test)

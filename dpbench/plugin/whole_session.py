@@ -20,7 +20,7 @@ from dpbench.files import printable, write_text
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
-from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
+from dpbench.plugin.fixtures import NEEDS, case_in_name, case_of, measuring, takes
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import Settings
@@ -96,8 +96,6 @@ class WholeSession:
         """How each test ended that has, by its id, in a line."""
         self._died: set[str] = set()
         """The tests whose process ended before it said what they asked for."""
-        self._cases: dict[str, str] = {}
-        """The id of the case that each test asks for, by the test's."""
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -159,11 +157,8 @@ class WholeSession:
         """Note what the tests are known to ask for: a reference should have it, and the run."""
         asked = [key for item in session.items for key in self.each_test.asked_by(item)]
         self.session.comparison.asked = asked
-        cases = ((item.nodeid, case_of(item)) for item in session.items if takes(item))
-        self._cases = {test: case.id for test, case in cases if case}
         if self.is_worker:  # the controller collects nothing
-            pairs = [(asdict(case), instrument) for case, instrument in asked]
-            told = json.dumps([pairs, self._cases])
+            told = json.dumps([(asdict(case), instrument) for case, instrument in asked])
             with suppress(OSError):
                 write_text(self.session.store.directory / ASKED, told)
 
@@ -222,17 +217,15 @@ class WholeSession:
             return
         if self.session.directory is not None:  # what workers have collected
             with suppress(FileNotFoundError):
-                pairs, self._cases = json.loads((self.session.directory / ASKED).read_text())
-                self.session.comparison.asked = [(Case(**case), name) for case, name in pairs]
-        measured = {outcome.case.id for outcome in self.session.outcomes()}
-        self.session.not_measured = {
-            case: self.ended[test]
-            for test, case in self._cases.items()
-            if case not in measured and test in self.ended
-        }
+                told = json.loads((self.session.directory / ASKED).read_text())
+                self.session.comparison.asked = [(Case(**case), name) for case, name in told]
+        asked = {case.id for case, _ in self.session.comparison.asked}
+        lacking = asked - {outcome.case.id for outcome in self.session.outcomes()}
+        ended = ((case_in_name(test, asked), how) for test, how in self.ended.items())
+        self.session.not_measured = {case: how for case, how in ended if case in lacking}
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         complete = len(self.ended) >= session.testscollected and not stopped
-        died = {case for test, case in self._cases.items() if test in self._died}
+        died = {case_in_name(test, asked) for test in self._died}
         limited = self.each_test.limited(complete=complete)
         limited += [key for key in self.session.comparison.asked if key[0].id in died]
         self.session.finish(complete=complete, limited=limited)

@@ -10,7 +10,7 @@ import pytest
 from dpbench.gpu import Gpu
 from dpbench.grid import GRIDS
 from dpbench.plugin import whole_session
-from dpbench.plugin.scheduling import scope_of
+from dpbench.plugin.fixtures import case_in_name
 from dpbench.plugin.whole_session import useful_workers, visible_names
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
@@ -83,7 +83,7 @@ def test_tests_of_a_case_stay_together() -> None:
     ids = [case.id for case in replace(GRIDS["grid1"], attention=("sdpa", "dp_mha")).cases()]
     assert ids[4] == f"{ids[0]}-dp_mha"
     for case in (ids[0], ids[4]):
-        assert scope_of(f"tests/test_x.py::test_x[{case}]", ids) == case
-        assert scope_of(f"tests/test_x.py::test_x[a-{case}-b]", ids) == case
+        assert case_in_name(f"tests/test_x.py::test_x[{case}]", ids) == case
+        assert case_in_name(f"tests/test_x.py::test_x[a-{case}-b]", ids) == case
     for other in (f"test_x.py::test_x[my_{ids[0]}]", "test_x.py::test_x"):
-        assert scope_of(other, ids) == other
+        assert case_in_name(other, ids) == ""
