@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
+
+    Measured = tuple[Outcome, Sequence[Instrument], CaseReport]
 
 Step = Callable[[], object]
 """One training step, of a test's own."""
@@ -64,11 +66,14 @@ class EachTest:
         # of the test that is running:
         self._test = ""
         self._steps: list[Step] = []
-        self._measured: list[tuple[Outcome, Sequence[Instrument], CaseReport]] = []
-        self._judged: dict[str, Any] = {}
+        self._runs = False
+        """Whether it still does: its subtests have reports, too."""
+        self._measured: list[Measured] = []
+        self._told = 0
+        """How many of these its reports have told of."""
         # in the controller:
-        self._general: list[list[tuple[dict[str, Any], str]]] = []
-        """What each test asked for that the command line's limits are for."""
+        self.limited: list[tuple[Case, str]] | None = None
+        """What the command line's limits are for; None if no test that measures is."""
 
     # --- what its fixtures do ----------------------------------------------------------------
 
@@ -163,99 +168,86 @@ class EachTest:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """What a test asks for, its fixtures included, belongs to it."""
         self._measured.clear()
-        self._judged = {}
+        self._told = 0
         self._steps.clear()
         self._test = item.nodeid
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Judge also a test whose fixtures have measured and then skipped it."""
-        with self._judging_what_ends(item):
-            return (yield)
-
-    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test that passed if what it asked for got worse by more than it may."""
-        own = self._limits_of(item)
-        with self._judging_what_ends(item):
-            result = yield
-            if self.session.settings.disable and own:
-                pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
-        if reason := self._judge(item, own):
-            pytest.fail(reason, pytrace=False)
-        return result
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Judge what a fixture measures after its test."""
-        known = len(self._measured)
-        result = yield
-        if len(self._measured) > known and (reason := self._judge(item, self._limits_of(item))):
-            pytest.fail(reason, pytrace=False)
-        return result
-
-    @contextmanager
-    def _judging_what_ends(self, item: pytest.Item) -> Iterator[None]:
-        """Judge what a test has measured that does not come to its end."""
+        """A wrong marker fails its test before anything is measured."""
+        _limits_of(item)
+        self._runs = True
         try:
-            yield
-        except pytest.skip.Exception:
-            reason = self._measured and self._judge(item, self._limits_of(item), skipped=True)
-            if reason:
-                pytest.fail(reason, pytrace=False)
-            raise
-        except (Exception, pytest.fail.Exception):
-            if self._measured:
-                self._judge(item, self._limits_of(item))
-            raise
+            return (yield)
+        finally:
+            self._runs = False
 
-    def _limits_of(self, item: pytest.Item) -> list[Threshold] | None:
-        """A test's own limits, if it has a marker; a wrong marker fails the test."""
-        marker = item.get_closest_marker("dpbench")
-        if marker is None:
-            return None
-        texts = marker.kwargs.get("compare_fail")
-        reason = "write the marker as dpbench(compare_fail=['METRIC:5%'])"
-        if not marker.args and set(marker.kwargs) == {"compare_fail"} and isinstance(texts, list):
-            try:
-                return limits(texts)
-            except ConfigurationError as error:
-                reason = str(error)
-        pytest.fail(f"dpbench: {reason}", pytrace=False)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which knows xfail
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Judge what a test has measured, however it ends, and tell the session on its report.
 
-    def _judge(
-        self, item: pytest.Item, own: list[Threshold] | None, *, skipped: bool = False
-    ) -> str:
-        """Judge what a test asked for; returns the reason to fail it, if there is one."""
-        if self.session.settings.disable:
-            return ""
+        What its fixtures measured before it belongs to its own report, if it runs.
+        """
+        fresh = self._measured[self._told :]
+        over = {"setup": call.excinfo, "call": not self._runs, "teardown": fresh}[call.when]
+        marked = item.get_closest_marker("dpbench") is not None
+        if not (over and (takes(item) or self._measured or marked)):
+            return (yield)
+        self._told = len(self._measured)
+        told: dict[str, Any] = {"tests": self._as_tests(item, fresh)}
+        judged = pytest.CallInfo.from_call(
+            lambda: self._judge(item, call, told),
+            call.when,
+            reraise=(pytest.exit.Exception, KeyboardInterrupt),
+        )
+        if call.excinfo is None or _is_skip(call):
+            call.excinfo = judged.excinfo or call.excinfo
+        report = yield
+        if told.get("regressions") or told.get("unjudged"):
+            report.outcome = "failed"  # also where an xfail mark expects another failure
+            vars(report).pop("wasxfail", None)
+        if fresh:
+            unwritten = self.session.store.unwritten.values()
+            told["unwritten"] = [outcome.as_json() for outcome in unwritten]
+        if not marked:
+            asked = [*self.asked_by(item), *asked_for([outcome for outcome, *_ in fresh])]
+            told["limited"] = [(asdict(case), name) for case, name in asked]
+        vars(report)["dpbench"] = told  # plain types, which survive the way from a worker
+        return report
+
+    def _judge(self, item: pytest.Item, call: pytest.CallInfo[None], told: dict[str, Any]) -> None:
+        """Fail a test if what it measured got worse by more than it may, or was not judged."""
+        passed = call.when == "call" and call.excinfo is None
+        if not (self._measured or passed):
+            return
+        own = _limits_of(item)
         chosen = self.comparison.limits if own is None else own
-        inherited = "dpbench" not in [marker.name for marker in item.own_markers]
-        if own and inherited and not (takes(item) or self._measured):
-            return ""  # its class or module has the marker, for others
-        if not chosen or not (self._measured or own):
-            return ""
+        # The marker of its class or module may be there for others.
+        is_meant = takes(item) or "dpbench" in [marker.name for marker in item.own_markers]
+        if not chosen or not (self._measured or (own and is_meant)):
+            return
+        if self.session.settings.disable:
+            pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
         from dpbench.show.comparison import regression_text
 
         verdict = self._verdict(chosen)
         reference = self.comparison.reference
-        unjudged = [u for u in verdict.unjudged if u.cases or not (own is None or skipped)]
-        self._judged = {
-            "regressions": verdict.regressions,
-            "unjudged": [missing.as_json() for missing in unjudged],
-            "reference": None if reference.frame.empty else str(reference.path),
-        }
-        reasons = []
+        unjudged = [u for u in verdict.unjudged if u.cases or (own and not _is_skip(call))]
+        told["regressions"] = verdict.regressions
+        told["unjudged"] = [missing.as_json() for missing in unjudged]
+        told["reference"] = None if reference.frame.empty else str(reference.path)
+        reasons = [f"{missing}{self.comparison.remedy}" for missing in unjudged]
         if worse := len(verdict.regressions):
             text = regression_text(verdict.regressions)
             item.add_report_section("call", "dpbench comparison", text)
             count = f"{worse} regression{'s' if worse > 1 else ''}"
-            reasons.append(
-                f"{count} against {reference.name}; see the section 'dpbench comparison'"
-            )
-        reasons += [f"{missing}{self.comparison.remedy}" for missing in unjudged]
-        return "\n".join(f"dpbench: {reason}" for reason in reasons)
+            section = "see the section 'dpbench comparison'"
+            reasons.insert(0, f"{count} against {reference.name}; {section}")
+        if reasons:
+            pytest.fail("\n".join(f"dpbench: {reason}" for reason in reasons), pytrace=False)
 
     def _verdict(self, chosen: Sequence[Threshold]) -> Verdict:
         """What the running test asked for; a ratio needs its baseline, measured if it is not."""
@@ -279,33 +271,7 @@ class EachTest:
         ]
         return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which knows xfail
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Give the report what was found: as plain types it survives the way from a worker."""
-        report = yield
-        if (call.when == "setup" and report.passed) or not (takes(item) or self._measured):
-            return report
-        found, self._judged = self._judged, {}
-        if found.get("regressions") or found.get("unjudged"):
-            report.outcome = "failed"  # also where an xfail mark expects another failure
-            vars(report).pop("wasxfail", None)
-        if call.when != "teardown":
-            found["tests"] = self._as_tests(item)
-        if self._measured:
-            unwritten = self.session.store.unwritten.values()
-            found["unwritten"] = [outcome.as_json() for outcome in unwritten]
-        found = {name: value for name, value in found.items() if value}
-        has_own = item.get_closest_marker("dpbench") is not None
-        if not has_own and self.comparison.limits:
-            outcomes = [outcome for outcome, *_ in self._measured]
-            asked = dict.fromkeys([*self.asked_by(item), *asked_for(outcomes)])
-            found["general"] = [(asdict(case), name) for case, name in asked]
-        vars(report)["dpbench"] = found
-        return report
-
-    def _as_tests(self, item: pytest.Item) -> list[Any]:
+    def _as_tests(self, item: pytest.Item, measured: Sequence[Measured]) -> list[Any]:
         """What `Session.note_test` takes, for each case that the test asked for."""
         params = item.callspec.params if hasattr(item, "callspec") else {}
         said = {name: v.id if isinstance(v, Case) else str(v) for name, v in params.items()}
@@ -315,38 +281,49 @@ class EachTest:
                 outcome.case.id,
                 "+".join(outcome.instruments),
                 test,
-                json.loads(json.dumps(measured.extra_info, default=str)),
+                json.loads(json.dumps(report.extra_info, default=str)),
             )
-            for outcome, _, measured in self._measured
+            for outcome, _, report in measured
         ]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect what the tests' processes found."""
-        found: Mapping[str, Any] = getattr(report, "dpbench", {})
-        if not found:  # most sessions of most projects have nothing
+        """Collect what the tests' processes tell."""
+        told: Mapping[str, Any] = getattr(report, "dpbench", {})
+        if not told:  # most sessions of most projects have nothing
             return
         from dpbench.results.outcome import Outcome
 
-        for test in found.get("tests", ()):
+        for test in told["tests"]:
             self.session.note_test(*test)
-        for outcome in found.get("unwritten", ()):
+        for outcome in told.get("unwritten", ()):
             self.session.store.keep(Outcome.from_json(outcome))
-        if "general" in found:
-            self._general.append(found["general"])
-        if "reference" in found:  # xdist's controller has not seen what its workers collected
-            self.comparison.named = self.comparison.named or Path(found["reference"])
+        if "limited" in told:
+            self.limited = [*(self.limited or ())]
+            self.limited += [(Case(**case), name) for case, name in told["limited"]]
+        if told.get("reference"):  # xdist's controller has not seen what its workers collected
+            self.comparison.named = self.comparison.named or Path(told["reference"])
         for name in ("regressions", "unjudged"):
             known = getattr(self.session, name)
-            known += [row for row in found.get(name, ()) if row not in known]
+            known += [row for row in told.get(name, ()) if row not in known]
 
-    def limited(self, *, complete: bool) -> list[tuple[Case, str]]:
-        """What the command line's limits are for; if all tests ran and none is, the limits go."""
-        if complete and self.comparison.limits and not self._general:
-            self.comparison.limits = []
-            self.session.notes.append(
-                "--dpbench-compare-fail judged nothing: no test it is for measures"
-            )
-        return [(Case(**case), name) for asked in self._general for case, name in asked]
+
+def _limits_of(item: pytest.Item) -> list[Threshold] | None:
+    """A test's own limits, if it has a marker; a wrong marker fails the test."""
+    marker = item.get_closest_marker("dpbench")
+    if marker is None:
+        return None
+    texts = marker.kwargs.get("compare_fail")
+    reason = "write the marker as dpbench(compare_fail=['METRIC:5%'])"
+    if not marker.args and set(marker.kwargs) == {"compare_fail"} and isinstance(texts, list):
+        try:
+            return limits(texts)
+        except ConfigurationError as error:
+            reason = str(error)
+    pytest.fail(f"dpbench: {reason}", pytrace=False)
+
+
+def _is_skip(call: pytest.CallInfo[None]) -> bool:
+    return call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
 
 
 def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[Step]:

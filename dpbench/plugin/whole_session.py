@@ -92,10 +92,8 @@ class WholeSession:
             config=config, output_json=document
         )
         self.each_test = EachTest(config, self.session)
-        self.ended: dict[str, str] = {}
-        """How each test ended that has, by its id, in a line."""
-        self._died: set[str] = set()
-        """The tests whose process ended before it said what they asked for."""
+        self.ended: dict[str, pytest.TestReport] = {}
+        """The report of each test that has come to its end, by its id."""
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -165,9 +163,7 @@ class WholeSession:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end."""
         if report.when == "call" or not report.passed:
-            self.ended.setdefault(report.nodeid, _how_it_ended(report))
-            if not hasattr(report, "dpbench"):
-                self._died.add(report.nodeid)
+            self.ended.setdefault(report.nodeid, report)
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -221,13 +217,21 @@ class WholeSession:
                 self.session.comparison.asked = [(Case(**case), name) for case, name in told]
         asked = {case.id for case, _ in self.session.comparison.asked}
         lacking = asked - {outcome.case.id for outcome in self.session.outcomes()}
-        ended = ((case_in_name(test, asked), how) for test, how in self.ended.items())
-        self.session.not_measured = {case: how for case, how in ended if case in lacking}
+        ended = [(case_in_name(test, asked), report) for test, report in self.ended.items()]
+        self.session.not_measured = {
+            case: _how_it_ended(report) for case, report in ended if case in lacking
+        }
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         complete = len(self.ended) >= session.testscollected and not stopped
-        died = {case_in_name(test, asked) for test in self._died}
-        limited = self.each_test.limited(complete=complete)
-        limited += [key for key in self.session.comparison.asked if key[0].id in died]
+        comparison, limited = self.session.comparison, self.each_test.limited
+        if complete and comparison.limits and limited is None:
+            comparison.limits = []
+            self.session.notes.append(
+                "--dpbench-compare-fail judged nothing: no test it is for measures"
+            )
+        # The process of a test that tells nothing died before it said what the test asked for.
+        died = {case for case, report in ended if not hasattr(report, "dpbench")}
+        limited = [*(limited or ()), *(key for key in comparison.asked if key[0].id in died)]
         self.session.finish(complete=complete, limited=limited)
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return

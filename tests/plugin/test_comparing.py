@@ -254,6 +254,11 @@ def test_by_name(request):
 class TestMarked:
     def test_by_name(self, request):
         request.getfixturevalue("logical_io")(case)
+
+    def test_after_a_subtest(self, subtests, logical_io):
+        with subtests.test():  # which ends before anything is measured
+            pass
+        logical_io(case)
 """
 
 
@@ -273,7 +278,7 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
         "test_marked_in_a_fixture_that_skips": {"errors": 1},
         "test_in_a_fixture_after_the_test": {"passed": 1, "errors": 1},
         "not TestMarked and test_by_name": {"failed": 1},
-        "TestMarked": {"failed": 1},
+        "TestMarked": {"failed": 2},
     }.items():
         result = project("-n0", "-k", test, *limit, "--dpbench-save=worse", replayed=False)
         result.assert_outcomes(**outcome, deselected=None)
