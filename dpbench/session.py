@@ -335,7 +335,7 @@ class Session:
                 f"judged all that was asked for"
             )
             return
-        unjudged = [missing.as_json() for missing in verdict.unjudged]
+        unjudged = [vars(missing) for missing in verdict.unjudged]
         self.unjudged += [row for row in unjudged if row not in self.unjudged]
         for missing in verdict.unjudged:
             self.problem(f"{missing}{comparison.remedy}")

@@ -237,7 +237,7 @@ class EachTest:
         reference = self.comparison.reference
         unjudged = [u for u in verdict.unjudged if u.cases or (own and not _is_skip(call))]
         told["regressions"] = verdict.regressions
-        told["unjudged"] = [missing.as_json() for missing in unjudged]
+        told["unjudged"] = [vars(missing) for missing in unjudged]
         told["reference"] = None if reference.frame.empty else str(reference.path)
         reasons = [f"{missing}{self.comparison.remedy}" for missing in unjudged]
         if worse := len(verdict.regressions):

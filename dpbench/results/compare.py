@@ -35,16 +35,15 @@ _MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
 """Metrics that operators and kernels add up to."""
 
 
-def pairs(before: Run, after: Run, *, across: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
+def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     """The numbers of two runs, side by side where case, instrument and device agree.
 
     ``across`` puts beside each other also what different devices measured; the column ``device``
     then says ``X -> Y``.
 
     Returns:
-        Every number of the first run, with the columns `CHANGES` (``after`` is NaN where the other
-        has no such number), and ``shared``: whether the other has the case by that instrument. And
-        the numbers that only the other has.
+        Every number of either run, with the columns `CHANGES` (``before`` or ``after`` is NaN where
+        that run has no such number), and ``shared``: whether both have the case by that instrument.
     """
     measured = [*AXES, "instrument", *([] if across else ["device"])]
     keys = [*measured, "metric", "phase"]
@@ -53,17 +52,18 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> tuple[pd.DataFram
         old, new = (side[~side.metric.str.endswith(RATIO)] for side in (old, new))
     if old.duplicated(keys).any() or new.duplicated(keys).any():
         raise ConfigurationError("a run has one case on several devices: no one value of it")
-    there = new[[*keys, "value"]].rename(columns={"value": "after"})
-    there = there.assign(place=new.index, device_new=new.device)
-    both = old.rename(columns={"value": "before"}).merge(there, on=keys, how="left")
-    cases = pd.MultiIndex.from_frame(new[measured])
-    both["shared"] = pd.MultiIndex.from_frame(both[measured]).isin(cases)
-    was, now = both.device, both.device_new
-    both["device"] = was.where((was == now) | now.isna(), was + " -> " + now)
+    both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
+    both = both.rename(columns={"value": "before", "value_new": "after"})
+    both["unit"] = both.unit.fillna(both.unit_new)
+    if across:
+        was, now = both.device.fillna(both.device_new), both.device_new.fillna(both.device)
+        both["device"] = was.where(was == now, was + " -> " + now)
+    sides = both.groupby(measured, dropna=False)[["before", "after"]]
+    both["shared"] = sides.transform("count").all(axis=1)
     both["change"] = both.after - both.before
     both["relative"] = both.change / both.before.abs().where(both.before != 0)
     both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
-    return both[[*CHANGES, "shared"]], new[~new.index.isin(both.place)]
+    return both[[*CHANGES, "shared"]]
 
 
 def other_baseline(before: Run, after: Run) -> str:

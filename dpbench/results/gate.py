@@ -8,7 +8,7 @@ this one function `judge`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -36,16 +36,12 @@ class Unjudged:
     """What a limit could not judge, and why; no ``cases`` if it judged nothing at all."""
 
     limit: str
-    cases: tuple[str, ...]
+    cases: list[str]
     why: str
 
     def __str__(self) -> str:
         about = f" of {listed(self.cases)}" if self.cases else ""
         return f"{self.limit} judged nothing{about}: {self.why}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {**vars(self), "cases": list(self.cases)}
 
 
 @dataclass(frozen=True)
@@ -94,29 +90,28 @@ def judge(
         across: compare also what different devices measured.
         first_run_ok: what the reference lacks may be measured for the first time.
     """
-    old, new = pairs(before, after, across=across)
-    known = None if asked is None else {*asked}
-    sides = _Sides(before, after, old, new, known, across, first_run_ok)
-    judged = [pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])]
-    unjudged: list[Unjudged] = []
+    sides = _Sides(before, after, asked, across, first_run_ok)
+    inside, judged, unjudged = sides.inside, [], list[Unjudged]()
     for limit in limits:
-        needed = _about(sides.inside, limit)
-        rows = needed[needed.after.notna()]
+        about = _about(inside, limit)
+        rows = about.dropna(subset=["before", "after"])
         allowed = limit.exceeded(rows.before, rows.after)
         judged.append(rows[CHANGES].join(allowed).assign(threshold=str(limit)))
-        unjudged += sides.unjudged(limit, rows, needed[needed.after.isna()])
+        unjudged += sides.unjudged(limit, about)
     if limits and after.status != COMPLETE and asked is None:
         counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
-        unjudged.append(Unjudged("a limit", (), f"{after.name} was interrupted, with {counted}"))
-    table = pd.concat(judged[1:] or judged, ignore_index=True)[judged[0].columns]
+        unjudged.append(Unjudged("a limit", [], f"{after.name} was interrupted, with {counted}"))
+    nothing = pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])
+    table = pd.concat(judged, ignore_index=True) if judged else nothing
     # Without the baselines that were measured for their ratios alone.
-    changes = sides.inside[sides.inside.shared & ~_without_baseline(sides.inside)]
+    is_shown = inside.before.notna() & inside.shared
+    is_shown &= inside.after.notna() | ~inside.metric.str.endswith(RATIO)
     return Verdict(
-        changes[CHANGES].reset_index(drop=True),
+        inside.loc[is_shown, CHANGES].reset_index(drop=True),
         table,
         _regressions(before, after, table),
         unjudged,
-        [*_baselines_that_moved(old, table, limits, after), *sides.notes(bool(limits))],
+        [*_baselines_that_moved(sides.pairs, table, limits, after), *sides.notes(bool(limits))],
     )
 
 
@@ -126,56 +121,51 @@ class _Sides:
 
     before: Run
     after: Run
-    old: pd.DataFrame
-    new: pd.DataFrame
     asked: CasesAsked | None
     across: bool
     first_run_ok: bool
 
     @cached_property
-    def inside(self) -> pd.DataFrame:
-        """The numbers of the reference that were asked for."""
-        return self._asked_for(self.old)
+    def pairs(self) -> pd.DataFrame:
+        """Every number of either."""
+        return pairs(self.before, self.after, across=self.across)
 
     @cached_property
-    def first(self) -> pd.DataFrame:
-        """Those that were asked for and that the reference lacks."""
-        return self._asked_for(self.new)
-
-    def _asked_for(self, rows: pd.DataFrame) -> pd.DataFrame:
+    def inside(self) -> pd.DataFrame:
+        """The numbers that were asked for."""
         if self.asked is None:
-            return rows
+            return self.pairs
         asked = [(*(getattr(case, axis) for axis in AXES), name) for case, name in self.asked]
-        return rows[pd.MultiIndex.from_frame(rows[[*AXES, "instrument"]]).isin(asked)]
+        return self.pairs[pd.MultiIndex.from_frame(self.pairs[[*AXES, "instrument"]]).isin(asked)]
 
-    def unjudged(
-        self, limit: Threshold, judged: pd.DataFrame, missing: pd.DataFrame
-    ) -> Iterator[Unjudged]:
-        """What a limit had to judge and did not, or that it judged nothing at all."""
-        yield from _by_reason(limit, missing, self._lost)
-        yield from _by_reason(limit, judged[judged.workload == SCRIPT], self._cut_short)
-        first = _about(self.first, limit)
-        unknown = [] if self.first_run_ok else list(_by_reason(limit, first, self._new))
-        yield from unknown
-        is_first = bool(unknown) or (self.first_run_ok and not first.empty)
-        if judged.empty and missing.empty and not is_first:
-            where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-            why = f"neither {self.before.name} nor {self.after.name} has {limit.metric} {where}"
-            if limit.of and (other := other_baseline(self.before, self.after)):
-                why = other
-            elif names := _ids(_about(self.old, limit)):
-                why = (
-                    f"{self.before.name} has {limit.metric} {where} of {listed(names)} only, which "
-                )
-                why += "was not asked for"
-            yield Unjudged(str(limit), (), why)
+    def unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
+        """What a limit had to judge and did not, by reason, or that it judged nothing at all."""
+        cases: dict[str, dict[str, None]] = {}
+        for case, row in _by_case(about):
+            if why := self._why_not(limit, case, row):
+                cases.setdefault(why, {})[case.id] = None
+        yield from (Unjudged(str(limit), [*names], why) for why, names in cases.items())
+        if cases or about.before.notna().any() or (self.first_run_ok and not about.empty):
+            return
+        where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
+        why = f"neither {self.before.name} nor {self.after.name} has {limit.metric} {where}"
+        elsewhere = _about(self.pairs.dropna(subset="before"), limit)
+        if limit.of and (other := other_baseline(self.before, self.after)):
+            why = other
+        elif names := list(dict.fromkeys(case.id for case, _ in _by_case(elsewhere))):
+            only = f"{self.before.name} has {limit.metric} {where} of {listed(names)} only"
+            why = f"{only}, which was not asked for"
+        yield Unjudged(str(limit), [], why)
 
-    def _lost(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
-        """Why a number of the reference is not there any more."""
-        return self._lacking(self.after, limit, case, instrument, device)
-
-    def _new(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
-        """Why a number has nothing to be judged by; empty if it need not be judged."""
+    def _why_not(self, limit: Threshold, case: Case, row: Mapping[str, Any]) -> str:
+        """Why a number is not judged; empty if it is, or need not be."""
+        instrument, device = row["instrument"], row["device"]
+        if pd.isna(row["after"]):
+            return self._lacking(self.after, limit, case, instrument, device)
+        if not pd.isna(row["before"]):
+            return self._cut_short(case, instrument) if case.workload == SCRIPT else ""
+        if self.first_run_ok:
+            return ""
         devices = self.before.places.get(case, {}).get(instrument, ())
         if not devices or not (self.across or device in devices):
             return "" if self.asked is None else f"nothing to compare with in {self.before.name}"
@@ -185,9 +175,8 @@ class _Sides:
         """Why a run has no such number."""
         for outcome in run.outcomes:
             if outcome.case == case and outcome.error:
-                return (
-                    f"{'skipped' if outcome.skipped else 'failed'} in {run.name}: {outcome.error}"
-                )
+                how = "skipped" if outcome.skipped else "failed"
+                return f"{how} in {run.name}: {outcome.error}"
         by = run.places.get(case, {})
         if instrument not in by:
             return f"{f'without {instrument}' if by else 'not'} in {run.name}"
@@ -199,7 +188,7 @@ class _Sides:
         phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
         return f"no {limit.metric} by {instrument}{phase} in {run.name}"
 
-    def _cut_short(self, limit: Threshold, case: Case, instrument: str, device: str) -> str:
+    def _cut_short(self, case: Case, instrument: str) -> str:
         """Whether a script ended before all steps were counted that the reference has of it."""
         (asked, there), (again, here) = (
             _steps_of(run, case, instrument) for run in (self.before, self.after)
@@ -216,27 +205,31 @@ class _Sides:
             return
         if other := other_baseline(self.before, self.after):
             yield other
-        old, new = (_subjects(run) for run in (self.before, self.after))
-        asked, also = (
+        old, new = (
+            [(case, by) for case, places in run.places.items() for by in places]
+            for run in (self.before, self.after)
+        )
+        asked_old, asked_new = (
             [each for each in subjects if self.asked is None or each in self.asked]
             for subjects in (old, new)
         )
-        if names := _missing(old, asked):
-            yield f"not asked for, and so not compared: {listed(names)}"
-        for name, mine, others in ((after, asked, new), (before, also, old)):
+        for what, mine, others in (
+            ("not asked for, and so not compared", old, asked_old),
+            (f"not in {after}", asked_old, new),
+            (f"not in {before}", asked_new, old),
+        ):
             if names := _missing(mine, others):
-                yield f"not in {name}: {listed(names)}"
-        lost = self.old[self.old.shared & self.old.after.isna()]
-        gone = _without_baseline(lost)
+                yield f"{what}: {listed(names)}"
+        lost = self.pairs[self.pairs.shared & self.pairs.after.isna()]
+        is_ratio = lost.metric.str.endswith(RATIO)
         lacking = {
             _baseline(self.after, case).id
-            for case, row in _by_case(lost[gone])
+            for case, row in _by_case(lost[is_ratio])
             if _lacks_baseline(self.after, case, row["instrument"])
         }
         if lacking and not limited:
-            names = sorted(lacking)
-            yield f"ratios need their baseline, which {after} lacks: {listed(names)}"
-        phases = lost[(lost.phase != STEP) & ~gone]
+            yield f"ratios need their baseline, which {after} lacks: {listed(sorted(lacking))}"
+        phases = lost[(lost.phase != STEP) & ~is_ratio]
         if names := sorted({f"{case.id} {row['phase']}" for case, row in _by_case(phases)}):
             yield f"without these phases in {after}: {listed(names)}"
         if self.before.status != COMPLETE:
@@ -259,23 +252,9 @@ def _baseline(run: Run, case: Case) -> Case:
     return replace(case, trainer=run.baseline)
 
 
-def _without_baseline(changes: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are ratios that are not there any more: their baseline, or the number, is gone."""
-    return changes.metric.str.endswith(RATIO) & changes.after.isna()
-
-
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:
     for row in rows.to_dict("records"):
         yield Case.from_row(row), {str(key): value for key, value in row.items()}
-
-
-def _ids(rows: pd.DataFrame) -> list[str]:
-    return list(dict.fromkeys(case.id for case, _ in _by_case(rows)))
-
-
-def _subjects(run: Run) -> list[tuple[Case, str]]:
-    """Each case that has rows, by each instrument."""
-    return [(case, instrument) for case, by in run.places.items() for instrument in by]
 
 
 def _missing(mine: Sequence[tuple[Case, str]], others: Collection[tuple[Case, str]]) -> list[str]:
@@ -291,19 +270,6 @@ def listed(names: Sequence[str]) -> str:
     """Names for one line, which says how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
-
-
-def _by_reason(
-    limit: Threshold, rows: pd.DataFrame, reason: Callable[[Threshold, Case, str, str], str]
-) -> Iterator[Unjudged]:
-    """One `Unjudged` for all cases with the same reason; none for those without."""
-    cases: dict[str, dict[str, None]] = {}
-    for case, row in _by_case(rows):
-        why = reason(limit, case, row["instrument"], row["device"])
-        cases.setdefault(why, {})[case.id] = None
-    for why, names in cases.items():
-        if why:
-            yield Unjudged(str(limit), tuple(names), why)
 
 
 def _steps_of(run: Run, case: Case, instrument: str) -> tuple[int | None, int]:

@@ -74,7 +74,7 @@ def test_only_cases_that_both_measured_are_compared() -> None:
 def test_nothing_is_compared_with_nothing(across: bool) -> None:
     nothing, something = run(to_frame([])), run(measured(BEFORE))
     for pair in ((nothing, something), (something, nothing)):
-        assert not pairs(*pair, across=across)[0].shared.any()
+        assert not pairs(*pair, across=across).shared.any()
 
 
 def test_ratio_without_its_baseline_is_not_shown_as_if_it_were_gone() -> None:
