@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import pytest
@@ -71,9 +70,6 @@ class EachTest:
         self._measured: list[Measured] = []
         self._told = 0
         """How many of these its reports have told of."""
-        # in the controller:
-        self.limited: list[tuple[Case, str]] | None = None
-        """What the command line's limits are for; None if no test that measures is."""
 
     # --- what its fixtures do ----------------------------------------------------------------
 
@@ -197,25 +193,24 @@ class EachTest:
         if not (over and (takes(item) or self._measured or marked)):
             return (yield)
         self._told = len(self._measured)
-        told: dict[str, Any] = {"tests": self._as_tests(item, fresh)}
+        told: dict[str, Any] = {"regressions": [], "unjudged": [], "reference": None}
         judged = pytest.CallInfo.from_call(
             lambda: self._judge(item, call, told),
             call.when,
             reraise=(pytest.exit.Exception, KeyboardInterrupt),
         )
+        asked = [*self.asked_by(item), *asked_for([outcome for outcome, *_ in fresh])]
+        told["limited"] = None if marked else [(asdict(case), name) for case, name in asked]
+        told["tests"] = self._as_tests(item, fresh)
+        unwritten = self.session.store.unwritten.values() if fresh else ()
+        told["unwritten"] = [outcome.as_json() for outcome in unwritten]
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
-        if told.get("regressions") or told.get("unjudged"):
+        vars(report)["dpbench"] = told  # plain types, which survive the way from a worker
+        if told["regressions"] or told["unjudged"]:
             report.outcome = "failed"  # also where an xfail mark expects another failure
             vars(report).pop("wasxfail", None)
-        if fresh:
-            unwritten = self.session.store.unwritten.values()
-            told["unwritten"] = [outcome.as_json() for outcome in unwritten]
-        if not marked:
-            asked = [*self.asked_by(item), *asked_for([outcome for outcome, *_ in fresh])]
-            told["limited"] = [(asdict(case), name) for case, name in asked]
-        vars(report)["dpbench"] = told  # plain types, which survive the way from a worker
         return report
 
     def _judge(self, item: pytest.Item, call: pytest.CallInfo[None], told: dict[str, Any]) -> None:
@@ -254,22 +249,14 @@ class EachTest:
         from dpbench.results.run import Run
 
         outcomes = [outcome for outcome, *_ in self._measured]
-        baseline = self.session.grid.baseline
-
-        def judged(measured: Sequence[Outcome]) -> Verdict:
-            run = Run.of("this session", measured, session={"grid": {"baseline": baseline}})
-            return self.comparison.judge(run, chosen, asked_for(outcomes))
-
-        verdict = judged(outcomes)
-        ratios = {str(limit) for limit in chosen if limit.of}
-        if not any(missing.limit in ratios for missing in verdict.unjudged):
-            return verdict
-        baselines = [
-            self.session.measure(replace(outcome.case, trainer=baseline), instruments)
-            for outcome, instruments, _ in self._measured
-            if not outcome.error and outcome.case.workload != SCRIPT  # nobody says what its is
-        ]
-        return judged([*outcomes, *(b for b in baselines if b not in outcomes)])
+        asked, baseline = asked_for(outcomes), self.session.grid.baseline
+        for outcome, instruments, _ in self._measured if any(limit.of for limit in chosen) else ():
+            if not outcome.error and outcome.case.workload != SCRIPT:  # nobody says what its is
+                case = replace(outcome.case, trainer=baseline)
+                outcomes.append(self.session.measure(case, instruments))
+        each = {(outcome.case, outcome.instruments): outcome for outcome in outcomes}.values()
+        run = Run.of("this session", each, session={"grid": {"baseline": baseline}})
+        return self.comparison.judge(run, chosen, asked)
 
     def _as_tests(self, item: pytest.Item, measured: Sequence[Measured]) -> list[Any]:
         """What `Session.note_test` takes, for each case that the test asked for."""
@@ -285,26 +272,6 @@ class EachTest:
             )
             for outcome, _, report in measured
         ]
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect what the tests' processes tell."""
-        told: Mapping[str, Any] = getattr(report, "dpbench", {})
-        if not told:  # most sessions of most projects have nothing
-            return
-        from dpbench.results.outcome import Outcome
-
-        for test in told["tests"]:
-            self.session.note_test(*test)
-        for outcome in told.get("unwritten", ()):
-            self.session.store.keep(Outcome.from_json(outcome))
-        if "limited" in told:
-            self.limited = [*(self.limited or ())]
-            self.limited += [(Case(**case), name) for case, name in told["limited"]]
-        if told.get("reference"):  # xdist's controller has not seen what its workers collected
-            self.comparison.named = self.comparison.named or Path(told["reference"])
-        for name in ("regressions", "unjudged"):
-            known = getattr(self.session, name)
-            known += [row for row in told.get(name, ()) if row not in known]
 
 
 def _limits_of(item: pytest.Item) -> list[Threshold] | None:

@@ -22,12 +22,12 @@ from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, case_in_name, case_of, measuring, takes
 from dpbench.registry import locate
+from dpbench.results.outcome import Outcome
 from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.grid import Grid
-    from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"
 """What an xdist worker is told is under this name."""
@@ -94,6 +94,8 @@ class WholeSession:
         self.each_test = EachTest(config, self.session)
         self.ended: dict[str, pytest.TestReport] = {}
         """The report of each test that has come to its end, by its id."""
+        self.limited: list[tuple[Case, str]] | None = None
+        """What the command line's limits are for; None while no test that they are for is known."""
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -161,9 +163,24 @@ class WholeSession:
                 write_text(self.session.store.directory / ASKED, told)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which tests have come to their end."""
+        """Note which tests have come to their end, and what their processes tell of them."""
         if report.when == "call" or not report.passed:
             self.ended.setdefault(report.nodeid, report)
+        if not (told := getattr(report, "dpbench", None)):
+            return
+        for test in told["tests"]:
+            self.session.note_test(*test)
+        for outcome in told["unwritten"]:
+            self.session.store.keep(Outcome.from_json(outcome))
+        if told["limited"] is not None:
+            self.limited = self.limited or []
+            self.limited += [(Case(**case), name) for case, name in told["limited"]]
+        if told["reference"]:  # xdist's controller has not seen what its workers collected
+            comparison = self.session.comparison
+            comparison.named = comparison.named or Path(told["reference"])
+        for name in ("regressions", "unjudged"):
+            known = getattr(self.session, name)
+            known += [row for row in told[name] if row not in known]
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -223,7 +240,7 @@ class WholeSession:
         }
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         complete = len(self.ended) >= session.testscollected and not stopped
-        comparison, limited = self.session.comparison, self.each_test.limited
+        comparison, limited = self.session.comparison, self.limited
         if complete and comparison.limits and limited is None:
             comparison.limits = []
             self.session.notes.append(
