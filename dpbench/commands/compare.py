@@ -28,7 +28,7 @@ from dpbench.results.compare import Threshold, check_comparable
 from dpbench.results.gate import judge
 from dpbench.results.run import Run
 from dpbench.settings import declare
-from dpbench.show.comparison import comparison_tables, grown_lines
+from dpbench.show.comparison import comparison_tables, grown_text
 from dpbench.show.layout import as_text
 
 
@@ -58,8 +58,8 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     if verdict.changes.empty:
         raise ConfigurationError(f"{title}: the two have no case in common")
     print(f"{title}\n\n{as_text(comparison_tables(verdict))}\n")
-    if lines := grown_lines(verdict.regressions):
-        print("\n".join(["What changed most:", *lines]) + "\n")
+    if grown := grown_text(verdict.regressions):
+        print(f"{grown}\n")
     for note in verdict.notes:
         # Others begin with the name of a run or of a limit.
         is_sentence = note.startswith(("not ", "different ", "ratios ", "without "))

@@ -108,7 +108,7 @@ def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ..
 
 def show(session: Session, command: str) -> None:
     """Print the tables and what there is to say; on GitHub they go into the step's summary, too."""
-    from dpbench.show.comparison import grown_lines  # pandas, once there is something to show
+    from dpbench.show.comparison import grown_text  # pandas, once there is something to show
     from dpbench.show.export import append_step_summary
 
     tables = session.summary()
@@ -122,5 +122,5 @@ def show(session: Session, command: str) -> None:
     for line in lines:
         print(f"dpbench {command}: {line}", file=sys.stderr)
     print(as_text(tables, terminal_width()))
-    if grown := grown_lines(session.regressions):
-        print("\n".join(["", "What changed most:", *grown]))
+    if grown := grown_text(session.regressions):
+        print(f"\n{grown}")

@@ -105,10 +105,8 @@ class EachTest:
         if outcome.skipped:
             pytest.skip(outcome.message)
         if outcome.error:
-            parts = [f"{outcome.error}: {outcome.message}"]
-            if outcome.log_tail:
-                parts += [f"--- end of {outcome.log}", outcome.log_tail]
-            pytest.fail("\n".join(parts), pytrace=False)
+            tail = f"\n--- end of {outcome.log}\n{outcome.log_tail}" if outcome.log_tail else ""
+            pytest.fail(f"{outcome.error}: {outcome.message}{tail}", pytrace=False)
         return report
 
     def _case_of_step(self, step: Step) -> Case:
@@ -160,14 +158,12 @@ class EachTest:
         names += ["logical"] if takes(item, ["logical_io"]) else []
         return [(case, name) for name in names] if case else []
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
         """What a test asks for, its fixtures included, belongs to it."""
+        self._test = nodeid
+        self._steps.clear()
         self._measured.clear()
         self._told = 0
-        self._steps.clear()
-        self._test = item.nodeid
-        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:

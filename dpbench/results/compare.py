@@ -104,12 +104,9 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
     """
     if not _MOVED.match(metric):
         return []
-    for parts in ["operators"] if metric.startswith("logical") else ["kernels", "operators"]:
-        old, new = (_moved(run, case, metric, parts) for run in (before, after))
-        if old and new:
-            break
-    else:
-        return []
+    kinds = ["operators"] if metric.startswith("logical") else ["kernels", "operators"]
+    sides = ([_moved(run, case, metric, parts) for run in (before, after)] for parts in kinds)
+    old, new = next((both for both in sides if all(both)), ({}, {}))
     change = {key: new[key] - old[key] for key in {**old, **new} if phase in (key[0], STEP)}
     largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
     return [
@@ -219,14 +216,10 @@ def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
     number = float(written)
     if not math.isfinite(number * max(_SCALES["B"].values())):
         raise ConfigurationError(f"threshold {whole!r}: no number is as large as {written}")
-    if unit == "%":
-        return "percent", number
-    if not unit:
-        return "amount", number
-    scales = _SCALES.get(metric.unit, {})
-    if unit not in scales:
+    scales = {"%": 1.0, **_SCALES.get(metric.unit, {})}
+    if unit and unit not in scales:
         raise ConfigurationError(
             f"threshold {whole!r}: {unit!r} is no unit of this metric; "
-            f"use {', '.join(['%', *scales])}, or a plain number"
+            f"use {', '.join(scales)}, or a plain number"
         )
-    return "amount", number * scales[unit]
+    return "percent" if unit == "%" else "amount", number * scales.get(unit, 1)

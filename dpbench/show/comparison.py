@@ -83,13 +83,11 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     parts = []
     for title, rows in by_case.items():
         cells = [change_cells({**row, "regressed": False}) for row in rows]
-        parts.append(Table(title, HEADERS, cells).as_text())
-        if grown := grown_lines(rows):
-            parts.append("\n".join(["What changed most:", *grown]))
-    return "\n\n".join(parts)
+        parts += [Table(title, HEADERS, cells).as_text(), grown_text(rows)]
+    return "\n\n".join(filter(None, parts))
 
 
-def grown_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
+def grown_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     """What changed most, one line an operator or kernel, e.g. ``clip: aten.clone +85.9 GB``."""
     lines = [
         f"  {grown['trainer']} {grown['phase']}: {grown['name']} "
@@ -97,7 +95,7 @@ def grown_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
         for row in regressions
         for grown in row.get("grown", ())
     ]
-    return list(dict.fromkeys(lines))
+    return "\n".join(["What changed most:", *dict.fromkeys(lines)]) if lines else ""
 
 
 def amount(value: float, unit: str) -> str:
