@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -105,9 +105,11 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
     if not _MOVED.match(metric):
         return []
     kinds = ["operators"] if metric.startswith("logical") else ["kernels", "operators"]
-    sides = ([_moved(run, case, metric, parts) for run in (before, after)] for parts in kinds)
-    old, new = next((both for both in sides if all(both)), ({}, {}))
-    change = {key: new[key] - old[key] for key in {**old, **new} if phase in (key[0], STEP)}
+    sides = ([_moved(run, case, metric, kind) for run in (before, after)] for kind in kinds)
+    old, new = next(filter(all, sides), [{}, {}])
+    change = {
+        key: new.get(key, 0) - old.get(key, 0) for key in {**old, **new} if phase in (key[0], STEP)
+    }
     largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
     return [
         {"trainer": case.trainer, "phase": key[0], "name": key[1], "bytes": change[key]}
@@ -116,18 +118,18 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
     ]
 
 
-def _moved(run: Run, case: Case, metric: str, parts: str) -> Counter[tuple[str, str]]:
+def _moved(run: Run, case: Case, metric: str, kind: str) -> dict[tuple[str, str], float]:
     """Bytes of a step by phase and name of a kernel or operator."""
-    moved: Counter[tuple[str, str]] = Counter()
+    moved: dict[tuple[str, str], float] = defaultdict(float)
     for outcome in (o for o in run.outcomes if o.case == case):
-        if parts == "operators":
+        if kind == "operators":
             for operator in outcome.operators:
                 moved[operator.phase, operator.operator] += operator.total_bytes
             continue
         steps = len({kernel.repeat for kernel in outcome.kernels})
         for kernel in outcome.kernels:
             size = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
-            moved[kernel.phase, kernel.kernel] += size / steps  # type: ignore[assignment]
+            moved[kernel.phase, kernel.kernel] += size / steps
     return moved
 
 
