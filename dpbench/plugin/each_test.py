@@ -71,16 +71,56 @@ class EachTest:
         self._told = 0
         """How many of these its reports have told of."""
 
-    # --- what its fixtures do ----------------------------------------------------------------
+    # --- its fixtures ------------------------------------------------------------------------
 
-    def measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
-        """What the fixtures ``ncu`` and ``counters`` return is this; see there."""
+    @pytest.fixture
+    def ncu(self) -> Callable[..., CaseReport]:
+        """Measure a case: re-executes it under Nsight Compute, and unprofiled for its time.
+
+        With ``--cupti`` as well, time and peak memory are those of the process that CUPTI counts
+        in. ``--dpbench-instrument`` adds other instruments, or without ``--ncu`` replaces these.
+
+        Called with a `Case` or with a case's fields; returns a `CaseReport`. However many tests,
+        fixtures or xdist workers ask for a case, it is measured once a session::
+
+            def test_ghost_clipping_saves_bytes(ncu):
+                cell = {"batch_size": 8, "seq_len": 256, "model_size": "1b"}
+                standard = ncu("standard", **cell)
+                assert ncu("dpsgd_ghost", **cell).ratio_to(standard) < 3
+        """
+        return self._measure
+
+    @pytest.fixture
+    def counters(self) -> Callable[..., CaseReport]:
+        """Measure a case by hardware counters, whichever reads them: the same as ``ncu`` otherwise.
+
+        With ``--cupti`` the report is CUPTI's, with ``--ncu`` ncu's. With both it has the rows of
+        both; where they have the same number its values are ncu's, the reference, while time, peak
+        memory and busy shares are CUPTI's.
+        """
+        return self._measure
+
+    @pytest.fixture
+    def logical_io(self) -> Callable[..., CaseReport]:
+        """Count the logical bytes of a case; needs neither a GPU nor the case's memory.
+
+        Called with a `Case`, with a case's fields, or with a function that does one step of the
+        test's own; returns a `CaseReport`. However many tests, fixtures or xdist workers ask for a
+        case, it is counted once a session::
+
+            def test_ghost_clipping_saves_bytes(logical_io):
+                cell = {"batch_size": 8, "seq_len": 256, "model_size": "1b"}
+                standard = logical_io("standard", **cell)
+                assert logical_io("dpsgd_ghost", **cell).ratio_to(standard) < 3
+        """
+        return self._count
+
+    def _measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         if not (self.session.instruments or self.session.settings.disable):
             pytest.skip(f"needs {NEEDS['ncu']}")  # it was taken by its name, while the test ran
         return self._report(case, fields, self.session.instruments)
 
-    def count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
-        """What the ``logical_io`` fixture returns is this; see there."""
+    def _count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         from dpbench.instruments.logical.instrument import Logical
 
         return self._report(case, fields, [Logical.from_settings(self.session.settings)])

@@ -10,7 +10,7 @@ import pytest
 from dpbench.case import Case
 from dpbench.settings import Settings
 
-DEFINED_IN = "dpbench.pytest_plugin"
+DEFINED_IN = "dpbench.plugin.each_test"
 """The module of dpbench's fixtures."""
 
 NEEDS = {"ncu": "--ncu", "counters": "--cupti or --ncu"}
