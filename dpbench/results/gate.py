@@ -142,7 +142,7 @@ class _Sides:
         """What a limit had to judge and did not, by reason, or that it judged nothing at all."""
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
-            if why := self._why_not(limit, case, row):
+            if why := self._why_not(case, row):
                 cases.setdefault(why, {})[case.id] = None
         yield from (Unjudged(str(limit), [*names], why) for why, names in cases.items())
         if cases or about.before.notna().any() or (self.first_run_ok and not about.empty):
@@ -157,22 +157,22 @@ class _Sides:
             why = f"{only}, which was not asked for"
         yield Unjudged(str(limit), [], why)
 
-    def _why_not(self, limit: Threshold, case: Case, row: Mapping[str, Any]) -> str:
+    def _why_not(self, case: Case, row: Mapping[str, Any]) -> str:
         """Why a number is not judged; empty if it is, or need not be."""
-        instrument, device = row["instrument"], row["device"]
         if pd.isna(row["after"]):
-            return self._lacking(self.after, limit, case, instrument, device)
+            return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
-            return self._cut_short(case, instrument) if case.workload == SCRIPT else ""
+            return self._cut_short(case, row["instrument"]) if case.workload == SCRIPT else ""
         if self.first_run_ok:
             return ""
-        devices = self.before.places.get(case, {}).get(instrument, ())
-        if not devices or not (self.across or device in devices):
+        devices = self.before.places.get(case, {}).get(row["instrument"], ())
+        if not devices or not (self.across or row["device"] in devices):
             return "" if self.asked is None else f"nothing to compare with in {self.before.name}"
-        return self._lacking(self.before, limit, case, instrument, device)
+        return self._lacking(self.before, case, row)
 
-    def _lacking(self, run: Run, limit: Threshold, case: Case, instrument: str, device: str) -> str:
+    def _lacking(self, run: Run, case: Case, row: Mapping[str, Any]) -> str:
         """Why a run has no such number."""
+        metric, phase, instrument = row["metric"], row["phase"], row["instrument"]
         for outcome in run.outcomes:
             if outcome.case == case and outcome.error:
                 how = "skipped" if outcome.skipped else "failed"
@@ -180,21 +180,25 @@ class _Sides:
         by = run.places.get(case, {})
         if instrument not in by:
             return f"{f'without {instrument}' if by else 'not'} in {run.name}"
-        if not self.across and device not in by[instrument]:
-            return f"on {listed(by[instrument])} in {run.name}, not on {device}"
-        if limit.of and _lacks_baseline(run, case, instrument):
+        if not self.across and row["device"] not in by[instrument]:
+            return f"on {listed(by[instrument])} in {run.name}, not on {row['device']}"
+        if metric.endswith(RATIO) and _lacks_baseline(run, case, instrument):
             needed = _baseline(run, case).id
             return f"the ratio needs its baseline {needed}, which is not in {run.name}"
-        phase = "" if limit.phase == STEP else f" in phase {limit.phase}"
-        return f"no {limit.metric} by {instrument}{phase} in {run.name}"
+        where = "" if phase == STEP else f" in phase {phase}"
+        return f"no {metric} by {instrument}{where} in {run.name}"
 
     def _cut_short(self, case: Case, instrument: str) -> str:
         """Whether a script ended before all steps were counted that the reference has of it."""
-        (asked, there), (again, here) = (
-            _steps_of(run, case, instrument) for run in (self.before, self.after)
-        )
-        if asked != again or here >= there:
+        asked, counted = [], []
+        for run in (self.before, self.after):
+            settings = run.session.get("settings", {})
+            asked.append(settings.get(instrument, {}).get("steps"))
+            rows = run.frame[run.frame.trainer.eq(case.trainer) & run.frame.workload.eq(SCRIPT)]
+            counted.append(rows[rows.instrument == instrument].repeat.nunique())
+        if asked[0] != asked[1] or counted[0] <= counted[1]:
             return ""
+        there, here = counted
         return f"{self.before.name} has {there} steps of it, {self.after.name} only {here}"
 
     def notes(self, limited: bool) -> Iterator[str]:
@@ -270,13 +274,6 @@ def listed(names: Sequence[str]) -> str:
     """Names for one line, which says how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
-
-
-def _steps_of(run: Run, case: Case, instrument: str) -> tuple[int | None, int]:
-    """How many steps of a script were asked for, if that is known, and how many were counted."""
-    asked = run.session.get("settings", {}).get(instrument, {}).get("steps")
-    rows = run.frame[run.frame.trainer.eq(case.trainer) & run.frame.instrument.eq(instrument)]
-    return asked, rows[rows.workload == SCRIPT].repeat.nunique()
 
 
 def _baselines_that_moved(
