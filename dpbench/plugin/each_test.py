@@ -244,7 +244,7 @@ class EachTest:
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
         vars(report)["dpbench"] = told  # plain types, which survive the way from a worker
-        if told["regressions"] or told["unjudged"]:
+        if judged.excinfo and not _is_skip(judged):
             report.outcome = "failed"  # also where an xfail mark expects another failure
             vars(report).pop("wasxfail", None)
         return report
@@ -258,7 +258,7 @@ class EachTest:
         chosen = self.comparison.limits if own is None else own
         # The marker of its class or module may be there for others.
         is_meant = takes(item) or "dpbench" in [marker.name for marker in item.own_markers]
-        if not chosen or not (self._measured or (own and is_meant)):
+        if not (chosen and (self._measured or (own and is_meant))):
             return
         if self.session.settings.disable:
             pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")

@@ -213,7 +213,7 @@ class WholeSession:
             return [f"dpbench: {NOTHING_MEASURED}"]
         if not self.session.instruments:
             return []
-        count = sum(1 for _ in self.session.grid.cases())
+        count = len(self.session.grid.cases())
         gpus = visible_gpus()
         times = f"{len(gpus)} x " * (len(gpus) > 1)
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
