@@ -39,6 +39,7 @@ class Comparison:
         """What the session is known to ask for: the reference should have it."""
         self.tables: list[Table] = []
         self.notes: list[str] = []
+        """What the end of the session says; the session adds to it."""
 
     def begin(self) -> None:
         """Find the run that was named, or those of which one may be the reference."""

@@ -76,7 +76,7 @@ class Session:
         """What got worse by more than it may, as plain rows."""
         self.unjudged: list[dict[str, Any]] = []
         """What limits could not judge, as plain rows."""
-        self.notes: list[str] = []
+        self.notes = self.comparison.notes
         self.problems: list[str] = []
         """Lines about how the session went; with a problem it has not succeeded."""
         self._tests: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}

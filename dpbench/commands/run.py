@@ -114,7 +114,6 @@ def show(session: Session, command: str) -> None:
     tables = session.summary()
     warning = append_step_summary(tables)
     lines = [
-        *session.comparison.notes,
         *session.notes,
         *([f"WARNING: {warning}"] if warning else []),
         *(f"ERROR: {text}" for text in session.problems),

@@ -255,13 +255,13 @@ class EachTest:
         if not (self._measured or passed):
             return
         own = _limits_of(item)
+        if own and self.session.settings.disable:
+            pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
         chosen = self.comparison.limits if own is None else own
         # The marker of its class or module may be there for others.
         is_meant = takes(item) or "dpbench" in [marker.name for marker in item.own_markers]
         if not (chosen and (self._measured or (own and is_meant))):
             return
-        if self.session.settings.disable:
-            pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
         from dpbench.show.comparison import regression_text
 
         verdict = self._verdict(chosen)

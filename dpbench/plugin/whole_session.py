@@ -289,12 +289,12 @@ class WholeSession:
             for path in self.settings.files.values():
                 named = os.path.relpath(path, self.settings.directory)
                 say(f"dpbench: no case ran, so {named} was not written")
-        if not (outcomes or session.problems or session.notes or session.comparison.notes):
+        if not (outcomes or session.problems or session.notes):
             return
         terminalreporter.section("dpbench")
         if outcomes:
             self._show_tables(terminalreporter, outcomes)
-        for note in [*session.comparison.notes, *session.notes]:
+        for note in session.notes:
             say(f"dpbench: {printable(note)}")
         for problem in session.problems:
             say(f"ERROR: dpbench: {problem}", red=True)
