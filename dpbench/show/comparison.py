@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -76,14 +77,12 @@ def change_cells(row: Mapping[Any, Any]) -> list[str]:
 
 def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     """What a test's report says about the changes that made it fail, case by case."""
-    by_case: dict[str, list[Mapping[str, Any]]] = {}
+    by_case: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in regressions:
-        title = f"{Case.from_row(row).id}, against {row['reference']}"
-        by_case.setdefault(title, []).append(row)
+        by_case[f"{Case.from_row(row).id}, against {row['reference']}"].append(row)
     parts = []
     for title, rows in by_case.items():
-        cells = [change_cells({**row, "regressed": False}) for row in rows]
-        parts += [Table(title, HEADERS, cells).as_text(), grown_text(rows)]
+        parts += [Table(title, HEADERS, [*map(change_cells, rows)]).as_text(), grown_text(rows)]
     return "\n\n".join(filter(None, parts))
 
 
