@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from dpbench.results.compare import Threshold
-from dpbench.results.gate import judge
+from dpbench.results.gate import Gate
 from dpbench.results.run import Run
 
 ROWS = 10_000
@@ -41,7 +41,7 @@ def main() -> None:
         before, after = map(Run.load, paths)
         loaded = time.perf_counter()
         limits = [Threshold.parse("dram_bytes:5%"), Threshold.parse("l2_ratio:3%")]
-        verdict = judge(before, after, limits)
+        verdict = Gate(before, after).judge(limits)
         end = time.perf_counter()
     compared, judged = len(verdict.changes), len(verdict.judged)
     print(f"{len(before.frame)} rows a run, {compared} numbers, {judged} judged")

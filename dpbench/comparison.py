@@ -112,16 +112,10 @@ class Comparison:
 
     def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""
-        from dpbench.results.gate import judge
+        from dpbench.results.gate import Gate
 
-        return judge(
-            self.reference,
-            after,
-            limits,
-            asked=asked,
-            across=self.settings.compare_across,
-            first_run_ok=self.settings.compare_first_run_ok,
-        )
+        across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
+        return Gate(self.reference, after, {*asked}, across, first_run_ok).judge(limits)
 
     def show(self, verdict: Verdict) -> None:
         """What the end of the session shows of it."""

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.results.compare import Threshold, check_comparable
-from dpbench.results.gate import judge
+from dpbench.results.gate import Gate
 from dpbench.results.run import Run
 from dpbench.settings import declare
 from dpbench.show.comparison import comparison_tables, grown_text
@@ -54,7 +54,7 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     """Print what changed from one run to another; returns whether that is a failure."""
     title = f"{before.name} -> {after.name}"
     check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
-    verdict = judge(before, after, limits, across=across)
+    verdict = Gate(before, after, across=across).judge(limits)
     if verdict.changes.empty:
         raise ConfigurationError(f"{title}: the two have no case in common")
     print(f"{title}\n\n{as_text(comparison_tables(verdict))}\n")

@@ -3,13 +3,13 @@
 With a limit given, `Verdict.passed` means that it judged every case, instrument, metric and phase
 that the reference has inside what was asked. What was not asked for is named and is no failure;
 what was asked for and is missing is one. pytest, ``dpbench run`` and ``dpbench compare`` all use
-this one function `judge`.
+this one `Gate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,9 +61,9 @@ class Verdict:
 
     changes: pd.DataFrame
     judged: pd.DataFrame
-    regressions: list[dict[str, Any]] = field(default_factory=list)
-    unjudged: list[Unjudged] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    regressions: list[dict[str, Any]]
+    unjudged: list[Unjudged]
+    notes: list[str]
 
     @property
     def passed(self) -> bool:
@@ -71,59 +71,49 @@ class Verdict:
         return not (self.regressions or self.unjudged)
 
 
-def judge(
-    before: Run,
-    after: Run,
-    limits: Sequence[Threshold] = (),
-    *,
-    asked: CasesAsked | None = None,
-    across: bool = False,
-    first_run_ok: bool = False,
-) -> Verdict:
-    """Compare a run with its reference, and hold it to limits.
+@dataclass(frozen=True)
+class Gate:
+    """A run beside its reference, to be held to limits.
 
     Args:
         before: the reference; one without rows if there is none.
         after: a saved run, or a session so far.
-        limits: what may change by how much.
         asked: what the session was asked to measure; None stands for all that the reference has.
         across: compare also what different devices measured.
         first_run_ok: what the reference lacks may be measured for the first time.
     """
-    sides = _Sides(before, after, asked, across, first_run_ok)
-    inside, judged, unjudged = sides.inside, [], list[Unjudged]()
-    for limit in limits:
-        about = _about(inside, limit)
-        rows = about.dropna(subset=["before", "after"])
-        allowed = limit.exceeded(rows.before, rows.after)
-        judged.append(rows[CHANGES].join(allowed).assign(threshold=str(limit)))
-        unjudged += sides.unjudged(limit, about)
-    if limits and after.status != COMPLETE and asked is None:
-        counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
-        unjudged.append(Unjudged("a limit", [], f"{after.name} was interrupted, with {counted}"))
-    nothing = pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])
-    table = pd.concat(judged, ignore_index=True) if judged else nothing
-    # Without the baselines that were measured for their ratios alone.
-    is_shown = inside.before.notna() & inside.shared
-    is_shown &= inside.after.notna() | ~inside.metric.str.endswith(RATIO)
-    return Verdict(
-        inside.loc[is_shown, CHANGES].reset_index(drop=True),
-        table,
-        _regressions(before, after, table),
-        unjudged,
-        [*_baselines_that_moved(sides.pairs, table, limits, after), *sides.notes(bool(limits))],
-    )
-
-
-@dataclass(frozen=True)
-class _Sides:
-    """What is compared with what, to say why a number of one is not in the other."""
 
     before: Run
     after: Run
-    asked: CasesAsked | None
-    across: bool
-    first_run_ok: bool
+    asked: CasesAsked | None = None
+    across: bool = False
+    first_run_ok: bool = False
+
+    def judge(self, limits: Sequence[Threshold] = ()) -> Verdict:
+        """What changed, and what limits say of that: what may change by how much."""
+        inside, after, judged, unjudged = self.inside, self.after, [], list[Unjudged]()
+        for limit in limits:
+            about = _about(inside, limit)
+            rows = about.dropna(subset=["before", "after"])
+            allowed = limit.exceeded(rows.before, rows.after)
+            judged.append(rows[CHANGES].join(allowed).assign(threshold=str(limit)))
+            unjudged += self._unjudged(limit, about)
+        if limits and after.status != COMPLETE and self.asked is None:
+            counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
+            why = f"{after.name} was interrupted, with {counted}"
+            unjudged.append(Unjudged("a limit", [], why))
+        nothing = pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])
+        table = pd.concat(judged, ignore_index=True) if judged else nothing
+        # Without the baselines that were measured for their ratios alone.
+        is_shown = inside.before.notna() & inside.shared
+        is_shown &= inside.after.notna() | ~inside.metric.str.endswith(RATIO)
+        return Verdict(
+            inside.loc[is_shown, CHANGES].reset_index(drop=True),
+            table,
+            self._regressions(table),
+            unjudged,
+            [*self._baselines_that_moved(table, limits), *self._notes(bool(limits))],
+        )
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
@@ -138,7 +128,7 @@ class _Sides:
         asked = [(*(getattr(case, axis) for axis in AXES), name) for case, name in self.asked]
         return self.pairs[pd.MultiIndex.from_frame(self.pairs[[*AXES, "instrument"]]).isin(asked)]
 
-    def unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
+    def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
         """What a limit had to judge and did not, by reason, or that it judged nothing at all."""
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
@@ -201,7 +191,7 @@ class _Sides:
         there, here = counted
         return f"{self.before.name} has {there} steps of it, {self.after.name} only {here}"
 
-    def notes(self, limited: bool) -> Iterator[str]:
+    def _notes(self, limited: bool) -> Iterator[str]:
         """What was not asked for, what stands in one of the two alone, and what else differs."""
         before, after = self.before.name, self.after.name
         if self.before.frame.empty:
@@ -243,6 +233,35 @@ class _Sides:
         if differences := premise_differences(self.before, self.after):
             yield f"different from {before}: {'; '.join(differences)}"
 
+    def _baselines_that_moved(
+        self, judged: pd.DataFrame, limits: Iterable[Threshold]
+    ) -> Iterator[str]:
+        """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
+        keys = [*CONFIGURATION, "instrument", "device", "phase"]
+        for limit in (each for each in limits if each.of):
+            own = self.pairs[self.pairs.metric == limit.of]
+            own = own[own.trainer == self.after.baseline]
+            both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
+            moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
+            for case, row in _by_case(moved.drop_duplicates(keys)):
+                where = "" if limit.phase == STEP else f"@{limit.phase}"
+                yield (
+                    f"{limit}: the baseline itself moved by more than that: {limit.of}{where} of "
+                    f"{_baseline(self.after, case).id} {row['relative_own']:+.2%}"
+                )
+
+    def _regressions(self, judged: pd.DataFrame) -> list[dict[str, Any]]:
+        """The rows that exceed their limit, as plain JSON types, NaN as None."""
+        worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
+        listed = []
+        for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
+            where = row["metric"], row["phase"]
+            growth = grown(self.before, self.after, case, *where)
+            if row["metric"].endswith(RATIO):
+                growth += grown(self.before, self.after, _baseline(self.after, case), *where)
+            listed.append({**row, "reference": self.before.name, "grown": growth})
+        return listed
+
 
 def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
     return numbers[(numbers.metric == limit.metric) & (numbers.phase == limit.phase)]
@@ -274,32 +293,3 @@ def listed(names: Sequence[str]) -> str:
     """Names for one line, which says how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
-
-
-def _baselines_that_moved(
-    changes: pd.DataFrame, judged: pd.DataFrame, limits: Iterable[Threshold], after: Run
-) -> Iterator[str]:
-    """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
-    keys = [*CONFIGURATION, "instrument", "device", "phase"]
-    for limit in (each for each in limits if each.of):
-        own = changes[(changes.metric == limit.of) & (changes.trainer == after.baseline)]
-        both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
-        moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
-        for case, row in _by_case(moved.drop_duplicates(keys)):
-            where = "" if limit.phase == STEP else f"@{limit.phase}"
-            yield (
-                f"{limit}: the baseline itself moved by more than that: {limit.of}{where} of "
-                f"{_baseline(after, case).id} {row['relative_own']:+.2%}"
-            )
-
-
-def _regressions(before: Run, after: Run, judged: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows that exceed their limit, as plain JSON types, NaN as None."""
-    worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
-    listed = []
-    for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
-        growth = grown(before, after, case, row["metric"], row["phase"])
-        if row["metric"].endswith(RATIO):
-            growth += grown(before, after, _baseline(after, case), row["metric"], row["phase"])
-        listed.append({**row, "reference": before.name, "grown": growth})
-    return listed

@@ -13,7 +13,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.compare import check_comparable, pairs
 from dpbench.results.frame import to_frame
-from dpbench.results.gate import judge
+from dpbench.results.gate import Gate
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 
@@ -44,7 +44,7 @@ def run(frame: pd.DataFrame) -> Run:
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame, across: bool = False) -> pd.DataFrame:
-    return judge(run(before), run(after), across=across).changes
+    return Gate(run(before), run(after), across=across).judge().changes
 
 
 def changes(before: pd.DataFrame, after: pd.DataFrame) -> dict[tuple[str, str, str], float]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dpbench.case import AXES, PHASES, Case, script_case
 from dpbench.metrics import unit
 from dpbench.results.compare import Threshold
-from dpbench.results.gate import Verdict, judge
+from dpbench.results.gate import Gate, Verdict
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
@@ -42,7 +42,7 @@ def limits(*texts: str) -> list[Threshold]:
 
 
 def verdict(after: Run, *texts: str, before: Run = GRID1, **how: Any) -> Verdict:
-    return judge(before, after, limits(*texts), **how)
+    return Gate(before, after, **how).judge(limits(*texts))
 
 
 def changed(
