@@ -167,16 +167,18 @@ class Session:
 
     # --- for other processes of the session --------------------------------------------------
 
-    def shared(self) -> dict[str, Any]:
-        """What `join` needs, as plain types."""
+    def shared(self) -> bytes:
+        """What `join` needs, pickled."""
         names = ["path", "began", *(["begun"] if self._writes else [])]
         own = {"directory": self.store.directory} | {name: getattr(self, name) for name in names}
-        return {"session": pickle.dumps(own), "comparison": self.comparison.shared()}
+        comparison = {name: vars(self.comparison)[name] for name in ("named", "candidates")}
+        return pickle.dumps((own, comparison))
 
-    def join(self, shared: Mapping[str, Any]) -> None:
+    def join(self, shared: bytes) -> None:
         """Take part in a session that another process has begun."""
-        vars(self).update(pickle.loads(shared["session"]))
-        self.comparison.join(shared["comparison"])
+        own, comparison = pickle.loads(shared)
+        vars(self).update(own)
+        vars(self.comparison).update(comparison)
 
     @cached_property
     def store(self) -> OutcomeStore:
