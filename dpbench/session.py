@@ -169,7 +169,8 @@ class Session:
 
     def shared(self) -> bytes:
         """What `join` needs, pickled."""
-        names = ["path", "began", *(["begun"] if self._writes else [])]
+        writes = self.path or self.settings.files
+        names = ["path", "began", *(["begun"] if writes else [])]
         own = {"directory": self.store.directory} | {name: getattr(self, name) for name in names}
         comparison = {name: vars(self.comparison)[name] for name in ("named", "candidates")}
         return pickle.dumps((own, comparison))
@@ -229,11 +230,6 @@ class Session:
         self._tests.setdefault((case, by), []).append((test, added))
 
     # --- files -------------------------------------------------------------------------------
-
-    @property
-    def _writes(self) -> bool:
-        """Whether the session leaves a document."""
-        return self.path is not None or bool(self.settings.files)
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
         """Bring the run and the files that were asked for up to date; the page at the last."""
