@@ -262,20 +262,18 @@ def check_parameters(case: Case) -> None:
         raise unknown(f"parameter of workload {case.workload}", wrong[0], known or ("none",))
 
 
-def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any] | None) -> Grid:
+def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any]) -> Grid:
     """A grid, with the values along the named axes replaced, each once and by its short name."""
     grid = Grid.named(name_or_file)
     try:
         grid = _resolved(grid)
     except ConfigurationError as error:  # the built-in grids have none
         raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
-    given: dict[str, Any] = {
-        axis: tuple(values) for axis, values in axes.items() if values is not None
-    }
+    given: dict[str, Any] = {axis: tuple(values) for axis, values in axes.items()}
     if "set" in given:
         given["set"] = parameter_grid(given["set"])
     if baseline is not None:
-        grid = replace(grid, baseline=baseline)
+        given["baseline"] = baseline
     grid = _resolved(replace(grid, **given))
     check_belongs(given, grid.workload)
     return grid
