@@ -89,10 +89,10 @@ class Settings:
         action="append",
         metavar="PHASES",
     )
-    warmup: int = options.number("warmup steps of the unprofiled process", 3)
-    active: int = options.number("active steps of the unprofiled process", 5)
-    ncu_warmup: int = options.number("warmup steps of the profiled process", 1)
-    ncu_active: int = options.number("active steps of the profiled process", 1)
+    warmup: int = options.number("warmup steps without ncu", 3)
+    active: int = options.number("active steps without ncu", 5)
+    ncu_warmup: int = options.number("warmup steps under ncu", 1)
+    ncu_active: int = options.number("active steps under ncu", 1)
     profile_dir: Path = options.option(
         "where the PyTorch profiler's files go, one folder a case",
         Path("runs"),
@@ -195,7 +195,8 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        check_timeout(self.timeout)
+        if not self.timeout > 0:
+            raise ConfigurationError(f"the time-out must be positive, not {self.timeout:g} s")
         if wrong := [phase for phase in self.phases if phase not in ALL_PHASES]:
             raise unknown("phase", wrong[0], ALL_PHASES)
         if not (threshold := self.profile_threshold) >= 0:
@@ -312,12 +313,6 @@ class Settings:
     def _names_tests(self, value: str) -> bool:
         path = self.directory / value
         return path.is_dir() or path.suffix == ".py" or "::" in value
-
-
-def check_timeout(seconds: float) -> None:
-    """Refuse a time-out that ends everything at once."""
-    if not seconds > 0:
-        raise ConfigurationError(f"the time-out must be positive, not {seconds:g} s")
 
 
 OPTIONS: dict[str, Mapping[str, Any]] = {
