@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -136,16 +138,6 @@ class Registry(Mapping[str, Any]):
         """The spelling that a process with nothing registered understands."""
         name = self.canonical(name)
         return name if name in self._builtin else f"{name}={self._targets[name]}"
-
-    def import_path(self, name: str) -> Path | None:
-        """The directory from which this process imported an outside class, if it has."""
-        name = self.canonical(name)
-        module = self._targets[name].partition(":")[0]
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if name in self._builtin or file is None:
-            return None
-        path = Path(file).resolve()
-        return path.parents[module.count(".") + (path.name == "__init__.py")]
 
 
 _PACKAGES = {
@@ -320,11 +312,14 @@ def arguments(case: Case) -> list[str]:
 
 
 def python_path(case: Case) -> str | None:
-    """``PYTHONPATH`` with where what a case names was imported from first; None if from dpbench.
+    """``PYTHONPATH`` with which a child imports what this process can; None of dpbench's own.
 
-    A child needs it: pytest, for one, extends ``sys.path`` by itself.
+    It is what was put before the standard library: pytest, for one, extends ``sys.path``.
     """
-    found = (registry.import_path(getattr(case, axis)) for axis, registry in _named(case))
-    added = dict.fromkeys(str(directory) for directory in found if directory)
-    inherited = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([*added, *([inherited] if inherited else [])]) if added else None
+    if is_builtin(case):
+        return None
+    own = sysconfig.get_paths()
+    added = takewhile(lambda entry: entry != own["stdlib"], sys.path)
+    entries = [*added, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    wanted = [e for e in entries if e and e != own["scripts"] and Path(e).exists()]
+    return os.pathsep.join(dict.fromkeys(wanted))
