@@ -21,10 +21,11 @@ def option(
     """A field that is an option.
 
     Commands call it ``--NAME``, pytest ``--dpbench-NAME`` unless the name begins with ncu, or as
-    is given here; who has it not gives the empty name.
+    is given here; who has it not gives the empty name. It takes what its default is.
     """
     if default is not None and not isinstance(default, bool | tuple):
         help += " (default %(default)s)"
+        declared["type"] = type(default)
     if default is False:
         declared["action"] = "store_true"
     declared |= {"help": help, "default": [] if default == () else default}
@@ -54,11 +55,6 @@ def axis(name: str) -> Any:
     help = f"replaces the grid's, repeatable: {AXIS_HELP[name]}"
     metavar = "NAME=VALUE" if name == "set" else name.upper()
     return option(help, type=int if name in COUNTS else str, action="append", metavar=metavar)
-
-
-def number(help: str, default: int, **names: Any) -> Any:
-    """An option that takes a whole number."""
-    return option(help, default, type=int, metavar="N", **names)
 
 
 def file(help: str, **names: Any) -> Any:

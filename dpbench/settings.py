@@ -70,7 +70,7 @@ class Settings:
         "the ncu program, if it is not on PATH", metavar="PROGRAM"
     )
     ncu_dir: Path = options.option(
-        "where .ncu-rep reports and logs go", Path("ncu_reports"), type=Path, metavar="DIR"
+        "where .ncu-rep reports and logs go", Path("ncu_reports"), metavar="DIR"
     )
     ncu_metrics: list[str] | None = options.option(
         "what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
@@ -89,15 +89,12 @@ class Settings:
         action="append",
         metavar="PHASES",
     )
-    warmup: int = options.number("warmup steps without ncu", 3)
-    active: int = options.number("active steps without ncu", 5)
-    ncu_warmup: int = options.number("warmup steps under ncu", 1)
-    ncu_active: int = options.number("active steps under ncu", 1)
+    warmup: int = options.option("warmup steps without ncu", 3, metavar="N")
+    active: int = options.option("active steps without ncu", 5, metavar="N")
+    ncu_warmup: int = options.option("warmup steps under ncu", 1, metavar="N")
+    ncu_active: int = options.option("active steps under ncu", 1, metavar="N")
     profile_dir: Path = options.option(
-        "where the PyTorch profiler's files go, one folder a case",
-        Path("runs"),
-        type=Path,
-        metavar="DIR",
+        "where the PyTorch profiler's files go, one folder a case", Path("runs"), metavar="DIR"
     )
     profile_schedule: str = options.option(
         "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
@@ -105,16 +102,12 @@ class Settings:
         metavar="NAME=N,…",
     )
     profile_threshold: float = options.option(
-        "list operators with this many ms of a step or more",
-        10.0,
-        type=float,
-        metavar="MS",
+        "list operators with this many ms of a step or more", 10.0, metavar="MS"
     )
     timeout: float = options.option(
         "end a measured process after this long on the GPU, and stop waiting for another "
         "session's process after as long",
         1800.0,
-        type=float,
         metavar="SECONDS",
     )
     try_anyway: bool = options.option(
@@ -143,7 +136,9 @@ class Settings:
         action="append",
         metavar="RATIO:LOW-HIGH",
     )
-    top: int = options.number("how many kernels a table shows", 10, pytest="--ncu-kernels-top")
+    top: int = options.option(
+        "how many kernels a table shows", 10, pytest="--ncu-kernels-top", metavar="N"
+    )
 
     # what is written
     json: Path | None = options.file("every row, and what follows from them,")
@@ -191,7 +186,7 @@ class Settings:
         "compare also what another device measured; it is labelled"
     )
     storage: Path = options.option(
-        "where runs are saved and references found", Path(".dpbench"), type=Path, metavar="DIR"
+        "where runs are saved and references found", Path(".dpbench"), metavar="DIR"
     )
 
     def __post_init__(self) -> None:
