@@ -309,14 +309,14 @@ class Session:
 
     def _write_page(self, path: Path, document: dict[str, Any]) -> None:
         """Write the page of charts; with ``--dpbench-histogram`` beside the reference."""
-        from dpbench.show.html.data import labelled
+        from dpbench.show.html.data import Material, labelled
         from dpbench.show.html.page import write_html
 
         shown: list[tuple[str, Mapping[str, Any]]] = [(path.stem, document)]
         if self.settings.histogram is not None and self.settings.compares:
             before = self.comparison.reference
             shown[:0] = [(before.name, before.document)] if before.sources else []
-        write_html(path, labelled(shown), self.view.expected)
+        write_html(path, Material(labelled(shown), self.view.expected))
 
     def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
         """Show the session beside its reference, and hold to limits what they are for."""

@@ -25,7 +25,7 @@
     };
     return {
       layout: {
-        margin: { l: 10, r: 16, t: 10, b: 46 },
+        margin: { l: 10, r: 16, t: 6, b: 46 },
         showlegend: false,
         dragmode: false,
         hovermode: "closest",
