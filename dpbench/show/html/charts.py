@@ -201,7 +201,7 @@ def roofline(material: Material) -> Chart | None:
     columns: dict[str, Shown] = {"phase": ("phase", str), **ROOFLINE_COLUMNS, **TIMED_COLUMNS}
     columns = {header.replace("\n", " "): shown for header, shown in columns.items()}
     cards = [
-        roofs_in_words(find_card(device), sorted(rows.precision))
+        roofs_in_words(find_card(str(device)), sorted(rows.precision))
         for device, rows in table.groupby("device", sort=False)
     ]
     how_to_read = (

@@ -138,7 +138,7 @@ def bar_chart(
         dashed = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
         layout["shapes"] = [{"type": "line", "line": dashed, **place}]
     height = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
-    panels = {
+    panels: dict[str, Json] = {
         cell: {
             "data": [*_bars(of_cell, colours, unit)],
             "layout": {**layout, **_names(of_cell.trainer.tolist(), height)},
@@ -154,7 +154,7 @@ def bar_chart(
 def _names(names: list[str], height: int) -> Json:
     """The trainers at the left, from above, each of some height."""
     shown = [plain(name) for name in names]
-    axis = {"type": "category", "categoryarray": names, "tickvals": names, "ticktext": shown}
+    axis: Json = {"type": "category", "categoryarray": names, "tickvals": names, "ticktext": shown}
     return {"height": 58 + height * len(names), "yaxis": {**axis, "autorange": "reversed"}}
 
 
@@ -163,6 +163,8 @@ def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
+        if known.empty:  # for a trace without bars plotly.js leaves out the grid
+            continue
         texts = [f"{name}: {write(value)} {unit}" for value in known[name]]
         yield {
             "type": "bar",

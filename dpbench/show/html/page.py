@@ -148,7 +148,7 @@ def cases(material: Material) -> Table:
             write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)
             numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
     run: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
-    columns = {**run, **NAMES, "premise": ("premise", str), **numbers}
+    columns: dict[str, Shown] = {**run, **NAMES, "premise": ("premise", str), **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
     title = "One step of each case: means over the steps, medians of times; exact when pointed at"
     return Table.of(title, known, columns)

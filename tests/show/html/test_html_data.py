@@ -91,6 +91,18 @@ def test_step_without_phases_has_no_bars() -> None:
     assert charts.phases(material(a=dram("standard", 4e9))) is None
 
 
+def test_a_phase_that_no_case_of_a_cell_has_is_not_drawn_there() -> None:
+    rows = [
+        *dram("standard", 4e9),
+        *dram("standard", 3e9, phase="forward"),
+        *dram("standard", 8e9, batch_size=16),
+        *dram("standard", 7e9, batch_size=16, phase="backward"),
+    ]
+    small, large = drawn(charts.phases(material(a=rows))).panels.values()
+    assert [trace.get("name") for trace in small["data"]] == ["forward", None]
+    assert [trace.get("name") for trace in large["data"]] == ["backward", None]
+
+
 def test_measured_and_counted_bytes_never_mix() -> None:
     both = material(a=dram("standard", 4e9) + logical("standard", 3e9))
     assert both.premise == data.MEASURED
