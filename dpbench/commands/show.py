@@ -170,7 +170,7 @@ def _card_here() -> str:
 def _draw(options: argparse.Namespace, view: View) -> None:
     """Write the page of the runs."""
     check_libraries()
-    from dpbench.show.html.page import write_html  # which needs them
+    from dpbench.show.html.page import render  # which needs them
 
     runs = [saved_run(name, options.storage) for name in options.files]
     for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
@@ -180,7 +180,7 @@ def _draw(options: argparse.Namespace, view: View) -> None:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
     named = labelled((run.name, run.document) for run in runs)
     try:
-        write_html(options.html, Material(named, view.expected))
+        write_text(options.html, render(Material(named, view.expected)))
     except OSError as error:
         raise ConfigurationError(in_words(error)) from error
     print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")

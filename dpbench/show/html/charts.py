@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, PHASES
+from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import EXPECTED_BY
 from dpbench.results.frame import CONFIGURATION, IN_CACHE_BYTES
@@ -100,10 +100,8 @@ def memory(material: Material) -> Chart | None:
         "memory",
         "Peak memory by trainer",
         BY_OPERATOR if material.premise == COUNTED else "measured by PyTorch's allocator",
-        peaks.assign(
-            **{"peak memory": peaks.value},
-            end=peaks.value,
-            label=[f" {gigabytes(peak)}" for peak in peaks.value],
+        peaks.rename(columns={"value": "peak memory"}).assign(
+            end=peaks.value, label=[f" {gigabytes(peak)}" for peak in peaks.value]
         ),
         {"peak memory": COLOUR},
         f"peak memory, GB ({material.premise})",
@@ -153,8 +151,7 @@ def against_logical(material: Material) -> Chart | None:
         "logical",
         "Measured against logical bytes",
         "DRAM bytes by hardware counters, and logical bytes counted without hardware",
-        both.assign(
-            **{"measured": both.value, "logical (counted)": both.logical},
+        both.rename(columns={"value": "measured", "logical": "logical (counted)"}).assign(
             end=both[["value", "logical"]].max(axis=1),
             label=["" if pd.isna(over) else f" {over:.2f}" for over in both.over_logical],
         ),
@@ -215,10 +212,7 @@ def roofline(material: Material) -> Chart | None:
 
 
 def _under_roofs(material: Material) -> tuple[pd.DataFrame, list[str]]:
-    """The phases of timed steps under the roofs of their cards, and why some have none.
-
-    What lies outside of phases is there if it takes enough to matter.
-    """
+    """The phases that take enough to matter under the roofs of their cards; why some have none."""
     tables, refusals = [], []
     everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
     counted = everything[everything.device == NO_HARDWARE]
@@ -239,14 +233,10 @@ def _under_roofs(material: Material) -> tuple[pd.DataFrame, list[str]]:
     if not tables:
         return pd.DataFrame(), refusals
     table = pd.concat(tables, ignore_index=True)
-    of_step = table.seconds.where(table.phase == STEP)
-    whole = of_step.groupby([table[key] for key in ("run", *AXES, "device")]).transform("max")
-    matters = table.phase.isin(PHASES) | (table.seconds / whole > SHOWN_SHARE)
-    table = table[whole.notna() & matters & (table.phase != STEP)]
-    table = table.assign(
-        title=titles(table, material.summary),
-        tflops_per_second=table.flops_per_second / TERA,
-    )
+    whole = table.groupby(["run", *AXES, "device"]).seconds.transform("max")
+    table = table[(table.seconds > SHOWN_SHARE * whole) & (table.phase != STEP)]
+    speeds = table.flops_per_second / TERA
+    table = table.assign(title=titles(table, material.summary), tflops_per_second=speeds)
     return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"]), refusals
 
 

@@ -34,11 +34,8 @@ UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
 }
 """Units of bars: how much one is, and how a number of them is written."""
 
-ROW, BAR = 30, 13
-"""Height of a trainer's stacked bar with its gap, and of one bar beside others, px."""
-
-CHARACTER = 7
-"""Width of a character in a label, px."""
+ROW, BAR, CHARACTER = 30, 13, 7
+"""Pixels of a trainer's stacked bar with its gap, of one bar beside others, of a character."""
 
 LONGEST = 24
 """Characters of a text in a chart: a phone has no room for more, and the tables have it whole."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from importlib import resources
-from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -17,7 +16,6 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from dpbench.case import AXES
-from dpbench.files import write_text
 from dpbench.results.frame import derived
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
@@ -35,11 +33,6 @@ NEEDS_LOGICAL = (
     "and nothing to hold bytes against. dpbench run --instrument logical counts them, in seconds a "
     "case and without a GPU; draw its run beside these."
 )
-
-
-def write_html(path: Path, material: Material) -> None:
-    """Write the page of some runs."""
-    write_text(path, render(material))
 
 
 def render(material: Material) -> str:
@@ -108,9 +101,8 @@ def headline(material: Material) -> list[str]:
 
 def trainers(material: Material) -> Table:
     """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
-    each = material.outcomes.groupby(list(AXES), sort=False).error.count().reset_index()
-    failed = (each.error > 0).groupby(each.trainer, sort=False)
-    counts = failed.agg(cases="size", failed="sum")
+    failed = material.outcomes.groupby(list(AXES), sort=False).error.any()
+    counts = failed.groupby("trainer").agg(cases="size", failed="sum")
     extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
     peaks = material.peaks.groupby("trainer").value.max().rename("peak")
     table = ordered(counts.join(extremes).join(peaks).reset_index(), ["trainer"])
@@ -193,10 +185,10 @@ def _about(run: Run) -> Iterator[tuple[str, str]]:
     for (instrument, device), rows in run.frame.groupby(["instrument", "device"], sort=True):
         how = "counted without hardware" if device == NO_HARDWARE else f"measured on {device}"
         yield f"rows of {instrument}", f"{len(rows)}, {how}: {'; '.join(sorted(set(rows.tool)))}"
-    failures = [outcome for outcome in run.outcomes if outcome.error]
-    yield "cases", f"{len(run.outcomes)}, {len(failures)} without a result"
-    flat = pd.json_normalize({**run.environment, **run.session}, sep=" ")
-    for name, value in flat.to_dict("records")[0].items() if len(flat.columns) else ():
+    failures = sum(bool(outcome.error) for outcome in run.outcomes)
+    cases = f"{len(run.outcomes)}, {failures} without a result"
+    flat = pd.json_normalize({"cases": cases, **run.environment, **run.session}, sep=" ")
+    for name, value in flat.to_dict("records")[0].items():
         said = str(name).replace("_", " ")
         if isinstance(value, list):
             yield said, ", ".join(map(str, value)) or ABSENT

@@ -15,7 +15,7 @@ import pytest
 from dpbench.case import AXES
 from dpbench.results.run import Run
 from dpbench.show.html.data import Material, labelled
-from dpbench.show.html.page import write_html
+from dpbench.show.html.page import render
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -86,7 +86,7 @@ def show(browser: Chrome, path: Path, *documents: tuple[str, Any]) -> None:
     """Write a page of some documents, load it, and wait until it is drawn."""
     from selenium.webdriver.support.wait import WebDriverWait
 
-    write_html(path, Material(labelled(documents)))
+    path.write_text(render(Material(labelled(documents))), encoding="utf-8")
     for log in ("browser", "performance"):  # of the page before
         browser.get_log(log)
     browser.get(path.as_uri())

@@ -62,14 +62,12 @@
     draw();
   });
   system.addEventListener("change", draw);
-  window.addEventListener("beforeprint", () => {
-    printing = true;
-    draw();
-  });
-  window.addEventListener("afterprint", () => {
-    printing = false;
-    draw();
-  });
+  for (const event of ["beforeprint", "afterprint"]) {
+    window.addEventListener(event, () => {
+      printing = event === "beforeprint";
+      draw();
+    });
+  }
 
   // Sorting: by the exact value of a cell, numbers by size; what has none comes last.
   const valueOf = (cell) => cell.dataset.value ?? cell.textContent;
