@@ -217,8 +217,10 @@ def _under_roofs(material: Material) -> tuple[pd.DataFrame, list[str]]:
     everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
     counted = everything[everything.device == NO_HARDWARE]
     counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
-    for run in material.runs if len(counted) else ():
+    for run in material.runs:
         measured = run.frame[run.frame.device != NO_HARDWARE]
+        if counted.empty or measured.empty:
+            continue
         table = intensities(pd.concat([measured, counted]), complete=False)
         table = table[table.bytes_are == MEASURED_BYTES]
         for device, rows in table.groupby("device", sort=False):
