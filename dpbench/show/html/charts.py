@@ -52,8 +52,8 @@ def phases(material: Material) -> Chart | None:
         return None
     wide["ratio"] = wide[KEYS].merge(step, how="left").ratio
     if len(material.failed):
-        failed = material.failed[["run", *CASE, "error", "fate"]]
-        wide = ordered(pd.concat([wide, failed]).drop_duplicates(["run", *CASE]), CASE)
+        failed = material.failed[[*CASE, "error", "fate"]]
+        wide = ordered(pd.concat([wide, failed]).drop_duplicates(CASE), CASE)
     name = f"{material.bytes_name} bytes"
     return figures.bar_chart(
         "phases",
@@ -74,7 +74,7 @@ def phases(material: Material) -> Chart | None:
 def _end_of_bar(row: Mapping[Any, Any]) -> str:
     """What stands at the end of a bar, or in its place if the case failed."""
     if isinstance(row.get("error"), str):
-        return f" {figures.plain(row['fate'] + ': ' + row['error'])}"
+        return f" {row['fate']}: {figures.plain(row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
     return f" {gigabytes(row[STEP])}{ratio}"
 

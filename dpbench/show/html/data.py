@@ -25,7 +25,7 @@ BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
 """The metric that is drawn, by premise."""
 
 CASE = ["batch_size", "seq_len", "title", "trainer"]
-"""What tells a case from every other of its run; all else that is unusual is in the title."""
+"""What tells a case from every other in a chart; all else that is unusual is in the title."""
 
 KEYS = ["run", "device", "premise", *CASE]
 """What tells it from every other on the page."""

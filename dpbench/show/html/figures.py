@@ -37,8 +37,8 @@ UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
 ROW, BAR, CHARACTER = 30, 13, 7
 """Pixels of a trainer's stacked bar with its gap, of one bar beside others, of a character."""
 
-LONGEST = 24
-"""Characters of a text in a chart: a phone has no room for more, and the tables have it whole."""
+LONGEST = 20
+"""Characters of a name in a chart: a phone has no room for more, and the tables have it whole."""
 
 Json = dict[str, Any]
 """A part of a figure, as plotly.js takes it."""

@@ -281,6 +281,17 @@ def test_case_without_a_result_stands_where_its_bar_would(error: str, what: str)
     assert f"1 case {what}." in "".join(page.text)
 
 
+def test_a_case_that_failed_in_two_runs_is_said_once() -> None:
+    document = cell()
+    document["rows"] = [r for r in document["rows"] if r["trainer"] != "dpsgd"]
+    for case in document["cases"]:
+        if case["trainer"] == "dpsgd":
+            case["error"] = "CaseOutOfMemory"
+    alike = {**document, "rows": []}
+    [figure] = figures_of(drawn(charts.phases, material(document, alike)))
+    assert figure["data"][-1]["y"] == [*TRAINERS]
+
+
 def test_nothing_measured_is_a_page_all_the_same() -> None:
     document = {"schema": 1, "rows": [], "cases": []}
     assert "No number was measured or counted" in render(material(document))
