@@ -28,8 +28,8 @@ from dpbench.show.kernels import ROOFLINE_COLUMNS, TIMED_COLUMNS, roofs_in_words
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, ordered
 
-COLOUR, COLOUR_OF_STEP = PHASE_STYLES["backward"].colour, "#7F8790"
-"""Of bars that are about no phase and no trainer, and of the whole step's beside its phases."""
+COLOUR = PHASE_STYLES["backward"].colour
+"""Of bars that are about no phase and no trainer."""
 
 BY_OPERATOR = "counted operator by operator without hardware, not measured"
 
@@ -117,10 +117,9 @@ def busy(material: Material) -> Chart | None:
     elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
     rows = summary[summary.metric == BUSY].join(elapsed.rename("cycles"), on=keys)
     longest = rows.groupby(KEYS).cycles.transform("max")
-    rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin([*ALL_PHASES, STEP])]
+    rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin(PHASE_STYLES)]
     if rows.empty:
         return None
-    colours = {name: style.colour for name, style in PHASE_STYLES.items()} | {STEP: COLOUR_OF_STEP}
     how_to_read = (
         f"Left of the line, at {LAUNCH_BOUND:.0%}, the GPU waits for the CPU to launch its work, "
         f"and bytes do not explain the time. {BUSY_OF}"
@@ -130,7 +129,7 @@ def busy(material: Material) -> Chart | None:
         "How busy the GPU was, by phase",
         "measured by hardware counters: the part of the time in which the GPU did anything",
         pivot(rows, "phase").assign(end=1.0, label=""),
-        {name: colour for name, colour in colours.items() if name in set(rows.phase)},
+        {name: s.colour for name, s in PHASE_STYLES.items() if name in set(rows.phase)},
         "busy, % of the time",
         unit="%",
         notes=[how_to_read],

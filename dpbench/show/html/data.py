@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,11 +33,9 @@ KEYS = ["run", "device", "premise", *CASE]
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
     """Documents as runs with the names they came with; a name that comes again is numbered."""
     runs: list[Run] = []
-    seen: Counter[str] = Counter()
     for name, document in documents:
-        seen[name] += 1
-        label = name if seen[name] == 1 else f"{name} ({seen[name]})"
-        runs.append(Run(Path(label), document, label))
+        place = 1 + sum(run.path == Path(name) for run in runs)
+        runs.append(Run(Path(name), document, f"{name} ({place})" if place > 1 else name))
     return runs
 
 

@@ -18,6 +18,7 @@ import pandas as pd
 
 from dpbench.case import OUTSIDE
 from dpbench.registry import TRAINERS
+from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes
 
 NAMES: Mapping[str, Shown] = {
@@ -61,6 +62,7 @@ PHASE_STYLES = {
     "noise": Style("#CC79A7", "triangle-up", "△"),
     "optimizer": Style("#009E73", "triangle-down", "▽"),
     OUTSIDE: Style(NEUTRAL, "star", "☆"),
+    STEP: Style("#7F8790", "hexagon", "⬡"),
 }
 
 TRAINER_COLOURS = (
