@@ -186,7 +186,7 @@ def roofline(material: Material) -> Chart | None:
     }
     colours = figures.trainer_colours(table.trainer)
     panels = {
-        cell: {"data": [*_marks_under(rows, colours)], "layout": layout}
+        cell: {"data": _marks_under(rows, colours), "layout": layout}
         for cell, rows in figures.cells(placed)
     }
     keys = figures.squares(colours)
@@ -241,38 +241,37 @@ def _under_roofs(material: Material) -> tuple[pd.DataFrame, list[str]]:
     return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"]), refusals
 
 
-def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> Iterator[Json]:
+def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> list[Json]:
     """The roof, and a ring a phase, the first trainer's the largest, so that none hides another."""
     ridge, peak = placed.ridge.iloc[0], placed.peak.iloc[0]
-    x, y = np.array([1e-6, 1, 1e6]) * ridge, np.array([1e-6, 1, 1]) * peak
-    line = {"color": NEUTRAL, "width": 2.5}
-    roof = {"type": "scatter", "mode": "lines", "x": x.tolist(), "y": y.tolist(), "line": line}
-    yield {**roof, "hoverinfo": "skip"}
+    present = [name for name in colours if name in set(placed.trainer)]
+    sizes = dict(zip(present, np.linspace(15, 4.5, len(present)), strict=True))
+    shapes = {phase: style.symbol for phase, style in PHASE_STYLES.items()}
+    ends = (placed.busy < LAUNCH_BOUND).map({True: "-open-dot", False: "-open"})
     said = {
         phase: figures.lines(phase, *map(_under, group.to_dict("records")))
         for phase, group in placed.groupby("phase")
     }  # a line a trainer: they may lie upon each other
-    present = [name for name in colours if name in set(placed.trainer)]
-    for name, size in zip(present, np.linspace(15, 4.5, len(present)), strict=True):
-        group = placed[placed.trainer == name]
-        yield {
-            "type": "scatter",
-            "mode": "markers",
-            "x": group.intensity.tolist(),
-            "y": group.tflops_per_second.tolist(),
-            "marker": {
-                "symbol": [
-                    f"{PHASE_STYLES[phase].symbol}-open{'-dot' * waits}"
-                    for phase, waits in zip(group.phase, group.busy < LAUNCH_BOUND, strict=True)
-                ],
-                "size": float(size),
-                "color": colours[name],
-                "line": {"width": 1.5},
-            },
-            "cliponaxis": False,
-            "hoverinfo": "text",
-            "hovertext": [said[phase] for phase in group.phase],
-        }
+    x, y = [ridge * 1e-6, ridge, ridge * 1e6], [peak * 1e-6, peak, peak]
+    line = {"color": NEUTRAL, "width": 2.5}
+    roof = {"type": "scatter", "mode": "lines", "x": x, "y": y, "line": line, "hoverinfo": "skip"}
+    rings = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": placed.intensity.tolist(),
+        "y": placed.tflops_per_second.tolist(),
+        "marker": {
+            "symbol": (placed.phase.map(shapes) + ends).tolist(),
+            "size": placed.trainer.map(sizes).tolist(),
+            "color": placed.trainer.map(colours).tolist(),
+            "line": {"width": 1.5},
+            "opacity": 1,  # of several sizes plotly.js makes bubbles
+        },
+        "cliponaxis": False,
+        "hoverinfo": "text",
+        "hovertext": placed.phase.map(said).tolist(),
+    }
+    return [roof, rings]
 
 
 def _under(row: Mapping[Any, Any]) -> str:

@@ -162,23 +162,22 @@ def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers()
     chart = drawn(charts.roofline, COUNTED_TOO)
     assert "waits" not in str(chart)
     [roof] = figures_of(chart)
-    marks = [trace for trace in roof["data"] if trace["mode"] == "markers"]
-    sizes = [trace["marker"]["size"] for trace in marks]
-    assert len(set(sizes)) == 4
+    _, rings = roof["data"]
+    sizes = rings["marker"]["size"]
+    assert len(set(sizes)) == len(set(rings["marker"]["color"])) == 4
     assert sizes == sorted(sizes, reverse=True)
-    assert {text.partition("<br>")[0] for trace in marks for text in trace["hovertext"]} == {
-        *("forward", "backward", "clip")
-    }
-    assert all(f"<br>{name}: " in marks[0]["hovertext"][0] for name in TRAINERS)
+    texts = rings["hovertext"]
+    assert {text.partition("<br>")[0] for text in texts} == {"forward", "backward", "clip"}
+    assert all(f"<br>{name}: " in texts[0] for name in TRAINERS)
 
 
 def test_a_phase_that_waits_for_its_launches_is_marked_under_its_roof() -> None:
     roofline = drawn(charts.roofline, material(with_busy_shares(), COUNTED))
     [figure] = figures_of(roofline)
-    for trace in figure["data"][1:]:
-        said = [text.partition("<br>")[0] for text in trace["hovertext"]]
-        dotted = [symbol.endswith("-open-dot") for symbol in trace["marker"]["symbol"]]
-        assert dotted == [phase == "clip" for phase in said]
+    _, rings = figure["data"]
+    said = [text.partition("<br>")[0] for text in rings["hovertext"]]
+    dotted = [symbol.endswith("-open-dot") for symbol in rings["marker"]["symbol"]]
+    assert dotted == [phase == "clip" for phase in said]
     assert "bound by launches, busy 10%" in str(figure)
     assert "waits for launches" in roofline.keys[-1][1]
 
