@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import SCRIPT
 from dpbench.comparison import Comparison, asked_for
 from dpbench.errors import ConfigurationError
-from dpbench.files import in_words, printable
+from dpbench.files import in_words, printable, write_text
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.show.view import View
 
@@ -319,14 +319,14 @@ class Session:
 
     def _write_page(self, path: Path, document: dict[str, Any]) -> None:
         """Write the page of charts; with ``--dpbench-histogram`` beside the reference."""
-        from dpbench.show.html.data import labelled
-        from dpbench.show.html.page import write_html
+        from dpbench.show.html.data import Material, labelled
+        from dpbench.show.html.page import render
 
         shown: list[tuple[str, Mapping[str, Any]]] = [(path.stem, document)]
         if self.settings.histogram is not None and self.settings.compares:
             before = self.comparison.reference
             shown[:0] = [(before.name, before.document)] if before.sources else []
-        write_html(path, labelled(shown), self.view.expected)
+        write_text(path, render(Material(labelled(shown), self.view.expected)))
 
     def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
         """Show the session beside its reference, and hold to limits what they are for."""

@@ -65,7 +65,7 @@ from dpbench.results.run import Run
 from dpbench.settings import declare
 from dpbench.show.export import summary_tables
 from dpbench.show.html import check_libraries
-from dpbench.show.html.data import labelled
+from dpbench.show.html.data import Material, labelled
 from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
 from dpbench.show.profile import whole_timeline
@@ -170,7 +170,7 @@ def _card_here() -> str:
 def _draw(options: argparse.Namespace, view: View) -> None:
     """Write the page of the runs."""
     check_libraries()
-    from dpbench.show.html.page import write_html  # which needs them
+    from dpbench.show.html.page import render  # which needs them
 
     runs = [saved_run(name, options.storage) for name in options.files]
     for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
@@ -178,8 +178,9 @@ def _draw(options: argparse.Namespace, view: View) -> None:
     for run in runs:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
+    named = labelled((run.name, run.document) for run in runs)
     try:
-        write_html(options.html, labelled((run.name, run.document) for run in runs), view.expected)
+        write_text(options.html, render(Material(named, view.expected)))
     except OSError as error:
         raise ConfigurationError(in_words(error)) from error
     print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")
