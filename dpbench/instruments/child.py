@@ -9,8 +9,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ class Child(Running):
     Args:
         command: an argument list.
         case: whose command it is.
-        log: the file to write.
+        log: the file to write; if None, one that is gone after `cancel`.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
@@ -65,10 +67,14 @@ class Child(Running):
         command: list[str],
         *,
         case: Case,
-        log: Path,
+        log: Path | None,
         timeout: float,
         read: Callable[[Child], list[Measurement]],
     ) -> None:
+        self._scratch = ExitStack()
+        if log is None:
+            scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
+            log = Path(self._scratch.enter_context(scratch), "log")
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
@@ -133,7 +139,8 @@ class Child(Running):
                     time.sleep(POLL_SECONDS)
 
     def cancel(self) -> None:
-        self.group.end()
+        with self._scratch:
+            self.group.end()
 
 
 def is_ours(process_id: int) -> bool:

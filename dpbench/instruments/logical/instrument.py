@@ -12,7 +12,6 @@ again), tiny models less (everything stays in the cache).
 from __future__ import annotations
 
 import gc
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -72,7 +71,9 @@ class Logical(Instrument):
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
         if is_builtin(case):
             return Counting(self, case)
-        return CountingApart(self, case)
+        log = self.directory and (self.directory / case.report_path).with_suffix(".logical.log")
+        command = [*step_command(case, device="cpu"), "--logical"]
+        return Child(command, case=case, log=log, timeout=self.timeout, read=_counted_apart)
 
     def count(self, case: Case) -> Outcome:
         """Count a case in this process; a step that cannot be counted is a `CaseFailed`.
@@ -121,25 +122,6 @@ class Counting(Running):
         counted = self.instrument.count(self.case)
         self.operators, self.notes = counted.operators, counted.notes
         return list(counted.rows)
-
-
-class CountingApart(Child):
-    """A case that is counted in a process of its own: what it does to that, nobody else feels."""
-
-    def __init__(self, instrument: Logical, case: Case) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
-        directory = instrument.directory or Path(self._scratch.name)
-        super().__init__(
-            [*step_command(case, device="cpu"), "--logical"],
-            case=case,
-            log=(directory / case.report_path).with_suffix(".logical.log"),
-            timeout=instrument.timeout,
-            read=_counted_apart,
-        )
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._scratch.cleanup()
 
 
 def _counted_apart(child: Child) -> list[Measurement]:
