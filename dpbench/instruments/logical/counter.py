@@ -302,13 +302,6 @@ def flop_formula(func: OpOverload) -> Callable[..., int] | None:
     There are some for matrix products, convolutions and attention (`torch.utils.flop_counter`).
     They count a multiply-add as two, and do not halve causal attention.
     """
-    aten = torch.ops.aten
-    same = {  # the CPU's fused attention takes its operands in the same order as CUDA's
-        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            aten._scaled_dot_product_flash_attention_backward
-        ),
-    }
-    formula: Callable[..., int] | None
-    formula = flop_registry.get(same.get(func.overloadpacket, func.overloadpacket))
-    return formula
+    # The CPU's fused attention takes its operands in the same order as CUDA's.
+    name = str(func.overloadpacket).replace("_for_cpu", "")
+    return next((formula for known, formula in flop_registry.items() if str(known) == name), None)
