@@ -36,14 +36,12 @@ PATIENCE_SECONDS = 3.0
 """For how long a GPU that another session uses is waited for in silence."""
 
 
-def step_command(
-    case: Case, steps: Steps | None = None, *, device: str, nvtx: bool = False
-) -> list[str]:
+def step_command(case: Case, steps: Steps | None = None, *, device: str) -> list[str]:
     """The argument list that runs one case: ``python -m dpbench step …``."""
     command = [sys.executable, "-m", "dpbench", "step", *arguments(case), "--device", device]
     if steps:
         command += ["--warmup", str(steps.warmup), "--active", str(steps.active)]
-    return [*command, "--nvtx"] if nvtx else command
+    return command
 
 
 class Child(Running):

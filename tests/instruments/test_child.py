@@ -49,7 +49,7 @@ def says(**record: object) -> str:
 
 
 def test_the_command_is_an_argument_list_that_names_every_field() -> None:
-    assert step_command(CASE, Steps(1, 2), device="cuda", nvtx=True) == [
+    assert step_command(CASE, Steps(1, 2), device="cuda") == [
         sys.executable,
         "-m",
         "dpbench",
@@ -61,7 +61,6 @@ def test_the_command_is_an_argument_list_that_names_every_field() -> None:
         *("--device", "cuda"),
         *("--warmup", "1"),
         *("--active", "2"),
-        "--nvtx",
     ]
 
 

@@ -76,8 +76,8 @@ class Ncu(Instrument):
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
-        step = step_command(case, self.steps, device="cuda", nvtx=True)
-        return [*self.before_program(case), *step]
+        step = step_command(case, self.steps, device="cuda")
+        return [*self.before_program(case), *step, "--nvtx"]
 
     def before_program(self, case: Case, *more: str) -> list[str]:
         """The arguments before those of the profiled program, caches and clocks left alone.
