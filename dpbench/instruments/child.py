@@ -19,8 +19,9 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
-    KINDS,
     CaseFailed,
+    CaseOutOfMemory,
+    CaseRefused,
     CaseTimedOut,
     GpuBusy,
     InstrumentError,
@@ -119,7 +120,9 @@ class Child(Running):
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kind = KINDS.get(error["kind"], CaseFailed)
+        kinds = {kind.__name__: kind for kind in InstrumentError.__subclasses__()}
+        kinds |= {"OutOfMemory": CaseOutOfMemory, "ConfigurationError": CaseRefused}
+        kind = kinds.get(error["kind"], CaseFailed)
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
