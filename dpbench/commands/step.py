@@ -99,9 +99,7 @@ def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str
         from dpbench.instruments.logical.instrument import Logical
 
         faulthandler.enable(2)  # what crashes in here is in the log, with its line
-        counted = Logical().count(case)
-        rows, operators = ([x.as_row() for x in of] for of in (counted.rows, counted.operators))
-        return {"rows": rows, "operators": operators, "notes": counted.notes}
+        return Logical().count(case).as_json()
     how = {"device": options.device, **asdict(steps)}
     if options.nsys:
         from dpbench.instruments.nsys.child import trace_case

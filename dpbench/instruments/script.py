@@ -148,8 +148,7 @@ class RunningScript(Running):
             error = "interrupted; what was counted until then is kept"
         if self.script.ncu and record.get("heard"):
             with suppress(*[InstrumentError] if error else []):  # which came before the report's
-                self.script.ncu.check_report(self.case, self._log)
-                counted = self.script.ncu.rows(self.case, record)
+                counted = self.script.ncu.rows(self.case, record, self._log)
                 rows = [row for row in counted if row.repeat < record["heard"]]
         self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
         self.notes = tuple(record.get("notes", ()))
