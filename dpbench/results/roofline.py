@@ -164,7 +164,9 @@ def intensities(frame: pd.DataFrame, *, complete: bool = True) -> pd.DataFrame:
     table = table.merge(seconds, "left", place).merge(busy, "left", place)
     if not complete:
         table = table.dropna(subset="flops")
-    missing = table[table.flops.isna()].sort_values("phase", key=lambda phase: phase != STEP)
+    missing = table[table.flops.isna()].sort_values(
+        "phase", key=lambda phase: phase != STEP, kind="stable"
+    )
     for row in missing.head(1).to_dict("records"):
         raise ConfigurationError(  # never zero
             f"no operations were counted for {Case.from_row(row).id}, phase {row['phase']}: "
