@@ -243,13 +243,3 @@ def account(frame: pd.DataFrame) -> pd.DataFrame | None:
     ranges = table.range_read + table.range_written
     counted = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
     return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])
-
-
-def in_cache(account: pd.DataFrame) -> bool:
-    """Whether the step is so small that copies stay in the L2 cache, and nothing adds up."""
-    return bool(account.range_read[STEP] + account.range_written[STEP] < IN_CACHE_BYTES)
-
-
-def unaccounted(account: pd.DataFrame) -> bool:
-    """Whether more of the step is left over than `TOLERANCE`, of steps that reach DRAM."""
-    return not in_cache(account) and bool(abs(account.share[STEP]) > TOLERANCE)

@@ -203,17 +203,8 @@ def kernel_rows(
     ]
 
 
-def kernel_frame(counts: Iterable[KernelCount]) -> pd.DataFrame:
-    """One row per `KernelCount`, with its short name (``kernel``), category and DRAM bytes."""
-    import pandas as pd  # not in processes that only count
-
-    rows = [{**count.as_row(), "dram_bytes": count.dram_bytes} for count in counts]
-    columns = [*KernelCount.__dataclass_fields__, "kernel", "category", "dram_bytes"]
-    return pd.DataFrame(rows, columns=columns)
-
-
 def kernel_table(
-    frame: pd.DataFrame,
+    counts: Iterable[KernelCount],
     by: Sequence[str] = ("phase", "kernel"),
     *,
     step_bytes: float | None = None,
@@ -222,7 +213,7 @@ def kernel_table(
     """What groups of kernels move in one step, most DRAM bytes first.
 
     Args:
-        frame: of `kernel_frame`.
+        counts: one or more.
         by: columns that make a group, e.g. ``["category"]``.
         step_bytes: the bytes that count as the whole; those of all kernels if None.
         bandwidth: of the card's memory, B/s.
@@ -232,8 +223,11 @@ def kernel_table(
         the whole, and ``ceiling``, the fraction of ``bandwidth`` that the bytes ÷ the kernels'
         own time reach (NaN without a bandwidth).
     """
-    steps = max(frame.repeat.nunique(), 1)
-    table = frame.groupby(list(by), dropna=False)[[*ADDED_UP, "dram_bytes"]].sum() / steps
+    import pandas as pd  # not in processes that only count
+
+    frame = pd.DataFrame([count.as_row() for count in counts])
+    table = frame.groupby(list(by), dropna=False)[[*ADDED_UP]].sum() / frame.repeat.nunique()
+    table["dram_bytes"] = table.read_bytes + table.write_bytes
     whole = step_bytes if step_bytes is not None else table.dram_bytes.sum()
     table["share"] = table.dram_bytes / whole if whole else float("nan")
     table["ceiling"] = table.dram_bytes / table.seconds / (bandwidth or float("nan"))

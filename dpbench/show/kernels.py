@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pandas as pd
 
-from dpbench.results.frame import (
-    ACCOUNT_COLUMNS,
-    TOLERANCE,
-    account,
-    in_cache,
-    to_frame,
-    unaccounted,
-)
+from dpbench.results.frame import ACCOUNT_COLUMNS, IN_CACHE_BYTES, TOLERANCE, account, to_frame
 from dpbench.results.kernels import (
     KernelCount,
     category,
     dram_bytes_of_step,
-    kernel_frame,
     kernel_table,
-    short_name,
 )
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import Roofs, known_roofs
@@ -49,7 +40,7 @@ def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
 
 
 def kernel_tables(
-    counts: Iterable[KernelCount],
+    counts: Sequence[KernelCount],
     title: str,
     step_bytes: float | None = None,
     roofs: Roofs | None = None,
@@ -60,14 +51,13 @@ def kernel_tables(
 
     They are compared with the DRAM bytes of the case's step and the roofs of its card.
     """
-    frame = kernel_frame(counts)
-    if frame.empty:
+    if not counts:
         return []
     groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
     tables = []
-    for by in groups if frame.operator.notna().any() else groups[:2]:
+    for by in groups if any(count.operator for count in counts) else groups[:2]:
         bandwidth = roofs.bandwidth if roofs else None
-        table = kernel_table(frame, by, step_bytes=step_bytes, bandwidth=bandwidth)
+        table = kernel_table(counts, by, step_bytes=step_bytes, bandwidth=bandwidth)
         shown = table if by == ["category"] else table.head(top)
         count = f" (top {len(shown)} of {len(table)})" if len(shown) < len(table) else ""
         columns: dict[str, Shown] = {
@@ -82,7 +72,7 @@ def kernel_tables(
         title_of_table = f"{title}: bytes by {by[0]}{count}"
         shown = shown.reset_index().fillna({by[0]: "unknown"})
         tables.append(Table.of(title_of_table, shown, columns))
-    return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(frame, step_bytes, roofs)))]
+    return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(counts, step_bytes, roofs)))]
 
 
 def wrapped(name: str) -> str:
@@ -96,8 +86,10 @@ def wrapped(name: str) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -> Iterator[str]:
-    total = frame.dram_bytes.sum() / max(frame.repeat.nunique(), 1)
+def _notes(
+    counts: Sequence[KernelCount], step_bytes: float | None, roofs: Roofs | None
+) -> Iterator[str]:
+    total = sum(count.dram_bytes for count in counts) / len({count.repeat for count in counts})
     of = f"{gigabytes(total)} GB of all kernels profiled; the step itself was not measured"
     if step_bytes:
         of = f"step's {gigabytes(step_bytes)} GB by its ranges; all kernels profiled move "
@@ -109,14 +101,15 @@ def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -
             f"Of peak: DRAM bytes ÷ that time, of the {roofs.bandwidth / 1e9:.4g} GB/s of "
             f"{roofs.name} ({roofs.premise})."
         )
-    strangers = {short_name(name) for name in frame.name if category(name) is None}
+    strangers = {count.kernel for count in counts if category(count.name) is None}
     if strangers:
         yield f"No category fits: {', '.join(sorted(strangers))}."
 
 
 def account_table(title: str, accounted: pd.DataFrame) -> Table:
     """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
-    small = in_cache(accounted)
+    step = accounted.loc[STEP]
+    small = step.range_read + step.range_written < IN_CACHE_BYTES
     write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
     ways = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
     parts = dict(zip([*ways, "left\nover"], [*ACCOUNT_COLUMNS, "remainder"], strict=True))
@@ -125,7 +118,7 @@ def account_table(title: str, accounted: pd.DataFrame) -> Table:
     notes = ["Left over: range less kernels less copies; % of the step's range."]
     if small:
         notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
-    elif unaccounted(accounted):
+    elif abs(step.share) > TOLERANCE:
         notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
     lines = accounted.rename_axis("phase").reset_index()
     return Table.of(f"{title}: DRAM GB per step", lines, columns, notes)
