@@ -308,11 +308,11 @@ METRICS = Metrics((
     Metric("warp_cycles", by=_CUPTI, counters=("sm__warps_active.sum",)),
     Metric("warp_peak_cycles", by=_CUPTI, counters=("sm__warps_active.sum" + _PEAK,)),
     # By Nsight Systems, between the first and last moment of a range, under its recording.
-    Metric("timeline_busy_share", by=_NSYS, higher_is_better=True, adds_up=False, middle=True,
+    Metric("timeline_seconds", "ms", _NSYS, middle=True),
+    Metric("timeline_busy_seconds", "GPU busy\nms", _NSYS, middle=True),
+    Metric("timeline_busy_share", "busy", _NSYS, higher_is_better=True, adds_up=False, middle=True,
            share_of=("timeline_busy_seconds", "timeline_seconds")),
-    Metric("timeline_seconds", by=_NSYS, middle=True),
-    Metric("timeline_busy_seconds", by=_NSYS, middle=True),
-    Metric("timeline_launches", by=_NSYS, middle=True),
+    Metric("timeline_launches", "launches", _NSYS, middle=True),
     # What a GPU exchanges with others and with the host; counted where there are others.
     Metric("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, ("nvlrx__bytes.sum",)),
     Metric("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, ("nvltx__bytes.sum",)),
