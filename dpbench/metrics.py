@@ -45,53 +45,35 @@ DERIVED: Mapping[Kind, str] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One thing that can be known of a step.
+    """One thing that can be known of a step."""
 
-    Args:
-        name: spelled out, with its kind of unit at the end: one of `UNITS`;
-            anything else is a number.
-        header: what heads its column, on one or two lines; empty if it is in no table of cases.
-        by: the instruments that have it.
-        counters: the hardware counters that add up to it, by the names of
-            ``ncu --query-metrics``; it is counted unless others are asked for.
-        scale: what their sum is multiplied by.
-        chips: other counters for the chips that a pattern fits; none if such a chip lacks it.
-        nvprof: nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison"
-            in the Nsight Compute CLI documentation).
-        sum_of: the metrics that add up to it, where it is not measured itself.
-        share_of: the metrics whose ratio it is, part and whole, where it is not measured itself.
-        logical: what logical counting says in its place.
-        shown: what of it is shown unless columns are chosen.
-        expected: between which ratios to the baseline the user of this suite expects it.
-        higher_is_better: whether a fall is a change for the worse; else a rise is.
-        adds_up: whether its phases add up to the step.
-        middle: whether a case's value is the median over its steps; else it is the mean.
-        throughput: whether it is shown divided by the time of a step, too.
-        spread: whether its spread over the steps says how far a row can be trusted.
-        source: where an instrument finds it: a field of `KernelCount`, or how an activity's name
-            in a trace of the PyTorch profiler begins.
-        of: the metric from which it follows, if it is one of those that `derived` makes.
-        kind: how it follows from that one.
-    """
-
-    name: str
-    header: str = ""
-    by: tuple[str, ...] = ("ncu", "cupti")
+    name: str  # spelled out, with its kind of unit at the end: one of `UNITS`, else it is a number
+    header: str = ""  # of its column, on one or two lines; empty if it is in no table of cases
+    by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it
+    # The hardware counters that add up to it, by the names of ``ncu --query-metrics``, and what
+    # their sum is multiplied by; it is counted unless others are asked for.
     counters: tuple[str, ...] = ()
     scale: float = 1
+    # Other counters for the chips that a pattern fits; none if such a chip lacks it.
     chips: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    # nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison" in the
+    # Nsight Compute CLI documentation).
     nvprof: str = ""
+    # Where it is not measured itself: the metrics that add up to it, or part and whole.
     sum_of: tuple[str, ...] = ()
     share_of: tuple[str, ...] = ()
-    logical: str = ""
-    shown: tuple[Kind, ...] = ()
-    expected: tuple[float, float] | None = None
-    higher_is_better: bool = False
-    adds_up: bool = True
-    middle: bool = False
-    throughput: bool = True
-    spread: bool = False
+    logical: str = ""  # what logical counting says in its place
+    shown: tuple[Kind, ...] = ()  # what of it is shown unless columns are chosen
+    expected: tuple[float, float] | None = None  # as ratio to the baseline, see `EXPECTED_BY`
+    higher_is_better: bool = False  # a fall is a change for the worse; else a rise is
+    adds_up: bool = True  # its phases add up to the step
+    middle: bool = False  # a case's value is the median over its steps; else it is the mean
+    throughput: bool = True  # it is shown divided by the time of a step, too
+    spread: bool = False  # its spread over the steps says how far a row can be trusted
+    # Where an instrument finds it: a field of `KernelCount`, or how an activity's name in a trace
+    # of the PyTorch profiler begins.
     source: str = ""
+    # If it is one of those that `derived` makes: the metric from which it follows, and how.
     of: str = ""
     kind: Kind = "value"
 
