@@ -185,10 +185,6 @@ class Metrics(Mapping[str, Metric]):
         """The metrics that an instrument has as sums of hardware counters."""
         return [metric for metric in self.had_by(instrument) if metric.spellings]
 
-    def expected(self) -> dict[str, tuple[float, float]]:
-        """Between which ratios to the baseline a metric is expected, where it is."""
-        return {metric.name: metric.expected for metric in self.values() if metric.expected}
-
     def every(self) -> dict[str, Metric]:
         """These and what follows from them, by name, and the largest spread of a case."""
         if not self._every:
@@ -323,13 +319,14 @@ EXPECTED_BY = "expected by the user of this suite"
 """Whose expectation it is."""
 
 
-def expectations(texts: Iterable[str]) -> dict[str, tuple[float, float]]:
+def expectations(texts: Iterable[str] = ()) -> dict[str, tuple[float, float]]:
     """Expected ratios by metric: the usual ones, and what ``RATIO:LOW-HIGH`` sets.
 
     ``none`` drops the usual ones.
     """
     texts = list(texts)
-    expected = {} if "none" in texts else METRICS.expected()
+    usual = {metric.name: metric.expected for metric in METRICS.values() if metric.expected}
+    expected = {} if "none" in texts else usual
     for text in texts:
         if text == "none":
             continue

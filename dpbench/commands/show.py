@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write the page; returns the exit code."""
-    view = _view(options)
+    view = View.of(options)
     for path in filter(None, (options.markdown, options.html)):
         check_writable_file(path)
     if options.html:
@@ -133,12 +133,7 @@ def _tables(options: argparse.Namespace, view: View) -> list[Table]:
         check_is_file(path)
         return whole_timeline(timeline_of(path), path.stem)
     run = saved_run(alone, options.storage)
-    return summary_tables(run.outcomes, _view(options, run.baseline))
-
-
-def _view(options: argparse.Namespace, baseline: str = BASELINE_TRAINER) -> View:
-    chosen = (options.columns, options.sort, options.group_by, options.top, options.expect)
-    return View.of(*chosen, baseline=baseline)
+    return summary_tables(run.outcomes, View.of(options, run.baseline))
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> list[Table]:
@@ -174,7 +169,7 @@ def _draw(options: argparse.Namespace, view: View) -> None:
 
     runs = [saved_run(name, options.storage) for name in options.files]
     for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
-        view = _view(options, baseline)  # what is usually expected is of ratios to standard
+        view = View.of(options, baseline)  # what is usually expected is of ratios to standard
     for run in runs:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")

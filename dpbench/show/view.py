@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,31 +83,24 @@ class View:
     sort: str | None = None
     group_by: tuple[str, ...] = ("cell",)
     top: int = TOP
-    expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
+    expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
     baseline: str = BASELINE_TRAINER
 
     @classmethod
-    def of(
-        cls,
-        columns: str | None = None,
-        sort: str | None = None,
-        group_by: str | None = None,
-        top: int = TOP,
-        expect: Iterable[str] = (),
-        baseline: str = BASELINE_TRAINER,
-    ) -> View:
-        """A view from what was said on a command line: names separated by commas."""
-        if top < 1:
-            raise ConfigurationError(f"a table shows 1 kernel or more, not {top}")
-        labels = _names(group_by) or ("cell",)
+    def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> View:
+        """The view that was asked for on a command line: names separated by commas."""
+        if asked.top < 1:
+            raise ConfigurationError(f"a table shows 1 kernel or more, not {asked.top}")
+        labels = _names(asked.group_by) or ("cell",)
         for label in labels:
             if label not in (*GROUPS, *OF_TESTS) and not label.startswith(PARAM):
                 raise unknown("group", label, (*GROUPS, *OF_TESTS, f"{PARAM}NAME"))
-        if sort not in (None, NAME, *AXES):
-            column(str(sort))
-        expected = expectations([*expect, *(["none"] if baseline != BASELINE_TRAINER else [])])
-        chosen = tuple(map(column, _names(columns)))
-        return cls(chosen, sort, labels, top, expected, baseline=baseline)
+        if asked.sort not in (None, NAME, *AXES):
+            column(str(asked.sort))
+        no_usual = ["none"] if baseline != BASELINE_TRAINER else []
+        expected = expectations([*asked.expect, *no_usual])
+        chosen = tuple(map(column, _names(asked.columns)))
+        return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
 
     @property
     def test_labels(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from dpbench.case import AXES, PHASES
-from dpbench.metrics import EXPECTED_BY, METRICS
+from dpbench.metrics import EXPECTED_BY, expectations
 from dpbench.results.frame import (
     CONFIGURATION,
     IN_CACHE_BYTES,
@@ -81,7 +81,7 @@ class Material:
     """
 
     runs: Sequence[Run]
-    expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
+    expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
 
     @cached_property
     def baseline(self) -> str:
