@@ -226,8 +226,10 @@ def _meanwhile(seconds: float, calls: dict[str, int]) -> str:
 
 def _activities(timeline: Timeline, title: str, steps: int) -> Table:
     """What ran in whole steps, by name."""
-    rows = pd.DataFrame(timeline.of_whole_steps(), columns=Activity._fields)
-    rows["time"] = rows.end - rows.start
+    every = pd.DataFrame(timeline.activities, columns=Activity._fields)
+    every["time"] = every.end - every.start
+    inside = [every.launched.between(s.start, s.end, "left") for s in timeline.whole_steps]
+    rows = pd.concat([every[:0], *(every[of_step] for of_step in inside)])
     sums = rows.groupby(["name", "kind"], sort=False).agg(
         count=("time", "size"), time=("time", "sum"), bytes=("bytes", "sum")
     )
