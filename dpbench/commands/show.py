@@ -52,12 +52,11 @@ from dpbench.instruments.ncu.report import (
 from dpbench.instruments.nsys.instrument import timeline_of
 from dpbench.instruments.torch_profiler.files import with_operators
 from dpbench.results.frame import to_frame
-from dpbench.results.kernels import KernelCount, dram_bytes_of_step, fold
+from dpbench.results.kernels import KernelCount, fold
 from dpbench.results.roofline import (
     CARDS,
     find_card,
     intensities,
-    known_roofs,
     read_ceilings,
     under,
 )
@@ -214,11 +213,10 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
         raise ConfigurationError(
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )
-    ranges, step_bytes = path.resolve().parents[1] / path.name, None
+    ranges, rows = path.resolve().parents[1] / path.name, []
     if path.resolve().parent.name == KERNELS and ranges.exists():
-        step_bytes = dram_bytes_of_step(read(ranges, case_of(ranges)))
-    title, roofs = f"{_title(path)}, {report.device}", known_roofs(report.device)
-    return kernel_tables(fold(chosen), title, step_bytes, roofs, top=options.top)
+        rows = read(ranges, case_of(ranges))
+    return kernel_tables(fold(chosen), _title(path), report.device, rows, options.top)
 
 
 def _title(path: Path) -> str:

@@ -235,9 +235,10 @@ def kernel_table(
 
 
 def dram_bytes_of_step(rows: Iterable[Measurement]) -> float | None:
-    """DRAM bytes of a step, from rows of ranges; None if reads or writes were not counted."""
+    """DRAM bytes of a step, by ncu's ranges; None if reads or writes were not counted."""
     metrics = {"dram_read_bytes", "dram_write_bytes"}
-    steps = [row for row in rows if row.phase == STEP and row.metric in metrics]
+    by_ranges = [row for row in rows if row.instrument == "ncu" and row.phase == STEP]
+    steps = [row for row in by_ranges if row.metric in metrics]
     if {row.metric for row in steps} != metrics:
         return None
     return sum(row.value for row in steps) / len({row.repeat for row in steps})

@@ -18,41 +18,39 @@ from dpbench.results.kernels import (
 )
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import Roofs, known_roofs
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
 from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order, ordered
-from dpbench.show.view import TOP
 
 NAME_WIDTH = 24
 """Of the column of kernels: with it a table fits 80 columns."""
 
 
-def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
+def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
     """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
     device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
-    title = ", ".join(filter(None, (outcome.case.id, device)))
-    step_bytes = dram_bytes_of_step(row for row in outcome.rows if row.instrument == "ncu")
     accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
     return [
         *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
-        *kernel_tables(outcome.kernels, title, step_bytes, known_roofs(device), top=top),
+        *kernel_tables(outcome.kernels, outcome.case.id, device, outcome.rows, top),
     ]
 
 
 def kernel_tables(
     counts: Sequence[KernelCount],
-    title: str,
-    step_bytes: float | None = None,
-    roofs: Roofs | None = None,
-    *,
-    top: int = TOP,
+    name: str,
+    device: str,
+    rows: Iterable[Measurement],
+    top: int,
 ) -> list[Table]:
-    """The kernels of a case for a terminal: the top ones by bytes, categories, operators.
+    """The kernels of a case for a terminal: the ``top`` ones by bytes, categories, operators.
 
-    They are compared with the DRAM bytes of the case's step and the roofs of its card.
+    They are compared with the DRAM bytes of the case's step, which are in its ``rows`` if ranges
+    were measured, and with the roofs of its card.
     """
     if not counts:
         return []
+    step_bytes, roofs = dram_bytes_of_step(rows), known_roofs(device)
     groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
     tables = []
     for by in groups if any(count.operator for count in counts) else groups[:2]:
@@ -62,16 +60,16 @@ def kernel_tables(
         count = f" (top {len(shown)} of {len(table)})" if len(shown) < len(table) else ""
         columns: dict[str, Shown] = {
             by[0]: (by[0], wrapped),
-            **{name: (name, str) for name in by[1:]},
+            **{key: (key, str) for key in by[1:]},
             "count": ("launches", "{:.0f}".format),
             "DRAM\nGB": ("dram_bytes", gigabytes),
             "ms": ("seconds", milliseconds),
             "share": ("share", "{:.1%}".format),
             "of\npeak": ("ceiling", "{:.0%}".format),
         }
-        title_of_table = f"{title}: bytes by {by[0]}{count}"
+        title = f"{', '.join(filter(None, (name, device)))}: bytes by {by[0]}{count}"
         shown = shown.reset_index().fillna({by[0]: "unknown"})
-        tables.append(Table.of(title_of_table, shown, columns))
+        tables.append(Table.of(title, shown, columns))
     return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(counts, step_bytes, roofs)))]
 
 
@@ -144,13 +142,10 @@ ROOFLINE_COLUMNS: dict[str, Shown] = {
     "FLOP\n/ B": ("intensity", "{:.1f}".format),
     "bound by": ("bound_by", str),
     "least\nms": ("least_seconds", step_milliseconds),
-}
-"""Of a phase under the roofs; where it was timed, `TIMED_COLUMNS` as well."""
-
-TIMED_COLUMNS: dict[str, Shown] = {
     "time\nms": ("seconds", step_milliseconds),
     "% of\nroof": ("share", "{:.0%}".format),
 }
+"""Of a phase under the roofs; the last two where it was timed."""
 
 
 def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
@@ -159,8 +154,8 @@ def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
     lines = rows[rows.phase.isin(matters)]
     lines = ordered(lines.assign(of_phase=lines.phase != STEP), ["trainer", "of_phase", "phase"])
     lines = lines.assign(name=lines.trainer.where(lines.phase == STEP, "· " + lines.phase))
-    timed = TIMED_COLUMNS if rows.seconds.notna().any() else {}
-    columns: dict[str, Shown] = {"trainer\n· phase": ("name", str), **ROOFLINE_COLUMNS, **timed}
+    known = {h: shown for h, shown in ROOFLINE_COLUMNS.items() if rows[shown[0]].notna().any()}
+    columns: dict[str, Shown] = {"trainer\n· phase": ("name", str), **known}
     note = (
         f"{roofs_in_words(roofs, rows.precision)} FLOP are counted: matrix products and "
         f"attention. The step's least time is the sum of its phases'."

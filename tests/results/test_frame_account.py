@@ -159,7 +159,7 @@ def test_a_case_with_ranges_kernels_and_copies_is_accounted_for_in_its_tables() 
     kernel = KernelCount(0, "forward", "void norm()", 1, 7e9, 0.0, 0.0, 0.5)
     outcome = Outcome(CASE, tuple(map(Measurement.from_row, rows.to_dict("records"))), 1.0)
     with_kernels = replace(outcome, kernels=(kernel,))
-    assert next(table.title for table in case_kernel_tables(with_kernels)) == (
+    assert next(table.title for table in case_kernel_tables(with_kernels, 10)) == (
         "dpsgd-bs8-seq256-1b-fp32: DRAM GB per step"
     )
-    assert case_kernel_tables(outcome) == []
+    assert case_kernel_tables(outcome, 10) == []

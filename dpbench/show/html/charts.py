@@ -41,7 +41,7 @@ from dpbench.show.html.figures import (
     Panel,
     times,
 )
-from dpbench.show.kernels import ROOFLINE_COLUMNS, TIMED_COLUMNS, roofs_in_words
+from dpbench.show.kernels import ROOFLINE_COLUMNS, roofs_in_words
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, in_order, ordered
 
@@ -243,7 +243,6 @@ def roofline(material: Material) -> Chart | None:
         **CASE,
         "phase": ("phase", str),
         **ROOFLINE_COLUMNS,
-        **TIMED_COLUMNS,
     }
     as_text = Table.of(
         "Phases under the roofs: operations counted, DRAM bytes and time measured",
