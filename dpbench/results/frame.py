@@ -149,7 +149,7 @@ def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     known = summary[summary[kind].notna()]
     names = {metric: derived_name(metric, kind) for metric in known.metric.unique()}
     unit = known.unit if kind == "logical" else "1"
-    return known.assign(metric=known.metric.map(names), value=known[kind], unit=unit, kind=kind)
+    return known.assign(metric=known.metric.map(names), value=known[kind], unit=unit)
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:

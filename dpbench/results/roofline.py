@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -48,14 +48,6 @@ class Roofs:
     def ridge(self, precision: str) -> float:
         """FLOP per byte above which arithmetic, not bandwidth, bounds the card."""
         return self.flops[precision] / self.bandwidth
-
-    def require(self, devices: Iterable[str]) -> None:
-        """Refuse rows that were measured on another card."""
-        if others := sorted(set(devices) - set(self.devices)):
-            raise ConfigurationError(
-                f"these rows were measured on {', '.join(others)}, not on {self.name}: bytes and "
-                f"times of one card say nothing under the roofs of another"
-            )
 
 
 def _read_cards() -> dict[str, Roofs]:
@@ -185,7 +177,11 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         because they run one after the other.
     """
     measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
-    roofs.require(measured.device)
+    if others := sorted({*measured.device} - {*roofs.devices}):
+        raise ConfigurationError(
+            f"these rows were measured on {', '.join(others)}, not on {roofs.name}: bytes and "
+            f"times of one card say nothing under the roofs of another"
+        )
     arithmetic = table.flops / table.precision.map(roofs.flops)
     bandwidth = table.bytes / roofs.bandwidth
     roof = (arithmetic > bandwidth).map({True: "arithmetic", False: "bandwidth"})

@@ -54,13 +54,13 @@ AGAINST_LOGICAL = (
 def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """The summary of a long table with a row for everything that a table can show.
 
-    What follows from a number has rows of its own: their column ``kind`` says how.
+    What follows from a number has rows of its own.
     ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
     case moves so little that DRAM ratios mean nothing.
     """
     summary = of_one_instrument(summarise(frame))
-    rates = throughputs(summary).assign(kind="throughput")
-    summary = with_logical(with_ratios(summary, baseline)).assign(kind="value")
+    rates = throughputs(summary)
+    summary = with_logical(with_ratios(summary, baseline))
     summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
     trusted = [metric.name for metric in METRICS.values() if metric.spread]
     spreads = derived(summary[summary.metric.isin(trusted)], "spread")
@@ -333,13 +333,8 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
     """The phases in which any of the cases moves enough to be worth a column."""
-    most = {
-        phase: max(value for _, value, _ in numbers)
-        for (phase, name), numbers in group.numbers.items()
-        if name == metric
-    }
-    enough = max(most.values(), default=0.0) * SHOWN_SHARE
-    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > enough]
+    most = group.frame[group.frame.metric == metric].groupby("phase").value.max()
+    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
 
 def _phase_table(group: Group, metric: str, name: str, view: View) -> list[Table]:
@@ -388,10 +383,10 @@ def _throughput_table(group: Group) -> list[Table]:
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     """Counters that were asked for by their own names, as the tool gives them."""
-    own = summary.metric.str.contains("__") & (summary.kind == "value")
-    step = summary[own & (summary.phase == STEP)]
+    own = summary[summary.metric.str.contains("__") & (summary.phase == STEP)]
     cells = [
         [Case.from_row(row).id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]
-        for row in step.to_dict("records")
+        for row in own.to_dict("records")
+        if column(row["metric"]).kind == "value"
     ]
     return [Table("Other counters, per step", ["case", "counter", "value"], cells)] if cells else []

@@ -23,17 +23,14 @@ IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
 
 def columns() -> dict[str, Metric]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
-    return {name: metric for name, metric in METRICS.every().items() if _is_column(metric)}
-
-
-def _is_column(metric: Metric) -> bool:
-    return bool(metric.header) and not IN_OTHER_TABLES.issuperset(metric.by)
+    named = {name: metric for name, metric in METRICS.every().items() if metric.header}
+    return {n: metric for n, metric in named.items() if not IN_OTHER_TABLES.issuperset(metric.by)}
 
 
 def column(name: str) -> Metric:
     """The column with a name."""
     found = METRICS.find(name)
-    if found and _is_column(found):
+    if found and ("__" in name or found.name in columns()):
         return found
     kinds = ("value", "throughput")
     values = [name for kind in kinds for name, each in columns().items() if each.kind == kind]
@@ -52,9 +49,6 @@ def usual_columns() -> list[Metric]:
     both = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
     return list(dict.fromkeys(both))
 
-
-TOP = Settings.top
-"""How many kernels a table shows unless told otherwise."""
 
 NAME = "name"
 """The order by what stands in the first column."""
@@ -82,7 +76,7 @@ class View:
     columns: tuple[Metric, ...] = ()
     sort: str | None = None
     group_by: tuple[str, ...] = ("cell",)
-    top: int = TOP
+    top: int = Settings.top
     expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
     baseline: str = BASELINE_TRAINER
 
