@@ -183,13 +183,7 @@ def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
 
 
 def kernel_rows(
-    case: Case,
-    counts: Iterable[KernelCount],
-    *,
-    instrument: str,
-    device: str,
-    tool: str,
-    whole: bool = True,
+    case: Case, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool = True
 ) -> list[Measurement]:
     """What the kernels of a case add up to, by phase and, if all were profiled, for the step."""
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
@@ -198,7 +192,7 @@ def kernel_rows(
             for metric in METRICS.had_by("ncu_kernels"):
                 sums[count.repeat, phase, metric.name] += getattr(count, metric.source)
     return [
-        Measurement(case, instrument, phase, metric, value, unit(metric), repeat, device, tool)
+        Measurement(case, "ncu_kernels", phase, metric, value, unit(metric), repeat, device, tool)
         for (repeat, phase, metric), value in sums.items()
     ]
 

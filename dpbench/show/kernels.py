@@ -37,11 +37,7 @@ def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
 
 
 def kernel_tables(
-    counts: Sequence[KernelCount],
-    name: str,
-    device: str,
-    rows: Iterable[Measurement],
-    top: int,
+    counts: Sequence[KernelCount], name: str, device: str, rows: Iterable[Measurement], top: int
 ) -> list[Table]:
     """The kernels of a case for a terminal: the ``top`` ones by bytes, categories, operators.
 

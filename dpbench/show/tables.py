@@ -135,17 +135,14 @@ class Group:
         return self.frame[self.frame.phase == self.phase]
 
     @cached_property
-    def numbers(self) -> dict[tuple[str, str], list[tuple[str, float, str]]]:
-        """The label, value and unit of each case, by phase and metric."""
-        found: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
-        columns = self.frame[["phase", "metric", "label", "value", "unit"]]
-        for phase, metric, *number in columns.itertuples(index=False, name=None):
-            found.setdefault((phase, metric), []).append((*number,))
-        return found
+    def places(self) -> Mapping[Any, Any]:
+        """Where in ``frame`` the numbers of a phase and metric stand."""
+        return self.frame.groupby(["phase", "metric"]).indices
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
         """What a column says of each case that has a number for it, by label."""
-        numbers = self.numbers.get((phase or self.phase, shown.name), ())
+        rows = self.frame.iloc[self.places.get((phase or self.phase, shown.name), [])]
+        numbers = zip(rows.label, rows.value, rows.unit, strict=True)
         return {label: _written(shown, value, unit) for label, value, unit in numbers}
 
     def table(
