@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
-from dpbench.metrics import METRICS, OTHER_COPIES, Kind, derived_name
+from dpbench.metrics import DERIVED, LARGEST_SPREAD, METRICS, OTHER_COPIES, Kind, derived_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
@@ -134,11 +134,9 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     A number of which a repeat is none is left out: its sum or mean would be wrong.
     """
     keys = [*AXES, "instrument", "metric", "phase", "device"]
-    wrong = ~np.isfinite(frame.value.astype(float))
-    if wrong.any():
-        named = pd.MultiIndex.from_frame(frame[wrong][keys])
-        frame = frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
-    summary = with_ratios(summarise(frame), baseline)
+    finite = np.isfinite(frame.value.astype(float))
+    known = finite.groupby([frame[key] for key in keys]).transform("all")
+    summary = with_ratios(summarise(frame[known]), baseline)
     ratios = derived(summary[summary.trainer != baseline], "ratio")
     found = pd.concat([summary, ratios])[[*keys, "unit", "value"]]
     return found.sort_values(keys, ignore_index=True)
@@ -189,6 +187,35 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     names = found.metric.str.replace("_bytes", "_throughput")
     found = found.assign(metric=names, unit="B/s", instrument=found.by, spread=float("nan"))
     return found.drop(columns=["seconds", "by"])
+
+
+def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
+    """The summary of a long table with a row for everything that a table can show.
+
+    What follows from a number has rows of its own.
+    ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
+    case moves so little that DRAM ratios mean nothing.
+    """
+    summary = of_one_instrument(summarise(frame))
+    rates = throughputs(summary)
+    summary = with_logical(with_ratios(summary, baseline))
+    summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
+    trusted = [metric.name for metric in METRICS.values() if metric.spread]
+    spreads = derived(summary[summary.metric.isin(trusted)], "spread")
+    largest = spreads.sort_values("value", ascending=False, kind="stable")
+    largest = largest.assign(metric=LARGEST_SPREAD.name).drop_duplicates([*AXES, "device", "phase"])
+    parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
+    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
+    dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
+    return rows.assign(
+        has_baseline=_in_any(rows.trainer == baseline, rows, CONFIGURATION),
+        in_cache=_in_any(dram_step & (rows.value < IN_CACHE_BYTES), rows, AXES),
+    )
+
+
+def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, by: Iterable[str]) -> pd.Series[bool]:
+    """Whether something holds for any row with the same values along ``by`` and device."""
+    return holds.groupby([rows[name] for name in (*by, "device")]).transform("any")
 
 
 # --- the account of a step ----------------------------------------------------------------------

@@ -10,26 +10,9 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in, unusual
-from dpbench.metrics import (
-    DERIVED,
-    EXPECTED_BY,
-    LARGEST_SPREAD,
-    METRICS,
-    STANDARD,
-    Metric,
-    derived_name,
-)
+from dpbench.metrics import EXPECTED_BY, METRICS, STANDARD, Metric, derived_name
 from dpbench.registry import TRAINERS
-from dpbench.results.frame import (
-    CONFIGURATION,
-    IN_CACHE_BYTES,
-    derived,
-    of_one_instrument,
-    summarise,
-    throughputs,
-    with_logical,
-    with_ratios,
-)
+from dpbench.results.frame import CONFIGURATION, complete
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
@@ -49,35 +32,6 @@ AGAINST_LOGICAL = (
     "outputs once.",
     "Above 1 the hardware reads them again, below 1 the L2 cache keeps some of them.",
 )
-
-
-def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """The summary of a long table with a row for everything that a table can show.
-
-    What follows from a number has rows of its own.
-    ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
-    case moves so little that DRAM ratios mean nothing.
-    """
-    summary = of_one_instrument(summarise(frame))
-    rates = throughputs(summary)
-    summary = with_logical(with_ratios(summary, baseline))
-    summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
-    trusted = [metric.name for metric in METRICS.values() if metric.spread]
-    spreads = derived(summary[summary.metric.isin(trusted)], "spread")
-    largest = spreads.sort_values("value", ascending=False, kind="stable")
-    largest = largest.assign(metric=LARGEST_SPREAD.name).drop_duplicates([*AXES, "device", "phase"])
-    parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
-    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
-    dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
-    return rows.assign(
-        has_baseline=_in_any(rows.trainer == baseline, rows, CONFIGURATION),
-        in_cache=_in_any(dram_step & (rows.value < IN_CACHE_BYTES), rows, AXES),
-    )
-
-
-def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, by: Iterable[str]) -> pd.Series[bool]:
-    """Whether something holds for any row with the same values along ``by`` and device."""
-    return holds.groupby([rows[name] for name in (*by, "device")]).transform("any")
 
 
 def tables(
