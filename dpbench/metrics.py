@@ -4,8 +4,9 @@ A new metric is one more `Metric` in `METRICS`, whether dpbench's or a project's
 
     METRICS.register(Metric("l1_total_bytes", "L1\ntotal", ("ncu",), ("l1tex__t_bytes.sum",)))
 
-in a ``conftest.py``, or as an entry point of the group ``dpbench.metrics``. Counters of Nsight
-Compute by their own names (``lts__t_sectors.sum``) need no declaration.
+in a ``conftest.py``, or as an entry point of the group ``dpbench.metrics``, which is a `Metric` or
+several in a list. Counters of Nsight Compute by their own names (``lts__t_sectors.sum``) need no
+declaration.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from importlib.metadata import entry_points
 from typing import Literal
 
 from dpbench.errors import ConfigurationError, unknown
-
-ENTRY_POINTS = "dpbench.metrics"
-"""The group of entry points whose objects are metrics: a `Metric`, or several in a list."""
 
 SECTOR_BYTES = 32
 """An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
@@ -163,7 +161,7 @@ class Metrics(Mapping[str, Metric]):
     def _all(self) -> dict[str, Metric]:
         if not self._complete:
             self._complete = True
-            for entry in entry_points(group=ENTRY_POINTS):
+            for entry in entry_points(group="dpbench.metrics"):
                 found = entry.load()
                 self.register(*([found] if isinstance(found, Metric) else found))
         return self._known

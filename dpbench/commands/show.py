@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
@@ -216,12 +217,7 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     ranges, rows = path.resolve().parents[1] / path.name, []
     if path.resolve().parent.name == KERNELS and ranges.exists():
         rows = read(ranges, case_of(ranges))
-    return kernel_tables(fold(chosen), _title(path), report.device, rows, options.top)
-
-
-def _title(path: Path) -> str:
-    """The case that a report is of, or the report's own name if dpbench did not make it."""
-    try:
-        return case_of(path).id
-    except ForeignReport:
-        return path.name
+    name = path.name
+    with suppress(ForeignReport):  # dpbench did not make it
+        name = case_of(path).id
+    return kernel_tables(fold(chosen), name, report.device, rows, options.top)

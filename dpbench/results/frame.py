@@ -106,9 +106,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 def of_one_instrument(summary: pd.DataFrame) -> pd.DataFrame:
     """The summary with one number a case, device, phase and metric: of `PREFERRED`, the first's."""
     places = summary.instrument.map({name: place for place, name in enumerate(PREFERRED)})
-    first = summary.assign(place=places).sort_values("place", kind="stable")
-    keys = [*AXES, "device", "phase", "metric"]
-    return summary.loc[first.drop_duplicates(keys).index.sort_values()]
+    best_first = summary.loc[places.sort_values(kind="stable").index]
+    return best_first.drop_duplicates([*AXES, "device", "phase", "metric"]).sort_index()
 
 
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:

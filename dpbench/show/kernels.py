@@ -20,7 +20,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import Roofs, known_roofs
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
-from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order, ordered
+from dpbench.show.tables import SHOWN_SHARE, in_order, ordered, titled
 
 NAME_WIDTH = 24
 """Of the column of kernels: with it a table fits 80 columns."""
@@ -123,7 +123,7 @@ def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
     return [
         _roofline(f"{title}: roofline of {premise}", rows, roofs)
         for premise, group in table.groupby("bytes_are", sort=False)
-        for title, rows in by_cell(in_order(group))
+        for title, rows in titled(in_order(group))
     ]
 
 

@@ -14,7 +14,7 @@ from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Activity, Timeline
 from dpbench.show.kernels import wrapped
 from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
-from dpbench.show.tables import title_of
+from dpbench.show.tables import titled
 
 TOP = 20
 """Operators in a table."""
@@ -27,12 +27,11 @@ REPORT_WIDTH = 120
 
 def recorded_tables(frame: pd.DataFrame) -> list[Table]:
     """For each case of a long table that a profiler recorded, what its phases took."""
-    tables, keys = [], [*AXES, "device"]
+    tables = []
     for instrument, name in (("torch_profiler", "PyTorch profiler"), ("nsys", "Nsight Systems")):
         rows = frame[frame.instrument == instrument]
-        for values, of_case in summarise(rows).groupby(keys, sort=False):
+        for title, of_case in titled(summarise(rows), AXES):
             wide = of_case.pivot(index="phase", columns="metric", values="value")
-            title = title_of(dict(zip(keys, values, strict=True)))
             tables.append(_by_phase(f"{title}: {name}, per step", wide, instrument))
     return tables
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -149,11 +149,13 @@ def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return rows.sort_values(keys, key=places, kind="stable")
 
 
-def by_cell(summary: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Rows that share a baseline, with a title that says which and where they were measured."""
-    keys = [*CONFIGURATION, "device"]
-    for values, rows in summary.groupby(keys, sort=False):
-        yield title_of(dict(zip(keys, values, strict=True))), rows
+def titled(
+    rows: pd.DataFrame, shared: Sequence[str] = CONFIGURATION
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Rows that share these axes, and where they were measured, under a title that says which."""
+    keys = [*shared, "device"]
+    for values, group in rows.groupby(keys, sort=False):
+        yield title_of(dict(zip(keys, values, strict=True))), group
 
 
 def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:

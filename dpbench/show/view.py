@@ -96,22 +96,18 @@ class View:
         chosen = tuple(map(column, _names(asked.columns)))
         return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
 
-    @property
-    def test_labels(self) -> list[str]:
-        """What of a test makes the groups."""
-        return [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
-
     def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
         """A summary with the labels of tests as columns, each case once for each that it has."""
+        labels = [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
         rows = [
             {**vars(outcome.case), "counted": name == "logical"}
-            | {label: label_of(test, label) for label in self.test_labels}
+            | {label: label_of(test, label) for label in labels}
             for outcome in outcomes
             for name in outcome.instruments
             for test in outcome.tests or [{"test": NO_TEST, "params": {}}]
         ]
-        if not (rows and self.test_labels):
-            return summary.assign(**dict.fromkeys(self.test_labels, NO_TEST))
+        if not (rows and labels):
+            return summary.assign(**dict.fromkeys(labels, NO_TEST))
         import pandas as pd
 
         counted = summary.assign(counted=summary.instrument == "logical")
