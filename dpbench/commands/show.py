@@ -54,13 +54,7 @@ from dpbench.instruments.nsys.instrument import timeline_of
 from dpbench.instruments.torch_profiler.files import with_operators
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount, fold
-from dpbench.results.roofline import (
-    CARDS,
-    find_card,
-    intensities,
-    read_ceilings,
-    under,
-)
+from dpbench.results.roofline import CARDS, find_card, intensities, read_ceilings, under
 from dpbench.results.run import Run
 from dpbench.settings import declare
 from dpbench.show.export import summary_tables

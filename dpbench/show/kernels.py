@@ -10,12 +10,7 @@ from dataclasses import replace
 import pandas as pd
 
 from dpbench.results.frame import ACCOUNT_COLUMNS, IN_CACHE_BYTES, TOLERANCE, account, to_frame
-from dpbench.results.kernels import (
-    KernelCount,
-    category,
-    dram_bytes_of_step,
-    kernel_table,
-)
+from dpbench.results.kernels import KernelCount, category, dram_bytes_of_step, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import Roofs, known_roofs
 from dpbench.results.rows import STEP, Measurement
