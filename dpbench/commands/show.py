@@ -42,14 +42,7 @@ from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_is_file, check_writable_file, in_words, write_text
-from dpbench.instruments.ncu.report import (
-    KERNELS,
-    ForeignReport,
-    case_of,
-    holds_kernels,
-    read,
-    read_kernels,
-)
+from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.instrument import timeline_of
 from dpbench.instruments.torch_profiler.files import with_operators
 from dpbench.results.frame import to_frame
@@ -181,14 +174,14 @@ def _of_reports(
     ranges: dict[Case, Path] = {}
     of_kernels: list[Table] = []
     for path in reports:
-        if holds_kernels(path):
+        if ncu.holds_kernels(path):
             of_kernels += _of_kernels(path, options)
-        elif (other := ranges.setdefault(case_of(path), path)) is not path:
+        elif (other := ranges.setdefault(ncu.case_of(path), path)) is not path:
             raise ConfigurationError(
                 f"{other} and {path} are the same case; show them one at a time"
             )
     yield from tables(
-        to_frame(row for case, path in ranges.items() for row in read(path, case)), view
+        to_frame(row for case, path in ranges.items() for row in ncu.read(path, case)), view
     )
     yield from of_kernels
 
@@ -198,7 +191,7 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
 
     These are in a report that lies where it should, see `dpbench.instruments.ncu`.
     """
-    report = read_kernels(path)
+    report = ncu.read_kernels(path)
     launches: Sequence[KernelCount] = report.launches
     if options.profile:
         launches = with_operators(options.profile, launches)
@@ -209,9 +202,9 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )
     ranges, rows = path.resolve().parents[1] / path.name, []
-    if path.resolve().parent.name == KERNELS and ranges.exists():
-        rows = read(ranges, case_of(ranges))
+    if path.resolve().parent.name == ncu.KERNELS and ranges.exists():
+        rows = ncu.read(ranges, ncu.case_of(ranges))
     name = path.name
-    with suppress(ForeignReport):  # dpbench did not make it
-        name = case_of(path).id
+    with suppress(ncu.ForeignReport):  # dpbench did not make it
+        name = ncu.case_of(path).id
     return kernel_tables(fold(chosen), name, report.device, rows, options.top)
