@@ -133,14 +133,10 @@ def unit(metric: str) -> str:
     return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
 
 
-def stem(metric: str) -> str:
-    """A metric's name without its unit."""
-    return re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
-
-
 def derived_name(metric: str, kind: Kind = "ratio") -> str:
-    """The name of what follows from a metric, e.g. ``l2_ratio``."""
-    return f"{stem(metric)}_{kind}"
+    """The name of what follows from a metric, which has none of its unit, e.g. ``l2_ratio``."""
+    without_unit = re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
+    return f"{without_unit}_{kind}"
 
 
 class Metrics(Mapping[str, Metric]):
