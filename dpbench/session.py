@@ -62,14 +62,7 @@ class Session:
         self.gpu = gpu
         self.workers = workers
         self.grid = settings.chosen_grid()
-        self.view = View.of(
-            settings.columns,
-            settings.sort,
-            settings.group_by,
-            settings.top,
-            settings.expect,
-            self.grid.baseline,
-        )
+        self.view = View.of(settings, self.grid.baseline)
         self.directory: Path | None = None
         """Where the session's processes leave their outcomes for each other."""
         self.path: Path | None = None

@@ -181,14 +181,8 @@ class NcuKernels(Ncu):
             process.notes = (f"no kernel in {', '.join(self.phases)}",)
             return []
         process.kernels = fold(report.launches)
-        return kernel_rows(
-            case,
-            process.kernels,
-            instrument=self.name,
-            device=report.device,
-            tool=self.tool(record),
-            whole=not self.phases,
-        )
+        tool = self.tool(record)
+        return kernel_rows(case, process.kernels, report.device, tool, whole=not self.phases)
 
     def nothing_to_profile(self, case: Case) -> bool:
         """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""

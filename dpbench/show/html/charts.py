@@ -24,7 +24,7 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import CASE, COUNTED, KEYS, MEASURED, Material, pivot, titles
 from dpbench.show.html.figures import NAMES, NEUTRAL, PHASE_STYLES, Chart, Json, times
-from dpbench.show.kernels import ROOFLINE_COLUMNS, TIMED_COLUMNS, roofs_in_words
+from dpbench.show.kernels import ROOFLINE_COLUMNS, roofs_in_words
 from dpbench.show.layout import Shown, Table, gigabytes
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, ordered
 
@@ -194,7 +194,7 @@ def roofline(material: Material) -> Chart | None:
     if (placed.busy < LAUNCH_BOUND).any():
         waits = f"in a mark: GPU busy below {LAUNCH_BOUND:.0%}, waits for launches"
         keys.append(("·", waits, "inherit"))
-    columns: dict[str, Shown] = {"phase": ("phase", str), **ROOFLINE_COLUMNS, **TIMED_COLUMNS}
+    columns: dict[str, Shown] = {"phase": ("phase", str), **ROOFLINE_COLUMNS}
     columns = {header.replace("\n", " "): shown for header, shown in columns.items()}
     cards = [
         roofs_in_words(find_card(str(device)), sorted(rows.precision))

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES
-from dpbench.metrics import METRICS
+from dpbench.metrics import METRICS, expectations
 from dpbench.results.frame import of_one_instrument, summarise, with_logical, with_ratios
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
@@ -47,7 +47,7 @@ class Material:
     """
 
     runs: Sequence[Run]
-    expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
+    expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
 
     @cached_property
     def baseline(self) -> str:
