@@ -29,7 +29,7 @@ from dpbench import Case
 from dpbench.case import AXES, PHASES
 from dpbench.instruments.child import Child, log_lines, step_command
 from dpbench.instruments.cupti.instrument import Cupti
-from dpbench.process.messages import Steps
+from dpbench.process.messages import Steps, is_record
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
@@ -205,11 +205,10 @@ def spent_seconds(folder: Path) -> dict[str, dict[str, float]]:
     """What the process of each case did with its time, by the case's id, from its log."""
     found = {}
     for log in folder.rglob("*.cupti.log"):
-        for line in log_lines(log):
-            if '{"dpbench": ' in line:
-                record = json.loads(line[line.index("{") :])
-                if "spent_seconds" in record:
-                    found[Case(**record["case"]).id] = record["spent_seconds"]
+        for line in filter(is_record, log_lines(log)):
+            record = json.loads(line[line.index("{") :])
+            if "spent_seconds" in record:
+                found[Case(**record["case"]).id] = record["spent_seconds"]
     return found
 
 

@@ -18,10 +18,10 @@ from dpbench.case import Case
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.metrics import derived_name
 from dpbench.registry import MODELS, TRAINERS, WORKLOADS
-from dpbench.results.frame import to_frame
+from dpbench.results.frame import complete, to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import ABSENT, Table
-from dpbench.show.tables import Group, against_logical, complete, groups
+from dpbench.show.tables import Group, against_logical, groups
 from dpbench.show.view import View
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "dpbench.case": ("Case", "MODEL_SIZES", "ModelSize", "PHASES"),
     "dpbench.grid": ("Grid", "GRIDS"),
@@ -35,23 +37,10 @@ __all__ = ["__version__", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = _version()
-    elif name in _HOME_OF:
-        value = getattr(import_module(_HOME_OF[name]), name)
-    else:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'dpbench' has no attribute {name!r}")
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
     return value
-
-
-def _version() -> str:
-    from importlib import metadata  # most of what importing dpbench would cost
-
-    try:
-        return metadata.version("dpbench")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "0.0.0"
 
 
 def __dir__() -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpbench.errors import ConfigurationError
 
@@ -95,20 +95,6 @@ class Comparison:
         run, skipped = choose(self.candidates, self.sources, self.asked)
         self.notes += skipped
         return run or Run.of("the storage")
-
-    def shared(self) -> dict[str, Any]:
-        """What `join` needs, as plain types."""
-        candidates = self.candidates
-        return {
-            "named": str(self.named) if self.named else None,
-            "candidates": None if candidates is None else [str(path) for path in candidates],
-        }
-
-    def join(self, shared: Mapping[str, Any]) -> None:
-        """Take over what another process of the session has found."""
-        self.named = Path(shared["named"]) if shared["named"] else None
-        if shared["candidates"] is not None:
-            self.candidates = [Path(path) for path in shared["candidates"]]
 
     def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""

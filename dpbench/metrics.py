@@ -4,8 +4,9 @@ A new metric is one more `Metric` in `METRICS`, whether dpbench's or a project's
 
     METRICS.register(Metric("l1_total_bytes", "L1\ntotal", ("ncu",), ("l1tex__t_bytes.sum",)))
 
-in a ``conftest.py``, or as an entry point of the group ``dpbench.metrics``. Counters of Nsight
-Compute by their own names (``lts__t_sectors.sum``) need no declaration.
+in a ``conftest.py``, or as an entry point of the group ``dpbench.metrics``, which is a `Metric` or
+several in a list. Counters of Nsight Compute by their own names (``lts__t_sectors.sum``) need no
+declaration.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from importlib.metadata import entry_points
 from typing import Literal
 
 from dpbench.errors import ConfigurationError, unknown
-
-ENTRY_POINTS = "dpbench.metrics"
-"""The group of entry points whose objects are metrics: a `Metric`, or several in a list."""
 
 SECTOR_BYTES = 32
 """An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
@@ -45,53 +43,35 @@ DERIVED: Mapping[Kind, str] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One thing that can be known of a step.
+    """One thing that can be known of a step."""
 
-    Args:
-        name: spelled out, with its kind of unit at the end: one of `UNITS`;
-            anything else is a number.
-        header: what heads its column, on one or two lines; empty if it is in no table of cases.
-        by: the instruments that have it.
-        counters: the hardware counters that add up to it, by the names of
-            ``ncu --query-metrics``; it is counted unless others are asked for.
-        scale: what their sum is multiplied by.
-        chips: other counters for the chips that a pattern fits; none if such a chip lacks it.
-        nvprof: nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison"
-            in the Nsight Compute CLI documentation).
-        sum_of: the metrics that add up to it, where it is not measured itself.
-        share_of: the metrics whose ratio it is, part and whole, where it is not measured itself.
-        logical: what logical counting says in its place.
-        shown: what of it is shown unless columns are chosen.
-        expected: between which ratios to the baseline the user of this suite expects it.
-        higher_is_better: whether a fall is a change for the worse; else a rise is.
-        adds_up: whether its phases add up to the step.
-        middle: whether a case's value is the median over its steps; else it is the mean.
-        throughput: whether it is shown divided by the time of a step, too.
-        spread: whether its spread over the steps says how far a row can be trusted.
-        source: where an instrument finds it: a field of `KernelCount`, or how an activity's name
-            in a trace of the PyTorch profiler begins.
-        of: the metric from which it follows, if it is one of those that `derived` makes.
-        kind: how it follows from that one.
-    """
-
-    name: str
-    header: str = ""
-    by: tuple[str, ...] = ("ncu", "cupti")
+    name: str  # spelled out, with its kind of unit at the end: one of `UNITS`, else it is a number
+    header: str = ""  # of its column, on one or two lines; empty if it is in no table of cases
+    by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it
+    # The hardware counters that add up to it, by the names of ``ncu --query-metrics``, and what
+    # their sum is multiplied by; it is counted unless others are asked for.
     counters: tuple[str, ...] = ()
     scale: float = 1
+    # Other counters for the chips that a pattern fits; none if such a chip lacks it.
     chips: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    # nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison" in the
+    # Nsight Compute CLI documentation).
     nvprof: str = ""
+    # Where it is not measured itself: the metrics that add up to it, or part and whole.
     sum_of: tuple[str, ...] = ()
     share_of: tuple[str, ...] = ()
-    logical: str = ""
-    shown: tuple[Kind, ...] = ()
-    expected: tuple[float, float] | None = None
-    higher_is_better: bool = False
-    adds_up: bool = True
-    middle: bool = False
-    throughput: bool = True
-    spread: bool = False
+    logical: str = ""  # what logical counting says in its place
+    shown: tuple[Kind, ...] = ()  # what of it is shown unless columns are chosen
+    expected: tuple[float, float] | None = None  # as ratio to the baseline, see `EXPECTED_BY`
+    higher_is_better: bool = False  # a fall is a change for the worse; else a rise is
+    adds_up: bool = True  # its phases add up to the step
+    middle: bool = False  # a case's value is the median over its steps; else it is the mean
+    throughput: bool = True  # it is shown divided by the time of a step, too
+    spread: bool = False  # its spread over the steps says how far a row can be trusted
+    # Where an instrument finds it: a field of `KernelCount`, or how an activity's name in a trace
+    # of the PyTorch profiler begins.
     source: str = ""
+    # If it is one of those that `derived` makes: the metric from which it follows, and how.
     of: str = ""
     kind: Kind = "value"
 
@@ -153,14 +133,10 @@ def unit(metric: str) -> str:
     return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
 
 
-def stem(metric: str) -> str:
-    """A metric's name without its unit."""
-    return re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
-
-
 def derived_name(metric: str, kind: Kind = "ratio") -> str:
-    """The name of what follows from a metric, e.g. ``l2_ratio``."""
-    return f"{stem(metric)}_{kind}"
+    """The name of what follows from a metric, which has none of its unit, e.g. ``l2_ratio``."""
+    without_unit = re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
+    return f"{without_unit}_{kind}"
 
 
 class Metrics(Mapping[str, Metric]):
@@ -181,7 +157,7 @@ class Metrics(Mapping[str, Metric]):
     def _all(self) -> dict[str, Metric]:
         if not self._complete:
             self._complete = True
-            for entry in entry_points(group=ENTRY_POINTS):
+            for entry in entry_points(group="dpbench.metrics"):
                 found = entry.load()
                 self.register(*([found] if isinstance(found, Metric) else found))
         return self._known
@@ -202,10 +178,6 @@ class Metrics(Mapping[str, Metric]):
     def counted(self, instrument: str) -> list[Metric]:
         """The metrics that an instrument has as sums of hardware counters."""
         return [metric for metric in self.had_by(instrument) if metric.spellings]
-
-    def expected(self) -> dict[str, tuple[float, float]]:
-        """Between which ratios to the baseline a metric is expected, where it is."""
-        return {metric.name: metric.expected for metric in self.values() if metric.expected}
 
     def every(self) -> dict[str, Metric]:
         """These and what follows from them, by name, and the largest spread of a case."""
@@ -308,11 +280,11 @@ METRICS = Metrics((
     Metric("warp_cycles", by=_CUPTI, counters=("sm__warps_active.sum",)),
     Metric("warp_peak_cycles", by=_CUPTI, counters=("sm__warps_active.sum" + _PEAK,)),
     # By Nsight Systems, between the first and last moment of a range, under its recording.
-    Metric("timeline_busy_share", by=_NSYS, higher_is_better=True, adds_up=False, middle=True,
+    Metric("timeline_seconds", "ms", _NSYS, middle=True),
+    Metric("timeline_busy_seconds", "GPU busy\nms", _NSYS, middle=True),
+    Metric("timeline_busy_share", "busy", _NSYS, higher_is_better=True, adds_up=False, middle=True,
            share_of=("timeline_busy_seconds", "timeline_seconds")),
-    Metric("timeline_seconds", by=_NSYS, middle=True),
-    Metric("timeline_busy_seconds", by=_NSYS, middle=True),
-    Metric("timeline_launches", by=_NSYS, middle=True),
+    Metric("timeline_launches", "launches", _NSYS, middle=True),
     # What a GPU exchanges with others and with the host; counted where there are others.
     Metric("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, ("nvlrx__bytes.sum",)),
     Metric("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, ("nvltx__bytes.sum",)),
@@ -341,13 +313,14 @@ EXPECTED_BY = "expected by the user of this suite"
 """Whose expectation it is."""
 
 
-def expectations(texts: Iterable[str]) -> dict[str, tuple[float, float]]:
+def expectations(texts: Iterable[str] = ()) -> dict[str, tuple[float, float]]:
     """Expected ratios by metric: the usual ones, and what ``RATIO:LOW-HIGH`` sets.
 
     ``none`` drops the usual ones.
     """
     texts = list(texts)
-    expected = {} if "none" in texts else METRICS.expected()
+    usual = {metric.name: metric.expected for metric in METRICS.values() if metric.expected}
+    expected = {} if "none" in texts else usual
     for text in texts:
         if text == "none":
             continue

@@ -6,14 +6,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import ATTENTIONS, CHECKPOINTING, MODEL_SIZES, PRECISIONS
+from dpbench.case import ATTENTIONS, CHECKPOINTING, COUNTS, MODEL_SIZES, PRECISIONS
 from dpbench.registry import MODELS, OPTIMIZERS, TRAINERS, WORKLOADS
-
-LIMIT_HELP = (
-    "{what} by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB (beyond both), "
-    "METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, l2_ratio, "
-    "logical_ratio, …; repeatable"
-)
 
 
 def option(
@@ -22,19 +16,21 @@ def option(
     *,
     pytest: str | None = None,
     command: str | None = None,
-    pytest_help: str | None = None,
     **declared: Any,
 ) -> Any:
     """A field that is an option.
 
-    Pytest calls it ``--dpbench-NAME``, commands ``--NAME``, unless another name is given here.
+    Commands call it ``--NAME``, pytest ``--dpbench-NAME`` unless the name begins with ncu, or as
+    is given here; who has it not gives the empty name. It takes what its default is.
     """
     if default is not None and not isinstance(default, bool | tuple):
         help += " (default %(default)s)"
+        declared["type"] = type(default)
     if default is False:
         declared["action"] = "store_true"
-    metadata = {"help": help, "pytest": pytest, "command": command, "declared": declared}
-    return field(default=default, metadata={**metadata, "pytest_help": pytest_help or help})
+    declared |= {"help": help, "default": [] if default == () else default}
+    metadata = {"pytest": pytest, "command": command, "declared": declared}
+    return field(default=default, metadata=metadata)
 
 
 AXIS_HELP = {
@@ -54,26 +50,16 @@ AXIS_HELP = {
 }
 
 
-def axis(name: str, of: type = str) -> Any:
+def axis(name: str) -> Any:
     """An option that replaces the values along an axis of the grid."""
     help = f"replaces the grid's, repeatable: {AXIS_HELP[name]}"
     metavar = "NAME=VALUE" if name == "set" else name.upper()
-    return option(help, type=of, action="append", metavar=metavar)
-
-
-def number(help: str, default: int, **names: Any) -> Any:
-    """An option that takes a whole number."""
-    return option(help, default, type=int, metavar="N", **names)
+    return option(help, type=int if name in COUNTS else str, action="append", metavar=metavar)
 
 
 def file(help: str, **names: Any) -> Any:
     """An option that names a file to write."""
     return option(f"write {help} here", type=Path, metavar="FILE", **names)
-
-
-def ncu(help: str, default: Any = None, **declared: Any) -> Any:
-    """An option that pytest names without ``dpbench-`` too."""
-    return option(help, default, pytest="--ncu-{stem}", **declared)
 
 
 def of_pytest(help: str, **names: Any) -> Any:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, USUAL, Case, check_belongs, parameter_grid
@@ -40,7 +42,7 @@ class Registry(Mapping[str, Any]):
     def register(self, name: str, target: object) -> None:
         """Give a class, or an import target ``package.module:Class``, a short name."""
         if not isinstance(target, str):
-            target = _target(self.kind, target)
+            target = self._target(target)
         module, _, attribute = target.partition(":")
         parts = f"{module}.{attribute}".split(".")
         if module == "__main__" or not all(part.isidentifier() for part in parts):
@@ -60,14 +62,8 @@ class Registry(Mapping[str, Any]):
 
     def canonical(self, spelling: object) -> str:
         """The short name for any of the accepted spellings; registers import targets."""
-        if spelling is None or isinstance(spelling, int | float):  # which modules have, too
-            raise unknown(self.kind, spelling, self, "or package.module:Class")
         if not isinstance(spelling, str):
-            for name, target in self._targets.items():  # it may be elsewhere than it says
-                module, _, attribute = target.partition(":")
-                if getattr(sys.modules.get(module), attribute, None) is spelling:
-                    return name
-            spelling = _target(self.kind, spelling)
+            spelling = self._target(spelling)
         if spelling in self._targets:
             return spelling
         for name, target in self._targets.items():
@@ -80,15 +76,31 @@ class Registry(Mapping[str, Any]):
         self.register(name, target)
         return name
 
+    def _target(self, named: Any) -> str:
+        """The import target of a class, a function, or an object at the top level of a module."""
+        if named is None or isinstance(named, int | float):  # which modules have, too
+            return str(named)
+        for target in self._targets.values():  # it may be elsewhere than it says
+            module, _, attribute = target.partition(":")
+            if getattr(sys.modules.get(module), attribute, None) is named:
+                return target
+        if hasattr(named, "__qualname__"):
+            return f"{named.__module__}:{named.__qualname__}"
+        for name, known in list(sys.modules.items()):
+            for attribute, value in list(getattr(known, "__dict__", {}).items()):
+                if value is named and name != "__main__":
+                    return f"{name}:{attribute}"
+        raise ConfigurationError(
+            f"{self.kind} {named!r} has no name in a module: assign it at the top level of one, so "
+            f"that the process that measures can import it"
+        )
+
     def __contains__(self, name: object) -> bool:
         return name in self._targets  # the mapping's own would import the class
 
     def __getitem__(self, spelling: object) -> Any:
-        module, _, attribute = self._targets[self.canonical(spelling)].partition(":")
-        try:
+        with self._importing(spelling) as (module, attribute):
             found = import_module(module)
-        except ModuleNotFoundError as error:
-            raise self._not_found(spelling, module, error) from error
         try:
             return attrgetter(attribute)(found)
         except AttributeError as error:
@@ -100,23 +112,25 @@ class Registry(Mapping[str, Any]):
         """Refuse a class whose module is not there; packages around it are imported, it is not."""
         if self.is_builtin(spelling):  # around some lies torch
             return
-        module = self._targets[self.canonical(spelling)].partition(":")[0]
-        try:
+        with self._importing(spelling) as (module, _):
             if module not in sys.modules and find_spec(module) is None:
                 raise ModuleNotFoundError(name=module)
-        except ModuleNotFoundError as error:
-            raise self._not_found(spelling, module, error) from error
 
-    def _not_found(self, spelling: object, module: str, error: ModuleNotFoundError) -> Exception:
-        """The error to raise for a module that cannot be imported."""
-        if needed := _PACKAGES.get(str(error.name)):
-            return ConfigurationError(f"{self.kind} {spelling!r} needs {needed}")
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            return error  # the module is there, and what it imports is not
-        return ConfigurationError(
-            f"{self.kind} {spelling!r}: no module named {error.name!r}; "
-            f"run from its directory or put that on PYTHONPATH"
-        )
+    @contextmanager
+    def _importing(self, spelling: object) -> Iterator[tuple[str, str]]:
+        """The module and the attribute that a spelling means; says what helps if it is absent."""
+        module, _, attribute = self._targets[self.canonical(spelling)].partition(":")
+        try:
+            yield module, attribute
+        except ModuleNotFoundError as error:
+            if needed := _PACKAGES.get(str(error.name)):
+                raise ConfigurationError(f"{self.kind} {spelling!r} needs {needed}") from error
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module is there, and what it imports is not
+            raise ConfigurationError(
+                f"{self.kind} {spelling!r}: no module named {error.name!r}; "
+                f"run from its directory or put that on PYTHONPATH"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
@@ -137,16 +151,6 @@ class Registry(Mapping[str, Any]):
         name = self.canonical(name)
         return name if name in self._builtin else f"{name}={self._targets[name]}"
 
-    def import_path(self, name: str) -> Path | None:
-        """The directory from which this process imported an outside class, if it has."""
-        name = self.canonical(name)
-        module = self._targets[name].partition(":")[0]
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if name in self._builtin or file is None:
-            return None
-        path = Path(file).resolve()
-        return path.parents[module.count(".") + (path.name == "__init__.py")]
-
 
 _PACKAGES = {
     "opacus": "Opacus: pip install opacus",
@@ -157,20 +161,6 @@ _PACKAGES = {
 
 def _class_name(target: str) -> str:
     return target.rpartition(":")[2]
-
-
-def _target(kind: str, named: Any) -> str:
-    """The import target of a class, a function, or an object at the top level of a module."""
-    if hasattr(named, "__qualname__"):
-        return f"{named.__module__}:{named.__qualname__}"
-    for module in list(sys.modules.values()):
-        for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
-            if value is named and module.__name__ != "__main__":
-                return f"{module.__name__}:{name}"
-    raise ConfigurationError(
-        f"{kind} {named!r} has no name in a module: assign it at the top level of one, so that "
-        f"the process that measures can import it"
-    )
 
 
 TRAINERS = Registry(
@@ -230,18 +220,16 @@ NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer
 """The axes of a case that name something, and where the names are known."""
 
 
-def _named(case: Case) -> Iterator[tuple[str, Registry]]:
-    """The fields of a case that name something, as far as it has them, each with its registry."""
-    return ((axis, made) for axis, made in NAMED.items() if axis != "model" or case.model)
+def _named(case: Case) -> Iterator[tuple[str, Registry, str]]:
+    """What a case names: along which axis, where such names are known, and the name."""
+    for axis, registry in NAMED.items():
+        if case.workload != SCRIPT and (axis != "model" or case.model):
+            yield axis, registry, getattr(case, axis)
 
 
 def resolve(case: Case) -> Case:
     """The case with the short names of all that it names, whichever spelling it has."""
-    if case.workload == SCRIPT:
-        return case
-    names: dict[str, Any] = {
-        axis: registry.canonical(getattr(case, axis)) for axis, registry in _named(case)
-    }
+    names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in _named(case)}
     case = replace(case, **names)
     if case.set:
         check_parameters(case)
@@ -262,20 +250,18 @@ def check_parameters(case: Case) -> None:
         raise unknown(f"parameter of workload {case.workload}", wrong[0], known or ("none",))
 
 
-def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any] | None) -> Grid:
+def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any]) -> Grid:
     """A grid, with the values along the named axes replaced, each once and by its short name."""
     grid = Grid.named(name_or_file)
     try:
         grid = _resolved(grid)
     except ConfigurationError as error:  # the built-in grids have none
         raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
-    given: dict[str, Any] = {
-        axis: tuple(values) for axis, values in axes.items() if values is not None
-    }
+    given: dict[str, Any] = {axis: tuple(values) for axis, values in axes.items()}
     if "set" in given:
         given["set"] = parameter_grid(given["set"])
     if baseline is not None:
-        grid = replace(grid, baseline=baseline)
+        given["baseline"] = baseline
     grid = _resolved(replace(grid, **given))
     check_belongs(given, grid.workload)
     return grid
@@ -292,27 +278,27 @@ def _resolved(grid: Grid) -> Grid:
 
 def locate(cases: Iterable[Case]) -> None:
     """Refuse cases of which a module is not there, or with parameters that their workload lacks."""
-    for case in {replace(case, batch_size=1, micro_batches=1): None for case in cases}:
-        for axis, registry in _named(case):
-            registry.locate(getattr(case, axis))
+    for case in cases:
+        for _, registry, name in _named(case):
+            registry.locate(name)
         if case.set:
             check_parameters(case)
 
 
 def import_named(case: Case) -> None:
     """Import all that a case names."""
-    for axis, registry in _named(case):
-        registry[getattr(case, axis)]
+    for _, registry, name in _named(case):
+        registry[name]
 
 
 def is_builtin(case: Case) -> bool:
     """Whether all that a case names came with dpbench."""
-    return all(registry.is_builtin(getattr(case, axis)) for axis, registry in _named(case))
+    return all(registry.is_builtin(name) for _, registry, name in _named(case))
 
 
 def arguments(case: Case) -> list[str]:
     """A case as command-line options that any dpbench process understands."""
-    named = asdict(case) | {axis: reg.argument(getattr(case, axis)) for axis, reg in _named(case)}
+    named = asdict(case) | {axis: known.argument(name) for axis, known, name in _named(case)}
     return [
         text
         for name, value in named.items()
@@ -322,11 +308,14 @@ def arguments(case: Case) -> list[str]:
 
 
 def python_path(case: Case) -> str | None:
-    """``PYTHONPATH`` with where what a case names was imported from first; None if from dpbench.
+    """``PYTHONPATH`` with which a child imports what this process can; None of dpbench's own.
 
-    A child needs it: pytest, for one, extends ``sys.path`` by itself.
+    It is what was put before the standard library: pytest, for one, extends ``sys.path``.
     """
-    found = (registry.import_path(getattr(case, axis)) for axis, registry in _named(case))
-    added = dict.fromkeys(str(directory) for directory in found if directory)
-    inherited = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([*added, *([inherited] if inherited else [])]) if added else None
+    if is_builtin(case):
+        return None
+    own = sysconfig.get_paths()
+    added = takewhile(lambda entry: entry != own["stdlib"], sys.path)
+    entries = [*added, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    wanted = [e for e in entries if e and e != own["scripts"] and Path(e).exists()]
+    return os.pathsep.join(dict.fromkeys(wanted))

@@ -17,7 +17,7 @@ from dpbench.instruments.child import log_tail
 from dpbench.instruments.terminal import tell
 from dpbench.registry import resolve
 from dpbench.results.kernels import guesses
-from dpbench.results.outcome import PARTS, Outcome
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
 
@@ -65,7 +65,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     A case that cannot fit a GPU that is given is ended, see `check_fits`.
     """
     start = time.monotonic()
-    seen: dict[str, list[Any]] = {part: [] for part in ("notes", *PARTS)}
+    seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
     rows: list[Measurement] = []
     failure: dict[str, Any] = {}
     running: list[Running] = []

@@ -6,10 +6,14 @@ a run that broke off; and at its end compares, and says what is wrong.
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import SCRIPT
 from dpbench.comparison import Comparison, asked_for
 from dpbench.errors import ConfigurationError
-from dpbench.files import in_words, printable
+from dpbench.files import in_words, printable, write_text
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.show.view import View
 
@@ -26,11 +30,9 @@ if TYPE_CHECKING:
     from dpbench.case import Case
     from dpbench.gpu import Gpu
     from dpbench.instruments.base import Instrument
-    from dpbench.results.conditions import Conditions
     from dpbench.results.gate import CasesAsked
     from dpbench.results.outcome import Outcome, OutcomeStore
     from dpbench.results.run import Run
-    from dpbench.results.storage import RunFile
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
@@ -60,17 +62,14 @@ class Session:
         self.gpu = gpu
         self.workers = workers
         self.grid = settings.chosen_grid()
-        self.view = View.of(
-            settings.columns,
-            settings.sort,
-            settings.group_by,
-            settings.top,
-            settings.expect,
-            self.grid.baseline,
-        )
+        self.view = View.of(settings, self.grid.baseline)
         self.directory: Path | None = None
         """Where the session's processes leave their outcomes for each other."""
-        self.file: RunFile | None = None
+        self.path: Path | None = None
+        """The run's file in the storage, whole at any moment."""
+        self._held = ExitStack()
+        """What keeps other sessions from that file."""
+        self.began = time.monotonic()  # the clock that nobody sets
         self.comparison = Comparison(settings, self.sources)
         self.regressions: list[dict[str, Any]] = []
         """What got worse by more than it may, as plain rows."""
@@ -118,9 +117,9 @@ class Session:
         return list(dict.fromkeys(pairs))
 
     @cached_property
-    def conditions(self) -> Conditions:
-        """What the session measures, with what and where; asks git, so only where it is needed."""
-        from dpbench.results.conditions import Conditions, environment
+    def begun(self) -> Run:
+        """The session before its first case; asks git, so only where it is needed."""
+        from dpbench.results.conditions import begun, environment
 
         tools = {name: version for i in self.instruments for name, version in i.versions.items()}
         found = environment(
@@ -129,50 +128,51 @@ class Session:
             project=self.settings.directory.absolute(),
         )
         self.update_environment(found)
-        return Conditions.now(found, self.grid, self.instruments, self.workers)
+        return begun(found, self.grid, self.instruments, self.workers)
 
     def _open_file(self) -> None:
-        """Take the next number in the storage, or an interrupted run's."""
-        from dpbench.results.storage import RunFile, Storage
+        """Take the next number in the storage, or an interrupted run's, and hold its file."""
+        from dpbench.results.conditions import automatic_name, resumed
+        from dpbench.results.run import Run
+        from dpbench.results.storage import Storage
 
-        settings = self.settings
-        storage = Storage(settings.storage)
+        settings, storage = self.settings, Storage(self.settings.storage)
         path = None
         if settings.resume:
             path, skipped = storage.interrupted(self.device)
             self.notes += skipped
-        if path is not None:
-            self.file, self.conditions, kept = RunFile.resume(storage, path, self.conditions)
-            for outcome in kept:
-                self.store.keep(outcome)
-        elif settings.save is None and not settings.autosave:
-            raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
-        else:
-            self.file = RunFile.create(storage, settings.save, self.device, self.conditions)
+        with ExitStack() as held:
+            if path is not None:
+                held.enter_context(storage.writing(path))  # before it is read
+                run = Run.load(path)
+                self.begun = resumed(run, self.begun)
+                for outcome in run.outcomes:
+                    if outcome.error is None:
+                        self.store.keep(outcome)
+            elif settings.save is None and not settings.autosave:
+                raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
+            else:
+                name = automatic_name(self.begun) if settings.save is None else settings.save
+                text = json.dumps(self._document((), complete=False))
+                path = storage.allocate(name, self.device, text)
+                held.enter_context(storage.writing(path))
+            self.path, self._held = path, held.pop_all()
 
     # --- for other processes of the session --------------------------------------------------
 
-    def shared(self) -> dict[str, Any]:
-        """What `join` needs, as plain types."""
-        return {
-            "directory": str(self.store.directory),
-            "file": str(self.file.path) if self.file else None,
-            "conditions": dict(vars(self.conditions)) if self._writes else None,
-            "comparison": self.comparison.shared(),
-        }
+    def shared(self) -> bytes:
+        """What `join` needs, pickled."""
+        writes = self.path or self.settings.files
+        names = ["path", "began", *(["begun"] if writes else [])]
+        own = {"directory": self.store.directory} | {name: getattr(self, name) for name in names}
+        comparison = {name: vars(self.comparison)[name] for name in ("named", "candidates")}
+        return pickle.dumps((own, comparison))
 
-    def join(self, shared: Mapping[str, Any]) -> None:
+    def join(self, shared: bytes) -> None:
         """Take part in a session that another process has begun."""
-        self.directory = Path(shared["directory"])
-        if shared["conditions"] is not None:
-            from dpbench.results.conditions import Conditions
-
-            self.conditions = Conditions(**shared["conditions"])
-        if shared["file"]:
-            from dpbench.results.storage import RunFile
-
-            self.file = RunFile(Path(shared["file"]))
-        self.comparison.join(shared["comparison"])
+        own, comparison = pickle.loads(shared)
+        vars(self).update(own)
+        vars(self.comparison).update(comparison)
 
     @cached_property
     def store(self) -> OutcomeStore:
@@ -224,16 +224,12 @@ class Session:
 
     # --- files -------------------------------------------------------------------------------
 
-    @property
-    def _writes(self) -> bool:
-        """Whether the session leaves a document."""
-        return self.file is not None or bool(self.settings.files)
-
-    def write(self, *, complete: bool = False) -> None:
-        """Bring the run and the files that were asked for up to date, all but the page."""
-        files = dict(self.settings.files)
-        files.pop("html", None)
-        if not ((files or self.file) and self.outcomes()):
+    def write(self, *, complete: bool = False, last: bool = False) -> None:
+        """Bring the run and the files that were asked for up to date; the page at the last."""
+        settings = self.settings
+        page = settings.html if last else None
+        wanted = (self.path, settings.json, settings.markdown, settings.csv, page)
+        if not (any(wanted) and self.outcomes()):
             return
         from dpbench.results.outcome import write_document
         from dpbench.show.export import write_renderings
@@ -241,30 +237,40 @@ class Session:
         with self.store.lock():
             outcomes = self.outcomes()
             document = self._document(outcomes, complete)
-            if self.file:
+            self.update_document(document)
+            if self.path:
+                self._file_error = None
                 try:
-                    self.file.write(document)
-                    self._file_error = None
+                    write_document(self.path, document)
                 except OSError as error:
                     self._file_error = error
             with self.reporting_problems():
-                if path := files.pop("json", None):
-                    write_document(path, document)
+                if settings.json:
+                    write_document(settings.json, document)
             with self.reporting_problems():
                 asked = 0 if complete else document["session"]["cases_asked"]
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
+                files = {"markdown": settings.markdown, "csv": settings.csv}
                 write_renderings(outcomes, self.view, **files, missing=missing)
+            with self.reporting_problems():
+                if page:
+                    self._write_page(page, document)
 
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
+        """The session so far; it says ``interrupted`` until it is over."""
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
 
-        status = COMPLETE if complete else INTERRUPTED
-        session = self.conditions.session(status, self.regressions, self.unjudged)
-        session["cases_asked"] = max(session["cases_asked"], self._cases_of(outcomes))
-        session["not_measured"] = dict(self.not_measured)
-        made = document(outcomes, self.conditions.environment, session)
-        self.update_document(made)
-        return made
+        began = deepcopy(self.begun.session)  # a hook may change it
+        session = began | {
+            "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
+            "seconds": round(began["seconds"] + time.monotonic() - self.began, 1),
+            "status": COMPLETE if complete else INTERRUPTED,
+            "regressed": bool(self.regressions or self.unjudged),
+            "regressions": list(self.regressions),
+            "unjudged": list(self.unjudged),
+            "not_measured": dict(self.not_measured),
+        }
+        return document(outcomes, self.begun.environment, session)
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
         """How many cases are asked for, as far as is known, or are of the grid and measured."""
@@ -298,25 +304,22 @@ class Session:
         outcomes = self.outcomes()
         with self.reporting_problems():
             self._compare(outcomes, self.comparison.asked if limited is None else limited, complete)
-        if self._writes:  # a run that it resumes may have been asked for more
-            complete = complete and self._cases_of(outcomes) >= self.conditions.cases_asked
-        self.write(complete=complete)
-        with self.reporting_problems():
-            if outcomes and self.settings.html is not None:
-                self._write_page(self.settings.html, self._document(outcomes, complete))
-        if self.file is not None:
-            self._close(self.file, outcomes)
+        if self.path is not None:  # a run that it resumes may have been asked for more
+            complete = complete and self._cases_of(outcomes) >= self.begun.cases_asked
+        self.write(complete=complete, last=True)
+        if self.path is not None:
+            self._let_go_of(self.path)
 
     def _write_page(self, path: Path, document: dict[str, Any]) -> None:
         """Write the page of charts; with ``--dpbench-histogram`` beside the reference."""
-        from dpbench.show.html.data import labelled
-        from dpbench.show.html.page import write_html
+        from dpbench.show.html.data import Material, labelled
+        from dpbench.show.html.page import render
 
         shown: list[tuple[str, Mapping[str, Any]]] = [(path.stem, document)]
         if self.settings.histogram is not None and self.settings.compares:
             before = self.comparison.reference
             shown[:0] = [(before.name, before.document)] if before.sources else []
-        write_html(path, labelled(shown), self.view.expected)
+        write_text(path, render(Material(labelled(shown), self.view.expected)))
 
     def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
         """Show the session beside its reference, and hold to limits what they are for."""
@@ -342,21 +345,25 @@ class Session:
 
     def as_run(self, outcomes: Sequence[Outcome]) -> Run:
         """The session so far, to be compared."""
-        from dpbench.results.outcome import COMPLETE
         from dpbench.results.run import Run
 
-        session = self.conditions.session(COMPLETE)
-        return Run.of("this session", outcomes, self.conditions.environment, session)
+        return Run.of("this session", outcomes, self.begun.environment, self.begun.session)
 
-    def _close(self, file: RunFile, outcomes: Sequence[Outcome]) -> None:
-        """Let go of the run's file; one in which nothing stands is removed."""
+    def _let_go_of(self, path: Path) -> None:
+        """Let go of the run's file, and say what is saved; one in which no case stands goes."""
+        from dpbench.results.run import Run
+
+        cases, holds = 0, ""
+        with self._held, suppress(ConfigurationError):  # gone, or out of reach
+            cases = len(Run.load_head(path).document.get("cases", ()))
+            holds = f"; the file holds {cases} case{'s' if cases > 1 else ''}"
+            if not cases:
+                path.unlink()
+                holds = "; nothing is saved"
         if self._file_error is not None:
-            self.problem(file.give_up(self._file_error))
-        elif outcomes:
-            file.close()
-            self.notes.append(f"saved {_shown(file.path)}")
-        else:
-            file.discard()
+            self.problem(f"{in_words(self._file_error)}{holds}")
+        elif cases:
+            self.notes.append(f"saved {_shown(path)}")
 
     def summary(self) -> list[Table]:
         """Every table of the session, the comparison's last."""

@@ -7,8 +7,8 @@ commands some of the same.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import Field, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Settings:
     """Where relative paths begin."""
 
     # what is measured
-    ncu: bool = options.of_pytest("measure cases under NVIDIA Nsight Compute", pytest="--ncu")
+    ncu: bool = options.of_pytest("measure cases under NVIDIA Nsight Compute")
     cupti: bool = options.of_pytest(
         "measure cases by CUPTI in the process that trains; with --ncu as well, times are its own",
         pytest="--cupti",
@@ -46,19 +46,8 @@ class Settings:
     grid: str = options.option(
         f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID"
     )
-    trainer: list[str] | None = options.axis("trainer")
-    batch_size: list[int] | None = options.axis("batch_size", int)
-    seq_len: list[int] | None = options.axis("seq_len", int)
-    model_size: list[str] | None = options.axis("model_size")
-    precision: list[str] | None = options.axis("precision")
-    attention: list[str] | None = options.axis("attention")
-    model: list[str] | None = options.axis("model")
-    workload: list[str] | None = options.axis("workload")
-    set: list[str] | None = options.axis("set")
-    optimizer: list[str] | None = options.axis("optimizer")
-    micro_batches: list[int] | None = options.axis("micro_batches", int)
-    trainable: list[str] | None = options.axis("trainable")
-    activation_checkpointing: list[str] | None = options.axis("activation_checkpointing")
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """The values along an axis of `Case` that replace the grid's, each an option of its own."""
     baseline: str | None = options.option(
         "the trainer whose numbers ratios divide by, measured along the same axes: a name or "
         "package.module:Class (default standard)",
@@ -67,11 +56,9 @@ class Settings:
 
     # how it is measured
     instrument: list[str] | None = options.option(
-        f"{', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default timing and ncu, "
-        "without a GPU logical",
-        pytest_help="the ncu and counters fixtures measure with this, without --ncu and --cupti "
-        "with nothing else: "
-        f"{', '.join(INSTRUMENTS)}, or package.module:Class; repeatable",
+        f"what measures: {', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default "
+        "timing and ncu, without a GPU logical; for pytest's ncu and counters fixtures it comes on "
+        "top of --ncu and --cupti",
         action="append",
         metavar="NAME",
     )
@@ -79,33 +66,35 @@ class Settings:
     no_timing: bool = options.of_pytest(
         "count bytes only: no second, unprofiled process for step time and peak memory"
     )
-    ncu_path: str | None = options.ncu("the ncu program, if it is not on PATH", metavar="PROGRAM")
-    ncu_dir: Path = options.ncu(
-        "where .ncu-rep reports and logs go", Path("ncu_reports"), type=Path, metavar="DIR"
+    ncu_path: str | None = options.option(
+        "the ncu program, if it is not on PATH", metavar="PROGRAM"
     )
-    ncu_metrics: list[str] | None = options.ncu(
+    ncu_dir: Path = options.option(
+        "where .ncu-rep reports and logs go", Path("ncu_reports"), metavar="DIR"
+    )
+    ncu_metrics: list[str] | None = options.option(
         "what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
         "(default: DRAM, L2 and global load/store bytes)",
         action="append",
         metavar="NAMES",
     )
-    kernels: bool = options.ncu(
-        "profile each kernel as well, in one more process, tens of ms a kernel", False
+    kernels: bool = options.option(
+        "profile each kernel as well, in one more process, tens of ms a kernel",
+        False,
+        pytest="--ncu-kernels",
     )
-    kernels_phase: list[str] | None = options.ncu(
+    kernels_phase: list[str] | None = options.option(
         "profile the kernels of these phases only, e.g. clip; separated by commas",
+        pytest="--ncu-kernels-phase",
         action="append",
         metavar="PHASES",
     )
-    warmup: int = options.number("warmup steps of the unprofiled process", 3)
-    active: int = options.number("active steps of the unprofiled process", 5)
-    ncu_warmup: int = options.number("warmup steps of the profiled process", 1, pytest="--{name}")
-    ncu_active: int = options.number("active steps of the profiled process", 1, pytest="--{name}")
+    warmup: int = options.option("warmup steps without ncu", 3, metavar="N")
+    active: int = options.option("active steps without ncu", 5, metavar="N")
+    ncu_warmup: int = options.option("warmup steps under ncu", 1, metavar="N")
+    ncu_active: int = options.option("active steps under ncu", 1, metavar="N")
     profile_dir: Path = options.option(
-        "where the PyTorch profiler's files go, one folder a case",
-        Path("runs"),
-        type=Path,
-        metavar="DIR",
+        "where the PyTorch profiler's files go, one folder a case", Path("runs"), metavar="DIR"
     )
     profile_schedule: str = options.option(
         "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
@@ -113,16 +102,12 @@ class Settings:
         metavar="NAME=N,…",
     )
     profile_threshold: float = options.option(
-        "list operators with this many ms of a step or more",
-        10.0,
-        type=float,
-        metavar="MS",
+        "list operators with this many ms of a step or more", 10.0, metavar="MS"
     )
     timeout: float = options.option(
         "end a measured process after this long on the GPU, and stop waiting for another "
         "session's process after as long",
         1800.0,
-        type=float,
         metavar="SECONDS",
     )
     try_anyway: bool = options.option(
@@ -151,7 +136,9 @@ class Settings:
         action="append",
         metavar="RATIO:LOW-HIGH",
     )
-    top: int = options.number("how many kernels a table shows", 10, pytest="--ncu-kernels-top")
+    top: int = options.option(
+        "how many kernels a table shows", 10, pytest="--ncu-kernels-top", metavar="N"
+    )
 
     # what is written
     json: Path | None = options.file("every row, and what follows from them,")
@@ -185,9 +172,10 @@ class Settings:
         metavar="NUM|FILE",
     )
     compare_fail: tuple[str, ...] = options.option(
-        options.LIMIT_HELP.format(what="exit with 1 if something got worse"),
+        "fail if something got worse by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB "
+        "(beyond both), METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, "
+        "l2_ratio, logical_ratio, …; repeatable",
         (),
-        pytest_help=options.LIMIT_HELP.format(what="fail a test if what it measured got worse"),
         action="append",
         metavar="SPEC",
     )
@@ -198,11 +186,12 @@ class Settings:
         "compare also what another device measured; it is labelled"
     )
     storage: Path = options.option(
-        "where runs are saved and references found", Path(".dpbench"), type=Path, metavar="DIR"
+        "where runs are saved and references found", Path(".dpbench"), metavar="DIR"
     )
 
     def __post_init__(self) -> None:
-        check_timeout(self.timeout)
+        if not self.timeout > 0:
+            raise ConfigurationError(f"the time-out must be positive, not {self.timeout:g} s")
         if wrong := [phase for phase in self.phases if phase not in ALL_PHASES]:
             raise unknown("phase", wrong[0], ALL_PHASES)
         if not (threshold := self.profile_threshold) >= 0:
@@ -214,14 +203,15 @@ class Settings:
     ) -> Settings:
         """What a command line asked for; relative paths become paths below a directory."""
         found: dict[str, Any] = {}
-        for name, declared in _FIELDS.items():
-            if option := _name(declared, of_pytest):
-                value = getattr(options, option.lstrip("-").replace("-", "_"))
+        for name, option in OPTIONS.items():
+            if called := _name(name, of_pytest):
+                value = getattr(options, called.lstrip("-").replace("-", "_"))
                 if isinstance(value, Path):
                     value = directory / value
-                found[name] = tuple(value or ()) if declared.default == () else value
+                found[name] = tuple(value) if option["declared"]["default"] == [] else value
+        axes = {axis: values for axis in AXES if (values := found.pop(axis)) is not None}
         if found.get("disable"):
-            kept = ("only", "skip", "disable", "grid", *AXES, "baseline", "compare_fail")
+            kept = ("only", "skip", "disable", "grid", "baseline", "compare_fail")
             found = {name: found[name] for name in kept}
         if (prefix := found.get("histogram")) is not None:
             if found["html"]:
@@ -230,16 +220,15 @@ class Settings:
                 )
             named = prefix or f"dpbench_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
             found["html"] = directory / f"{named}.html"
-        return cls(of_pytest=of_pytest, directory=directory, **found)
+        return cls(of_pytest=of_pytest, directory=directory, axes=axes, **found)
 
     def option(self, name: str) -> str:
         """An option as its user writes it, e.g. ``--dpbench-save``."""
-        return _name(_FIELDS[name], self.of_pytest)
+        return _name(name, self.of_pytest)
 
     def chosen_grid(self) -> Grid:
         """The grid with the axes that replace its own."""
-        axes = {axis: getattr(self, axis) for axis in AXES}
-        return chosen_grid(self.grid, self.baseline, **axes)
+        return chosen_grid(self.grid, self.baseline, **self.axes)
 
     @property
     def files(self) -> dict[str, Path]:
@@ -321,22 +310,19 @@ class Settings:
         return path.is_dir() or path.suffix == ".py" or "::" in value
 
 
-def check_timeout(seconds: float) -> None:
-    """Refuse a time-out that ends everything at once."""
-    if not seconds > 0:
-        raise ConfigurationError(f"the time-out must be positive, not {seconds:g} s")
+OPTIONS: dict[str, Mapping[str, Any]] = {
+    **{axis: options.axis(axis).metadata for axis in AXES},
+    **{declared.name: declared.metadata for declared in fields(Settings) if declared.metadata},
+}
 
 
-_FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(Settings) if f.metadata}
-
-
-def _name(option: Field[Any], of_pytest: bool) -> str:
+def _name(option: str, of_pytest: bool) -> str:
     """How pytest or the commands call an option; empty if they do not."""
-    pattern: str | None = option.metadata["pytest" if of_pytest else "command"]
-    if pattern is None:
-        pattern = "--dpbench-{name}" if of_pytest else "--{name}"
-    name = option.name.replace("_", "-")
-    return pattern.format(name=name, stem=name.removeprefix("ncu-"))
+    given: str | None = OPTIONS[option]["pytest" if of_pytest else "command"]
+    if given is not None:
+        return given
+    prefix = "dpbench-" if of_pytest and not option.startswith("ncu") else ""
+    return f"--{prefix}{option.replace('_', '-')}"
 
 
 def declare(
@@ -350,20 +336,11 @@ def declare(
 
     Args:
         add: ``group.addoption`` or ``parser.add_argument``.
-        names: fields of `Settings`.
+        names: fields of `Settings`, or axes.
         of_pytest: whether they are named as pytest names them.
         called: what a command calls its option, if it is not the field's name.
         changed: arguments of ``add`` that are others for a command.
     """
-    for option in [_FIELDS[name] for name in names or _FIELDS]:
-        if not (names or _name(option, of_pytest)):
-            continue
-        text = option.metadata["pytest_help" if of_pytest else "help"]
-        default = [] if option.default == () else option.default
-        arguments = {
-            "default": default,
-            **option.metadata["declared"],
-            "help": text,
-            **changed,
-        }
-        add(called or _name(option, of_pytest), **arguments)
+    for name in names or OPTIONS:
+        if found := called or _name(name, of_pytest):
+            add(found, **{**OPTIONS[name]["declared"], **changed})

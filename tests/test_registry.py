@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -277,40 +278,21 @@ def test_argument_is_understood_where_nothing_was_registered(
     assert elsewhere[argument] is registry[spelling]
 
 
-def test_builtin_needs_no_import_path(registry: Registry) -> None:
-    assert registry.import_path("count") is None
-
-
-@pytest.mark.parametrize(
-    ("path", "target"),
-    [
-        ("own_module.py", "own_module:Mine"),
-        ("own_package/__init__.py", "own_package:Mine"),
-        ("own_namespace/inner.py", "own_namespace.inner:Mine"),
-    ],
-)
-def test_import_path_is_the_directory_that_an_own_class_came_from(
-    registry: Registry, write_module: Callable[..., Path], path: str, target: str
+def test_child_finds_what_this_process_was_told_where_to_find(
+    write_module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    directory = write_module(path)
-    name = registry.canonical(target)
-    assert registry.import_path(name) is None  # nothing imported yet
-    assert registry[name].__name__ == "Mine"
-    assert registry.import_path(name) == directory.resolve()
-
-
-@pytest.mark.parametrize("inherited", [None, "", "/inherited"])
-def test_child_is_told_where_what_a_case_names_was_imported_from(
-    write_module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, inherited: str | None
-) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    if inherited is not None:
-        monkeypatch.setenv("PYTHONPATH", inherited)
-    directory = write_module("own_module.py").resolve()
-    case = resolve(Case("own_module:Mine", 4, 64, optimizer="own_module:Mine"))
-    assert python_path(case) is None
-    assert TRAINERS["Mine"].__name__ == "Mine"
-    assert python_path(case) == os.pathsep.join([str(directory), *filter(None, [inherited])])
+    """Where a class of a case is, and what its module imports; not what a program appended."""
+    inherited, last = tmp_path / "inherited", tmp_path / "last"
+    for directory in (inherited, last):
+        directory.mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{inherited}{os.pathsep}{tmp_path / 'absent'}")
+    directory = write_module("own_module.py")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(last)])
+    path = python_path(resolve(Case("own_module:Mine", 4, 64)))
+    assert path is not None
+    first, *others = path.split(os.pathsep)
+    assert (first, others[-1]) == (str(directory), str(inherited))
+    assert {str(last), str(tmp_path / "absent"), sysconfig.get_path("stdlib")}.isdisjoint(others)
     assert python_path(Case("dpsgd", 4, 64)) is None
 
 
@@ -381,7 +363,7 @@ def test_unknown_trainer_or_model_is_refused_with_what_exists(
 
 
 def test_grid_has_each_case_once_however_it_is_spelled() -> None:
-    grid = chosen_grid("grid1", trainer=["dpsgd", "DPSGDTrainer"], batch_size=None, seq_len=[8, 8])
+    grid = chosen_grid("grid1", trainer=["dpsgd", "DPSGDTrainer"], seq_len=[8, 8])
     assert (grid.trainer, grid.batch_size, grid.seq_len) == (("dpsgd",), (8, 16), (8,))
     assert "unknown trainer 'sgd'" in refusal(lambda: chosen_grid("grid1", trainer=["sgd"]))
 

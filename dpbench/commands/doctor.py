@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from functools import partial
 
 from dpbench.doctor import checks
 from dpbench.doctor.checks import FAILED, Finding
@@ -58,17 +59,14 @@ def run(options: argparse.Namespace) -> int:
 def as_line(finding: Finding) -> str:
     """A finding for a terminal of 80 columns, its remedy below."""
     start = f"{finding.status:8}{finding.check:21}"
-    parts = [(start, finding.detail)]
-    if finding.remedy:
-        parts.append((" " * (len(start) - 2) + "> ", finding.remedy))
-    return "\n".join(
-        textwrap.fill(
-            text,
-            80,
-            initial_indent=first,
-            subsequent_indent=" " * len(start),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for first, text in parts
+    wrapped = partial(
+        textwrap.fill,
+        width=80,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    lines = [wrapped(finding.detail, initial_indent=start)]
+    if finding.remedy:
+        lines.append(wrapped(finding.remedy, initial_indent=f"{'> ':>{len(start)}}"))
+    return "\n".join(lines)

@@ -142,9 +142,9 @@ def run(options: argparse.Namespace) -> int:
                     session.notes.append(_report(case, folder, settings.profile_threshold))
         finally:  # what was counted until an interruption is kept and shown
             outcomes = session.outcomes()
-            found = {outcome.case for outcome in outcomes}
+            measured = {outcome.case for outcome in outcomes}
             failed = any(outcome.error for outcome in outcomes)  # no reference for others
-            session.finish(complete={*cases} <= found and not failed)
+            session.finish(complete={*cases} <= measured and not failed)
             _show(session, baseline)
         return 1 if session.failed else 0
 
@@ -197,27 +197,27 @@ def _baseline(
         for outcome in run.outcomes
         if outcome.case.workload == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
     ]
-    found = [
+    shared = [
         replace(outcome, rows=tuple(rows))
         for outcome in scripts
         if (rows := [r for r in outcome.rows if (r.device, r.instrument) in sources])
     ]
-    if len({outcome.case.trainer for outcome in scripts}) != 1 or not found:
+    if len({outcome.case.trainer for outcome in scripts}) != 1 or not shared:
         had = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
         needed = " or ".join(f"{device} by {name}" for device, name in sources)
         raise ConfigurationError(
             f"--baseline {options.baseline}: {run.path} has no script's steps on {needed}; it has "
             f"{had}"
         )
-    if wrong := {outcome.case.batch_size for outcome in found} - {case.batch_size}:
+    if wrong := {outcome.case.batch_size for outcome in shared} - {case.batch_size}:
         there, here = (
             f"--batch-size {size}" if size else "none" for size in (*wrong, case.batch_size)
         )
         raise ConfigurationError(
-            f"--baseline {options.baseline}: the batch size of {found[0].case.id} was said to be "
+            f"--baseline {options.baseline}: the batch size of {shared[0].case.id} was said to be "
             f"{there}, here {here}: say the same for both"
         )
-    return [(run, outcome) for outcome in found]
+    return [(run, outcome) for outcome in shared]
 
 
 def _as_standard(outcome: Outcome) -> Outcome:

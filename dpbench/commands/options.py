@@ -28,8 +28,6 @@ def add_case(
             parser.add_argument,
             axis,
             action="append" if axis == "set" else "store",
-            # Unasked for, the transformer's are left out of other workloads' cases.
-            default=None if axis in OF_TRANSFORMER or axis == "set" else default,
             required=default is None,
             help=AXIS_HELP[axis] + (f" (default {default})" if default else ""),
         )
@@ -44,8 +42,9 @@ def add_case(
 def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
     """The case that the options of `add_case` describe, with its defaults."""
     given = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
-    given["workload"] = registry.WORKLOADS.canonical(given["workload"])
+    given["workload"] = registry.WORKLOADS.canonical(given.get("workload", TRANSFORMER))
     for axis, value in {**USUAL, **usual}.items():
+        # Unasked for, the transformer's are left out of other workloads' cases.
         if axis not in OF_TRANSFORMER or given["workload"] == TRANSFORMER:
             given.setdefault(axis, value)
     return registry.resolve(Case(**given))

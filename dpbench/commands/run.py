@@ -35,37 +35,29 @@ from contextlib import closing
 from tqdm import tqdm
 
 from dpbench import gpu
-from dpbench.case import AXES, Case
+from dpbench.case import Case
 from dpbench.instruments import ON_GPU, choose
 from dpbench.registry import locate
 from dpbench.session import Session
-from dpbench.settings import Settings, declare
+from dpbench.settings import OPTIONS, Settings, declare
 from dpbench.show.layout import as_text, terminal_width
+
+GROUPS = {
+    "trainer": "cases",
+    "instrument": "measuring",
+    "columns": "tables, here and in Markdown",
+    "json": "files",
+    "save": "saved runs, which dpbench list and dpbench compare read",
+}
+"""What the help calls the options from each of these on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    declare(parser.add_argument, "grid", "baseline")
-    declare(parser.add_argument_group("cases").add_argument, *AXES)
-    how = parser.add_argument_group("measuring")
-    declare(how.add_argument, *MEASURING)
-    shown = parser.add_argument_group("tables", "what is shown, here and in Markdown")
-    declare(shown.add_argument, "columns", "sort", "group_by", "expect", "top")
-    files = parser.add_argument_group("files")
-    declare(files.add_argument, "json", "markdown", "csv")
-    saved = parser.add_argument_group("saved runs", "dpbench list and dpbench compare read them")
-    declare(
-        saved.add_argument,
-        *("save", "autosave", "resume", "compare", "compare_fail"),
-        *("compare_first_run_ok", "storage"),
-    )
-
-
-MEASURING = (
-    *("instrument", "device", "ncu_path", "ncu_dir", "ncu_metrics", "kernels", "kernels_phase"),
-    *("warmup", "active", "ncu_warmup", "ncu_active"),
-    *("profile_dir", "profile_schedule", "profile_threshold", "timeout", "try_anyway"),
-)
+    for name in OPTIONS:
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
+        declare(group.add_argument, name)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
@@ -41,31 +42,17 @@ from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_is_file, check_writable_file, in_words, write_text
-from dpbench.instruments.ncu.report import (
-    KERNELS,
-    ForeignReport,
-    case_of,
-    holds_kernels,
-    read,
-    read_kernels,
-)
+from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.instrument import timeline_of
 from dpbench.instruments.torch_profiler.files import with_operators
 from dpbench.results.frame import to_frame
-from dpbench.results.kernels import KernelCount, dram_bytes_of_step, fold
-from dpbench.results.roofline import (
-    CARDS,
-    find_card,
-    intensities,
-    known_roofs,
-    read_ceilings,
-    under,
-)
+from dpbench.results.kernels import KernelCount, fold
+from dpbench.results.roofline import CARDS, find_card, intensities, read_ceilings, under
 from dpbench.results.run import Run
 from dpbench.settings import declare
 from dpbench.show.export import summary_tables
 from dpbench.show.html import check_libraries
-from dpbench.show.html.data import labelled
+from dpbench.show.html.data import Material, labelled
 from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
 from dpbench.show.profile import whole_timeline
@@ -102,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write the page; returns the exit code."""
-    view = _view(options)
+    view = View.of(options)
     for path in filter(None, (options.markdown, options.html)):
         check_writable_file(path)
     if options.html:
@@ -133,12 +120,7 @@ def _tables(options: argparse.Namespace, view: View) -> list[Table]:
         check_is_file(path)
         return whole_timeline(timeline_of(path), path.stem)
     run = saved_run(alone, options.storage)
-    return summary_tables(run.outcomes, _view(options, run.baseline))
-
-
-def _view(options: argparse.Namespace, baseline: str = BASELINE_TRAINER) -> View:
-    chosen = (options.columns, options.sort, options.group_by, options.top, options.expect)
-    return View.of(*chosen, baseline=baseline)
+    return summary_tables(run.outcomes, View.of(options, run.baseline))
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> list[Table]:
@@ -170,16 +152,17 @@ def _card_here() -> str:
 def _draw(options: argparse.Namespace, view: View) -> None:
     """Write the page of the runs."""
     check_libraries()
-    from dpbench.show.html.page import write_html  # which needs them
+    from dpbench.show.html.page import render  # which needs them
 
     runs = [saved_run(name, options.storage) for name in options.files]
     for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
-        view = _view(options, baseline)  # what is usually expected is of ratios to standard
+        view = View.of(options, baseline)  # what is usually expected is of ratios to standard
     for run in runs:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
+    named = labelled((run.name, run.document) for run in runs)
     try:
-        write_html(options.html, labelled((run.name, run.document) for run in runs), view.expected)
+        write_text(options.html, render(Material(named, view.expected)))
     except OSError as error:
         raise ConfigurationError(in_words(error)) from error
     print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")
@@ -192,14 +175,14 @@ def _of_reports(
     ranges: dict[Case, Path] = {}
     of_kernels: list[Table] = []
     for path in reports:
-        if holds_kernels(path):
+        if ncu.holds_kernels(path):
             of_kernels += _of_kernels(path, options)
-        elif (other := ranges.setdefault(case_of(path), path)) is not path:
+        elif (other := ranges.setdefault(ncu.case_of(path), path)) is not path:
             raise ConfigurationError(
                 f"{other} and {path} are the same case; show them one at a time"
             )
     yield from tables(
-        to_frame(row for case, path in ranges.items() for row in read(path, case)), view
+        to_frame(row for case, path in ranges.items() for row in ncu.read(path, case)), view
     )
     yield from of_kernels
 
@@ -209,7 +192,7 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
 
     These are in a report that lies where it should, see `dpbench.instruments.ncu`.
     """
-    report = read_kernels(path)
+    report = ncu.read_kernels(path)
     launches: Sequence[KernelCount] = report.launches
     if options.profile:
         launches = with_operators(options.profile, launches)
@@ -219,16 +202,10 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
         raise ConfigurationError(
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )
-    ranges, step_bytes = path.resolve().parents[1] / path.name, None
-    if path.resolve().parent.name == KERNELS and ranges.exists():
-        step_bytes = dram_bytes_of_step(read(ranges, case_of(ranges)))
-    title, roofs = f"{_title(path)}, {report.device}", known_roofs(report.device)
-    return kernel_tables(fold(chosen), title, step_bytes, roofs, top=options.top)
-
-
-def _title(path: Path) -> str:
-    """The case that a report is of, or the report's own name if dpbench did not make it."""
-    try:
-        return case_of(path).id
-    except ForeignReport:
-        return path.name
+    ranges, rows = path.resolve().parents[1] / path.name, []
+    if path.resolve().parent.name == ncu.KERNELS and ranges.exists():
+        rows = ncu.read(ranges, ncu.case_of(ranges))
+    name = path.name
+    with suppress(ncu.ForeignReport):  # dpbench did not make it
+        name = ncu.case_of(path).id
+    return kernel_tables(fold(chosen), name, report.device, rows, options.top)

@@ -35,10 +35,7 @@ from dpbench.settings import declare
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser, device="auto")
-    for name in ("warmup", "active"):
-        declare(
-            parser.add_argument, name, help=f"{name} steps of this process (default %(default)d)"
-        )
+    declare(parser.add_argument, "warmup", "active", "profile_schedule", "profile_threshold")
     for name, help in (
         ("nvtx", "mark phases as NVTX ranges for a profiler, and take no times"),
         ("nsys", "under nsys profile: have some steps recorded after the timed ones"),
@@ -56,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
     )
-    declare(parser.add_argument, "profile_schedule", "profile_threshold")
 
 
 WAYS = ("nvtx", "cupti", "nsys", "logical", "profile")
@@ -103,9 +99,7 @@ def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str
         from dpbench.instruments.logical.instrument import Logical
 
         faulthandler.enable(2)  # what crashes in here is in the log, with its line
-        counted = Logical().count(case)
-        rows, operators = ([x.as_row() for x in of] for of in (counted.rows, counted.operators))
-        return {"rows": rows, "operators": operators, "notes": counted.notes}
+        return Logical().count(case).as_json()
     how = {"device": options.device, **asdict(steps)}
     if options.nsys:
         from dpbench.instruments.nsys.child import trace_case

@@ -148,12 +148,6 @@ class CountersBusy(InstrumentError):
     )
 
 
-class CountersUnsupported(InstrumentError):
-    """The GPU is set up in a way that has no counters."""
-
-    remedy = "use a whole GPU that is not virtualised, split or in confidential-computing mode"
-
-
 class CounterUnknown(InstrumentError):
     """A counter does not exist on this GPU, cannot be read in one pass, or gave no value."""
 
@@ -163,12 +157,6 @@ class CounterUnknown(InstrumentError):
     )
 
 
-class CountersDoNotCombine(InstrumentError):
-    """Counters that cannot be read in the same pass."""
-
-    remedy = "count them one after another"
-
-
 class ProfilerNotLoaded(InstrumentError):
     """The profiler finds no driver, or no way to the GPU."""
 
@@ -176,34 +164,3 @@ class ProfilerNotLoaded(InstrumentError):
         "check that nvidia-smi shows the GPU here, that profiler and driver fit each other, and "
         "that no virtual machine or sandbox hides the GPU's counters"
     )
-
-
-class CuptiUnusable(InstrumentError):
-    """There is no libcupti here that can count ranges on this GPU with this driver."""
-
-    remedy = (
-        "PyTorch's wheels bring one: use a build of torch for CUDA 12.6.2 or newer that knows this "
-        "GPU, and no newer than the driver supports (nvidia-smi shows that), or update the driver; "
-        "beside another build, install nvidia-cuda-cupti for its version of CUDA"
-    )
-
-
-class CuptiError(InstrumentError):
-    """A function of CUPTI failed for a reason that has no remedy of its own."""
-
-
-class RangesLost(InstrumentError):
-    """Not every range that was begun was counted."""
-
-    remedy = "count fewer ranges at a time, or raise max_ranges"
-
-
-class StepsDiffer(InstrumentError):
-    """Steps that should be equal are not, so that what each counted does not belong together."""
-
-    remedy = "warm up longer, give every step the same shapes, and keep other processes off the GPU"
-
-
-KINDS = {kind.__name__: kind for kind in InstrumentError.__subclasses__()}
-KINDS |= {"OutOfMemory": CaseOutOfMemory, "ConfigurationError": CaseRefused}
-"""By name, what a process that measures can say it failed of."""

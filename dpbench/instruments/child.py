@@ -9,16 +9,19 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import Case
 from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
-    KINDS,
     CaseFailed,
+    CaseOutOfMemory,
+    CaseRefused,
     CaseTimedOut,
     GpuBusy,
     InstrumentError,
@@ -34,14 +37,12 @@ PATIENCE_SECONDS = 3.0
 """For how long a GPU that another session uses is waited for in silence."""
 
 
-def step_command(
-    case: Case, steps: Steps | None = None, *, device: str, nvtx: bool = False
-) -> list[str]:
+def step_command(case: Case, steps: Steps | None = None, *, device: str) -> list[str]:
     """The argument list that runs one case: ``python -m dpbench step …``."""
     command = [sys.executable, "-m", "dpbench", "step", *arguments(case), "--device", device]
     if steps:
         command += ["--warmup", str(steps.warmup), "--active", str(steps.active)]
-    return [*command, "--nvtx"] if nvtx else command
+    return command
 
 
 class Child(Running):
@@ -53,7 +54,7 @@ class Child(Running):
     Args:
         command: an argument list.
         case: whose command it is.
-        log: the file to write.
+        log: the file to write; if None, one that is gone after `cancel`.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
@@ -65,10 +66,14 @@ class Child(Running):
         command: list[str],
         *,
         case: Case,
-        log: Path,
+        log: Path | None,
         timeout: float,
         read: Callable[[Child], list[Measurement]],
     ) -> None:
+        self._scratch = ExitStack()
+        if log is None:
+            scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
+            log = Path(self._scratch.enter_context(scratch), "log")
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.mark = f"{secrets.token_hex(8)} "
         added = child_environment()
@@ -115,7 +120,9 @@ class Child(Running):
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kind = KINDS.get(error["kind"], CaseFailed)
+        kinds = {kind.__name__: kind for kind in InstrumentError.__subclasses__()}
+        kinds |= {"OutOfMemory": CaseOutOfMemory, "ConfigurationError": CaseRefused}
+        kind = kinds.get(error["kind"], CaseFailed)
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
@@ -133,7 +140,8 @@ class Child(Running):
                     time.sleep(POLL_SECONDS)
 
     def cancel(self) -> None:
-        self.group.end()
+        with self._scratch:
+            self.group.end()
 
 
 def is_ours(process_id: int) -> bool:

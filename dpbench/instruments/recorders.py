@@ -256,13 +256,11 @@ class ProfileRecorder(Recorder):
 
     @cached_property
     def listener(self) -> PhaseAnnotations:
-        import torch
-
         from dpbench.instruments.torch_profiler.files import prepare
         from dpbench.process.profiled import PhaseAnnotations
 
         prepare(self.directory)
-        return PhaseAnnotations(torch.device("cuda" if on_cuda() else "cpu"))
+        return PhaseAnnotations()
 
     def start_step(self) -> None:
         import torch
@@ -271,7 +269,7 @@ class ProfileRecorder(Recorder):
 
         if torch._C._autograd._profiler_enabled():
             raise InstrumentError("the script runs the PyTorch profiler itself; there is only one")
-        self._profiler = profiler_of(self.listener.on_cuda)
+        self._profiler = profiler_of(on_cuda())
         self._profiler.start()
         self.held.callback(self._stop)
         super().start_step()
@@ -290,17 +288,15 @@ class ProfileRecorder(Recorder):
 
         from dpbench.instruments.torch_profiler.files import write_summary
 
-        on_cuda = self.listener.on_cuda
         record: dict[str, Any] = {
-            "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+            "device": torch.cuda.get_device_name() if on_cuda() else "cpu",
             "torch": torch.__version__,
             "schedule": {"active": 1, "repeat": self.heard},
-            "phase_peaks": self.listener.peaks if on_cuda else None,
         }
         return write_summary(case, record, self.directory).rows
 
     def _stop(self) -> None:
-        if self.listener.on_cuda:  # what still runs belongs to this step
+        if on_cuda():  # what still runs belongs to this step
             import torch
 
             torch.cuda.synchronize()

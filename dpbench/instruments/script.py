@@ -148,8 +148,7 @@ class RunningScript(Running):
             error = "interrupted; what was counted until then is kept"
         if self.script.ncu and record.get("heard"):
             with suppress(*[InstrumentError] if error else []):  # which came before the report's
-                self.script.ncu.check_report(self.case, self._log)
-                counted = self.script.ncu.rows(self.case, record)
+                counted = self.script.ncu.rows(self.case, record, self._log)
                 rows = [row for row in counted if row.repeat < record["heard"]]
         self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
         self.notes = tuple(record.get("notes", ()))
@@ -240,17 +239,17 @@ def _write_down(
     """Leave the rows of the steps, and what was wrong, for the process that started this one."""
     finder.close()
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
-    found: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
-    found["heard"] = heard.heard  # ncu's report may have a further step, which did not end
+    record: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
+    record["heard"] = heard.heard  # ncu's report may have a further step, which did not end
     try:
         rows = heard.rows(case)
-        found["rows"] = as_rows(rows)
-        found["operators"] = [count.as_row() for count in heard.operators]
-        found["notes"] = [*heard.notes, *_notes(finder, heard, {row.phase for row in rows})]
-        found["error"] = _what_is_wrong(finder, heard, raised, code)
+        record["rows"] = as_rows(rows)
+        record["operators"] = [count.as_row() for count in heard.operators]
+        record["notes"] = [*heard.notes, *_notes(finder, heard, {row.phase for row in rows})]
+        record["error"] = _what_is_wrong(finder, heard, raised, code)
     except DpbenchError as error:
-        found["error"] = str(error)
-    write_text(path, json.dumps(found))
+        record["error"] = str(error)
+    write_text(path, json.dumps(record))
 
 
 def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list[str]:

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from importlib import metadata
 from typing import Any
 
 from dpbench.errors import ConfigurationError, unknown
@@ -33,28 +32,24 @@ MARK = "DPBENCH_RECORD_MARK"
 
 def print_record(**record: Any) -> None:
     """Print the record of what this process did, or why it failed: plain JSON types."""
-    try:
-        version = metadata.version("dpbench")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        version = "0.0.0"
     mark = os.environ.get(MARK, "")
     own_line = "\n" if mark else ""  # a trainer may have left the last line open
-    print(own_line + mark + json.dumps({"dpbench": version, **record}), flush=True)
+    print(own_line + mark + json.dumps(record), flush=True)
 
 
 def is_record(line: str) -> bool:
     """Whether a line of a log is a record, which is not for people."""
-    return re.match(r'[0-9a-f]{16} \{"dpbench": ', line) is not None
+    return re.match(r'[0-9a-f]{16} \{"', line) is not None
 
 
 def last_record(lines: Iterable[str], mark: str) -> dict[str, Any]:
     """The last record among the lines of a log; empty if there is none, or it was cut off."""
     marked = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
     try:
-        record = json.loads(marked[-1]) if marked else {}
+        record: dict[str, Any] = json.loads(marked[-1]) if marked else {}
     except json.JSONDecodeError:
         return {}
-    return record if isinstance(record, dict) else {}
+    return record
 
 
 @dataclass(frozen=True)

@@ -27,38 +27,22 @@ RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
 class PhaseAnnotations:
-    """Marks each phase in the trace, and notes how much memory it needed at most.
+    """Marks each phase in the trace.
 
     The device is not stopped at the borders, because a launch belongs to the phase in which the
     CPU made it; so does an allocation.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        self.peaks: list[dict[str, int]] = []  # for each step, by phase, bytes
-        self.phase = ""
-        self.annotation: Any = None
-
-    def start_step(self) -> None:
-        self.peaks.append({})
-        self._start(OUTSIDE)
+    def start_step(self, phase: str = OUTSIDE) -> None:
+        self.annotation: Any = record_function(f"dpbench.{phase}")
+        self.annotation.__enter__()
 
     def switch(self, phase: str) -> None:
         self.end_step()
-        self._start(phase)
-
-    def _start(self, phase: str) -> None:
-        self.phase = phase
-        if self.on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        self.annotation = record_function(f"dpbench.{phase}")
-        self.annotation.__enter__()
+        self.start_step(phase)
 
     def end_step(self) -> None:
         self.annotation.__exit__(None, None, None)
-        if self.on_cuda:
-            peaks = self.peaks[-1]
-            peaks[self.phase] = max(peaks.get(self.phase, 0), torch.cuda.max_memory_allocated())
 
 
 def profile_case(
@@ -69,35 +53,28 @@ def profile_case(
     Writes into ``directory``, for each cycle N of the schedule, ``trace_N.json.gz`` (Chrome trace)
     and ``operators_N.json`` (sums by operator and by input shape), and on CUDA
     ``memory_snapshot.pickle``, taken in one more step after the others, because recording the
-    stack of each allocation slows a step down.
-
-    Returns:
-        What was done, as plain JSON types; ``phase_peaks`` are bytes by phase for each recorded
-        step, null on the CPU, whose allocator keeps no peaks.
+    stack of each allocation slows a step down. Returns what was done, as plain JSON types.
     """
     planned = torch_schedule(**asdict(schedule))
     cycles = count()
 
     def run(target: torch.device, spent: PhaseTimes) -> dict[str, Any]:
         trainer, batches = build(case, target, schedule.steps + 1)
-        annotations = PhaseAnnotations(target)
+        annotations, on_cuda = PhaseAnnotations(), target.type == "cuda"
         with profiler_of(
-            annotations.on_cuda,
+            on_cuda,
             schedule=planned,
             on_trace_ready=lambda profiler: save(profiler, directory, next(cycles)),
         ) as profiler:
             for number, batch in enumerate(batches[:-1]):
                 with observed_step(annotations if planned(number) in RECORDED else None):
                     loss = trainer.train_step(batch)
-                if annotations.on_cuda:  # or what still runs would count as the next step's
+                if on_cuda:  # or what still runs would count as the next step's
                     torch.cuda.synchronize()
                 profiler.step()
-        if annotations.on_cuda:
+        if on_cuda:
             _snapshot(trainer, batches[-1], directory / "memory_snapshot.pickle")
-        record = describe(case, target, trainer, loss)
-        record["schedule"] = asdict(schedule)
-        record["phase_peaks"] = annotations.peaks if annotations.on_cuda else None
-        return record
+        return {**describe(case, target, trainer, loss), "schedule": asdict(schedule)}
 
     return alone_on(case, pick_device(device), run)
 

@@ -226,8 +226,5 @@ def describe(
         "loss": value if math.isfinite(value := float(loss)) else None,
     }
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        record["device"] = properties.name
-        record["cuda"] = torch.version.cuda
-        record["l2_cache_bytes"] = properties.L2_cache_size
+        record["device"] = torch.cuda.get_device_name(device)
     return record

@@ -8,105 +8,83 @@ import os
 import platform
 import re
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import copy
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.grid import Grid
+from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 
 _NOT_SETTINGS = {"directory", "path", "timeout"}
 """Fields of instruments that do not change what they measure."""
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """What a session measures, with what and where; all of it plain JSON types.
+def begun(
+    environment: Mapping[str, Any],
+    grid: Grid,
+    instruments: Sequence[object] = (),
+    workers: int = 0,
+) -> Run:
+    """A session that begins now, with these instruments, as a run in which no case stands yet.
 
-    ``began`` is the moment of ``started`` (ISO 8601 in UTC) on the clock that nobody sets;
-    ``earlier_seconds`` is how long the session took that this one resumes, ``cases_asked`` how many
-    cases are to be measured, as far as that is known.
+    It holds what it measures, with what and where, as it comes back from a file; what JSON does
+    not know becomes text.
     """
-
-    environment: Mapping[str, Any]
-    started: str
-    grid: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    workers: int = 0
-    earlier_seconds: float = 0.0
-    cases_asked: int = 0
-    began: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def now(
-        cls,
-        environment: Mapping[str, Any],
-        grid: Grid,
-        instruments: Sequence[object] = (),
-        workers: int = 0,
-    ) -> Conditions:
-        """Those of a session that begins now, with these instruments."""
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        settings = {getattr(i, "name", str(i)): _settings(i) for i in instruments}
-        said = [environment, asdict(grid), settings]
-        # As they come back from a file; what JSON does not know becomes text.
-        environment, axes, settings = json.loads(json.dumps(said, default=str))
-        return cls(environment, started, axes, settings, workers)
-
-    @property
-    def name(self) -> str:
-        """A name for a run that got none: commit, whether it was changed, and the time in UTC."""
-        time = f"{datetime.fromisoformat(self.started).astimezone(UTC):%Y%m%dT%H%M%SZ}"
-        if (code := self.environment.get("code")) is None:
-            return time
-        return f"{code['commit'][:7]}{'-dirty' if code['dirty'] else ''}_{time}"
-
-    def session(
-        self,
-        status: str,
-        regressions: Sequence[Mapping[str, Any]] = (),
-        unjudged: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        """The ``session`` part of a document that is written now."""
-        seconds = max(0.0, time.monotonic() - self.began) + self.earlier_seconds
-        said = ("started", "workers", "cases_asked", "grid", "settings")
-        return {
-            **{name: copy(getattr(self, name)) for name in said},  # a hook may change them
-            "seconds": round(seconds, 1),
-            "status": status,
-            "regressed": bool(regressions or unjudged),
-            "regressions": list(regressions),
-            "unjudged": list(unjudged),
-        }
-
-    def differences(self, run: Run) -> list[str]:
-        """What is not as it was in a run, one phrase each: versions, GPU, code, grid."""
-        old = _named(run.environment, run.session)
-        new = _named(self.environment, {"grid": self.grid, "settings": self.settings})
-        return _differences(old, new)
+    session = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "workers": workers,
+        "cases_asked": 0,
+        "grid": asdict(grid),
+        "settings": {getattr(i, "name", str(i)): _settings(i) for i in instruments},
+        "seconds": 0.0,
+    }
+    environment, session = json.loads(json.dumps([environment, session], default=str))
+    return Run.of("this session", (), environment, session)
 
 
-def premise_differences(before: Run, after: Run) -> list[str]:
+def automatic_name(run: Run) -> str:
+    """A name for a run that got none: commit, whether it was changed, and the time in UTC."""
+    time = f"{datetime.fromisoformat(run.session['started']).astimezone(UTC):%Y%m%dT%H%M%SZ}"
+    if (code := run.environment.get("code")) is None:
+        return time
+    return f"{code['commit'][:7]}{'-dirty' if code['dirty'] else ''}_{time}"
+
+
+def resumed(run: Run, begun: Run) -> Run:
+    """A session that has begun, as it goes on with an interrupted run.
+
+    Refused where versions, code, grid or settings are not what they were.
+    """
+    if run.status != INTERRUPTED:
+        raise ConfigurationError(f"{run.path} has been completed by another session")
+    if differences := premise_differences(run, begun, resumed=True):
+        raise ConfigurationError(
+            f"{run.path} cannot be resumed, for this session differs: {'; '.join(differences)}"
+        )
+    earlier = {"seconds": run.session.get("seconds", 0.0), "cases_asked": run.cases_asked}
+    return Run.of(begun.name, (), begun.environment, begun.session | earlier)
+
+
+def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
     """What is not the same for two runs, one phrase each: versions, GPU, code, settings.
 
     What one of the two does not say is no difference, nor is an instrument that one lacks; the
-    cases of a grid are named anyway.
+    cases of a grid are named anyway. For a run that is ``resumed`` all of these are differences.
     """
     old, new = (_named(run.environment, run.session) for run in (before, after))
-    both = [n for n in old if n[:7] != "grid's " and None not in (old[n], new.get(n))]
-    return _differences({name: old[name] for name in both}, {name: new[name] for name in both})
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
-    return [f"{name} {was} -> {now}" for name, (was, now) in every.items() if was != now]
+    return [
+        f"{name} {was} -> {now}"
+        for name, (was, now) in every.items()
+        if was != now and (resumed or not (None in (was, now) or name.startswith("grid's ")))
+    ]
 
 
 def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:

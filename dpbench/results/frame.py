@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
-from dpbench.metrics import METRICS, OTHER_COPIES, Kind, derived_name
+from dpbench.metrics import DERIVED, LARGEST_SPREAD, METRICS, OTHER_COPIES, Kind, derived_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
@@ -40,7 +39,7 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         return frame
     keys = [column for column in frame.columns if column not in ("metric", "value", "unit")]
-    rows = rows.assign(step=_numbered(rows, keys))
+    rows = rows.assign(step=rows.groupby(keys, sort=False, dropna=False).ngroup())
     rows["again"] = rows.groupby(["step", "metric"]).cumcount()
     rows = rows.set_index(["step", "again"])
     steps = rows.loc[~rows.index.duplicated(), keys]
@@ -76,15 +75,6 @@ def _of_timed_steps(
     return shares.where(steps.phase != STEP, (shares * spans / times).clip(upper=1.0))
 
 
-def _numbered(frame: pd.DataFrame, keys: Iterable[str]) -> pd.Series[int]:
-    """A number for each row, from 0 on, the same where the keys are.
-
-    To group by one column of numbers takes a fraction of the time of so many columns.
-    """
-    rows = list(zip(*(frame[key].tolist() for key in keys), strict=True))
-    return pd.Series(pd.factorize(pd.Series(rows, dtype=object))[0], frame.index)
-
-
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per case, instrument, phase and metric, over the active steps.
 
@@ -96,15 +86,14 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """
     frame = with_totals(frame)
     keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
-    number = _numbered(frame, keys)
-    found = frame.groupby(number).value.agg(["mean", "median", "min", "max", "count"])
-    summary = frame.loc[~number.duplicated(), keys].reset_index(drop=True).join(found)
+    values = frame.groupby(keys, sort=False, dropna=False).value
+    summary = values.agg(["mean", "median", "min", "max", "count"]).reset_index()
     middle = [metric.name for metric in METRICS.values() if metric.middle]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     summary["value"] = summary["mean"].where(~summary.metric.isin(middle), summary["median"])
-    like = _numbered(summary, (key for key in keys if key != "phase"))
+    like = [summary[key] for key in keys if key != "phase"]
     # Apart, for whole steps can be counted more often.
-    steps = summary.groupby([like, summary.phase == STEP])["count"].transform("max")
+    steps = summary.groupby([*like, summary.phase == STEP])["count"].transform("max")
     partial = (summary["count"] < steps) & ~summary.metric.isin(whole)
     summary.loc[partial, "min"] = 0.0
     summary.loc[partial, "value"] = summary["mean"] * summary["count"] / steps
@@ -116,9 +105,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 def of_one_instrument(summary: pd.DataFrame) -> pd.DataFrame:
     """The summary with one number a case, device, phase and metric: of `PREFERRED`, the first's."""
     places = summary.instrument.map({name: place for place, name in enumerate(PREFERRED)})
-    first = summary.assign(place=places).sort_values("place", kind="stable")
-    keys = [*AXES, "device", "phase", "metric"]
-    return summary.loc[first.drop_duplicates(keys).index.sort_values()]
+    best_first = summary.loc[places.sort_values(kind="stable").index]
+    return best_first.drop_duplicates([*AXES, "device", "phase", "metric"]).sort_index()
 
 
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
@@ -144,11 +132,9 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     A number of which a repeat is none is left out: its sum or mean would be wrong.
     """
     keys = [*AXES, "instrument", "metric", "phase", "device"]
-    wrong = ~np.isfinite(frame.value.astype(float))
-    if wrong.any():
-        named = pd.MultiIndex.from_frame(frame[wrong][keys])
-        frame = frame[~pd.MultiIndex.from_frame(frame[keys]).isin(named)]
-    summary = with_ratios(summarise(frame), baseline)
+    finite = frame.value.astype(float).abs() < float("inf")  # nor is NaN
+    known = finite.groupby([frame[key] for key in keys]).transform("all")
+    summary = with_ratios(summarise(frame[known]), baseline)
     ratios = derived(summary[summary.trainer != baseline], "ratio")
     found = pd.concat([summary, ratios])[[*keys, "unit", "value"]]
     return found.sort_values(keys, ignore_index=True)
@@ -159,7 +145,7 @@ def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     known = summary[summary[kind].notna()]
     names = {metric: derived_name(metric, kind) for metric in known.metric.unique()}
     unit = known.unit if kind == "logical" else "1"
-    return known.assign(metric=known.metric.map(names), value=known[kind], unit=unit, kind=kind)
+    return known.assign(metric=known.metric.map(names), value=known[kind], unit=unit)
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
@@ -199,6 +185,35 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     names = found.metric.str.replace("_bytes", "_throughput")
     found = found.assign(metric=names, unit="B/s", instrument=found.by, spread=float("nan"))
     return found.drop(columns=["seconds", "by"])
+
+
+def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
+    """The summary of a long table with a row for everything that a table can show.
+
+    What follows from a number has rows of its own.
+    ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
+    case moves so little that DRAM ratios mean nothing.
+    """
+    summary = of_one_instrument(summarise(frame))
+    rates = throughputs(summary)
+    summary = with_logical(with_ratios(summary, baseline))
+    summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
+    trusted = [metric.name for metric in METRICS.values() if metric.spread]
+    spreads = derived(summary[summary.metric.isin(trusted)], "spread")
+    largest = spreads.sort_values("value", ascending=False, kind="stable")
+    largest = largest.assign(metric=LARGEST_SPREAD.name).drop_duplicates([*AXES, "device", "phase"])
+    parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
+    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
+    dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
+    return rows.assign(
+        has_baseline=_in_any(rows.trainer == baseline, rows, CONFIGURATION),
+        in_cache=_in_any(dram_step & (rows.value < IN_CACHE_BYTES), rows, AXES),
+    )
+
+
+def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, by: Iterable[str]) -> pd.Series[bool]:
+    """Whether something holds for any row with the same values along ``by`` and device."""
+    return holds.groupby([rows[name] for name in (*by, "device")]).transform("any")
 
 
 # --- the account of a step ----------------------------------------------------------------------
@@ -253,13 +268,3 @@ def account(frame: pd.DataFrame) -> pd.DataFrame | None:
     ranges = table.range_read + table.range_written
     counted = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
     return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])
-
-
-def in_cache(account: pd.DataFrame) -> bool:
-    """Whether the step is so small that copies stay in the L2 cache, and nothing adds up."""
-    return bool(account.range_read[STEP] + account.range_written[STEP] < IN_CACHE_BYTES)
-
-
-def unaccounted(account: pd.DataFrame) -> bool:
-    """Whether more of the step is left over than `TOLERANCE`, of steps that reach DRAM."""
-    return not in_cache(account) and bool(abs(account.share[STEP]) > TOLERANCE)

@@ -183,13 +183,7 @@ def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
 
 
 def kernel_rows(
-    case: Case,
-    counts: Iterable[KernelCount],
-    *,
-    instrument: str,
-    device: str,
-    tool: str,
-    whole: bool = True,
+    case: Case, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool = True
 ) -> list[Measurement]:
     """What the kernels of a case add up to, by phase and, if all were profiled, for the step."""
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
@@ -198,22 +192,13 @@ def kernel_rows(
             for metric in METRICS.had_by("ncu_kernels"):
                 sums[count.repeat, phase, metric.name] += getattr(count, metric.source)
     return [
-        Measurement(case, instrument, phase, metric, value, unit(metric), repeat, device, tool)
+        Measurement(case, "ncu_kernels", phase, metric, value, unit(metric), repeat, device, tool)
         for (repeat, phase, metric), value in sums.items()
     ]
 
 
-def kernel_frame(counts: Iterable[KernelCount]) -> pd.DataFrame:
-    """One row per `KernelCount`, with its short name (``kernel``), category and DRAM bytes."""
-    import pandas as pd  # not in processes that only count
-
-    rows = [{**count.as_row(), "dram_bytes": count.dram_bytes} for count in counts]
-    columns = [*KernelCount.__dataclass_fields__, "kernel", "category", "dram_bytes"]
-    return pd.DataFrame(rows, columns=columns)
-
-
 def kernel_table(
-    frame: pd.DataFrame,
+    counts: Iterable[KernelCount],
     by: Sequence[str] = ("phase", "kernel"),
     *,
     step_bytes: float | None = None,
@@ -222,7 +207,7 @@ def kernel_table(
     """What groups of kernels move in one step, most DRAM bytes first.
 
     Args:
-        frame: of `kernel_frame`.
+        counts: one or more.
         by: columns that make a group, e.g. ``["category"]``.
         step_bytes: the bytes that count as the whole; those of all kernels if None.
         bandwidth: of the card's memory, B/s.
@@ -232,8 +217,11 @@ def kernel_table(
         the whole, and ``ceiling``, the fraction of ``bandwidth`` that the bytes ÷ the kernels'
         own time reach (NaN without a bandwidth).
     """
-    steps = max(frame.repeat.nunique(), 1)
-    table = frame.groupby(list(by), dropna=False)[[*ADDED_UP, "dram_bytes"]].sum() / steps
+    import pandas as pd  # not in processes that only count
+
+    frame = pd.DataFrame([count.as_row() for count in counts])
+    table = frame.groupby(list(by), dropna=False)[[*ADDED_UP]].sum() / frame.repeat.nunique()
+    table["dram_bytes"] = table.read_bytes + table.write_bytes
     whole = step_bytes if step_bytes is not None else table.dram_bytes.sum()
     table["share"] = table.dram_bytes / whole if whole else float("nan")
     table["ceiling"] = table.dram_bytes / table.seconds / (bandwidth or float("nan"))
@@ -241,9 +229,10 @@ def kernel_table(
 
 
 def dram_bytes_of_step(rows: Iterable[Measurement]) -> float | None:
-    """DRAM bytes of a step, from rows of ranges; None if reads or writes were not counted."""
+    """DRAM bytes of a step, by ncu's ranges; None if reads or writes were not counted."""
     metrics = {"dram_read_bytes", "dram_write_bytes"}
-    steps = [row for row in rows if row.phase == STEP and row.metric in metrics]
+    by_ranges = [row for row in rows if row.instrument == "ncu" and row.phase == STEP]
+    steps = [row for row in by_ranges if row.metric in metrics]
     if {row.metric for row in steps} != metrics:
         return None
     return sum(row.value for row in steps) / len({row.repeat for row in steps})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from dpbench.case import AXES, BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
 from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement, as_rows
+from dpbench.results.rows import SCHEMA, Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,11 +24,12 @@ STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended. A document says ``interrupted`` until its session is over."""
 
 
-PARTS: dict[str, type[OperatorCount] | type[KernelCount]] = {
+LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
+    "rows": Measurement,
     "operators": OperatorCount,
     "kernels": KernelCount,
 }
-"""The fields of an `Outcome`, and lists of a document, with an entry an operator or kernel."""
+"""The fields of an `Outcome` that are lists of a document, each entry with the case's fields."""
 
 
 NOT_TRIED = "DoesNotFit"
@@ -66,21 +67,22 @@ class Outcome:
         return self.error == NOT_TRIED
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON types; the inverse of `from_json`."""
-        lists = {part: [entry.as_row() for entry in getattr(self, part)] for part in PARTS}
-        lists |= {name: [*getattr(self, name)] for name in ("instruments", "notes", "tests")}
-        return {**vars(self), **lists, "case": asdict(self.case), "rows": as_rows(self.rows)}
+        """Plain JSON types, the case's fields first; the inverse of `from_json`."""
+        case = vars(self.case)
+        own = {name: [*v] if isinstance(v, tuple) else v for name, v in vars(self).items()}
+        for name in LISTS:
+            own[name] = [case | entry.as_row() for entry in own[name]]
+        del own["case"]
+        return case | own
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """The outcome that `as_json` described, or a document of an older version."""
-        made = {**PARTS, "rows": Measurement}
         known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
-        known |= {
-            name: tuple(map(kind.from_row, data.get(name, ()))) for name, kind in made.items()
-        }
-        known |= {name: tuple(data.get(name, ())) for name in ("instruments", "notes", "tests")}
-        return cls(**known | {"case": Case.from_row(data["case"])})
+        known = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
+        for name, kind in LISTS.items():
+            known[name] = tuple(map(kind.from_row, data.get(name, ())))
+        return cls(Case.from_row(data), **known)
 
 
 def document(
@@ -90,13 +92,13 @@ def document(
 ) -> dict[str, Any]:
     """A run as plain JSON types, every measurement under ``rows``; ``session`` says how it came."""
     rows = [row for outcome in outcomes for row in outcome.rows]
-    cases = []
-    for outcome in outcomes:
-        data = outcome.as_json()
-        left_out = {"case", "rows", "log_tail", *PARTS}
-        left_out |= {of_tests for of_tests in ("extra_info", "tests") if not data[of_tests]}
-        said = {name: value for name, value in data.items() if name not in left_out}
-        cases.append(data["case"] | said)
+    cases = [outcome.as_json() for outcome in outcomes]
+    lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
+    for case in cases:
+        del case["log_tail"]
+        for of_tests in ("extra_info", "tests"):
+            if not case[of_tests]:
+                del case[of_tests]
     return {
         "schema": SCHEMA,
         "environment": dict(environment),
@@ -104,15 +106,7 @@ def document(
         "summary": trainer_summary(outcomes),
         "cases": cases,
         "devices": sorted({row.device for row in rows}),
-        "rows": as_rows(rows),
-        **{
-            part: [
-                {**asdict(outcome.case), **entry.as_row()}
-                for outcome in outcomes
-                for entry in getattr(outcome, part)
-            ]
-            for part in PARTS
-        },
+        **lists,
         **_derived(rows, baseline_of(session or {})),
     }
 
@@ -137,12 +131,9 @@ def _derived(rows: Sequence[Measurement], baseline: str) -> dict[str, Any]:
     }
 
 
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
     """Rows as plain JSON types, every digit kept; None for NaN."""
-    if frame.empty:
-        return []
-    plain = frame.astype(object).where(frame.notna(), None)
-    return [{str(name): value for name, value in row.items()} for row in plain.to_dict("records")]
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

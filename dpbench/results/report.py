@@ -12,7 +12,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import PREFERRED, of_one_instrument, summarise, to_frame
-from dpbench.results.kernels import KernelCount, OperatorCount, kernel_frame, kernel_table
+from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 
@@ -133,7 +133,7 @@ class CaseReport:
             raise ConfigurationError(
                 f"{self.case.id} was not profiled kernel by kernel; --ncu-kernels does that"
             )
-        return kernel_table(kernel_frame(self.kernel_counts))
+        return kernel_table(self.kernel_counts)
 
     def ratio_to(self, baseline: CaseReport, metric: str | None = None, phase: str = STEP) -> float:
         """How many times the baseline's value this case's is.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -48,14 +48,6 @@ class Roofs:
     def ridge(self, precision: str) -> float:
         """FLOP per byte above which arithmetic, not bandwidth, bounds the card."""
         return self.flops[precision] / self.bandwidth
-
-    def require(self, devices: Iterable[str]) -> None:
-        """Refuse rows that were measured on another card."""
-        if others := sorted(set(devices) - set(self.devices)):
-            raise ConfigurationError(
-                f"these rows were measured on {', '.join(others)}, not on {self.name}: bytes and "
-                f"times of one card say nothing under the roofs of another"
-            )
 
 
 def _read_cards() -> dict[str, Roofs]:
@@ -150,32 +142,29 @@ def intensities(frame: pd.DataFrame, *, complete: bool = True) -> pd.DataFrame:
         return rows.rename(columns={"value": column})
 
     flops = of("flops", "flops").drop(columns="device")
-    logical = of("logical_bytes", "bytes").assign(bytes_are=COUNTED_BYTES)
     dram = of("dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
-    seconds = of("step_time_seconds", "seconds")
+    seconds, busy = of("step_time_seconds", "seconds"), of(BUSY, "busy")
     on_hardware = pd.concat([dram, seconds])[[*case, "device"]].drop_duplicates()
-    # Timed, but not under the profiler: the logical bytes of the case, on its device.
-    timed = _without(on_hardware, dram, [*case, "device"])
-    timed = timed.merge(logical.drop(columns="device"), on=case)
-    parts = [dram, timed, _without(logical, on_hardware, case)]
-    table = pd.concat([part for part in parts if not part.empty] or parts, ignore_index=True)
-    table = table.merge(flops, on=[*case, "phase"], how="left")
-    for more in (seconds, of(BUSY, "busy")):
-        table = table.merge(more, on=place, how="left")
-    missing = _without(on_hardware, flops, case).assign(phase=STEP)
+    logical = of("logical_bytes", "bytes")
+    logical = logical.merge(on_hardware, "outer", case, suffixes=("_counted", ""))
+    logical["bytes_are"] = COUNTED_BYTES
+    logical["device"] = logical.device.fillna(logical.pop("device_counted"))
+    logical["phase"] = logical.phase.fillna(STEP)  # of a case that nobody counted
+    both = pd.concat([dram, logical], ignore_index=True)
+    first = both.groupby([*case, "device"]).bytes_are.transform("first")
+    table = both[both.bytes_are == first].merge(flops, "left", [*case, "phase"])
+    table = table.merge(seconds, "left", place).merge(busy, "left", place)
     if not complete:
-        table, missing = table.dropna(subset="flops"), missing[:0]
-    for row in pd.concat([missing, table[table.flops.isna()]]).head(1).to_dict("records"):
+        table = table.dropna(subset="flops")
+    missing = table[table.flops.isna()].sort_values(
+        "phase", key=lambda phase: phase != STEP, kind="stable"
+    )
+    for row in missing.head(1).to_dict("records"):
         raise ConfigurationError(  # never zero
             f"no operations were counted for {Case.from_row(row).id}, phase {row['phase']}: "
             f"count the same case with the logical instrument"
         )
     return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
-
-
-def _without(table: pd.DataFrame, other: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    there = other[keys].drop_duplicates().assign(there=True)
-    return table[table[keys].merge(there, how="left").there.isna().to_numpy()]
 
 
 def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
@@ -188,7 +177,11 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         because they run one after the other.
     """
     measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
-    roofs.require(measured.device)
+    if others := sorted({*measured.device} - {*roofs.devices}):
+        raise ConfigurationError(
+            f"these rows were measured on {', '.join(others)}, not on {roofs.name}: bytes and "
+            f"times of one card say nothing under the roofs of another"
+        )
     arithmetic = table.flops / table.precision.map(roofs.flops)
     bandwidth = table.bytes / roofs.bandwidth
     roof = (arithmetic > bandwidth).map({True: "arithmetic", False: "bandwidth"})

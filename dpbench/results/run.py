@@ -16,7 +16,7 @@ from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, PARTS, STATUSES, Outcome, baseline_of
+from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of
 from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 ROWS = b'\n "rows":'
 """Where a document goes on with what was measured; `dpbench.results.outcome` writes it so."""
+
+PARTS = {"operators": "logical", "kernels": "ncu"}
+"""What the name of the instrument begins with that saw what these lists of a document hold."""
 
 _CONTROL = re.compile(r"(\\\\)|\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|[\x7f-\x9f]", re.I)
 """A character that a terminal obeys, as JSON spells it; an escaped backslash is none."""
@@ -50,9 +53,9 @@ class Run:
             run = cls(path, _parsed(path.read_bytes()))
             for case in run.document.get("cases", ()):
                 Case.from_row(case)
-            for part, kind in PARTS.items():
+            for part in PARTS:
                 for entry in run.document.get(part, ()):
-                    kind.from_row(entry)
+                    LISTS[part].from_row(entry)
             vars(run)["frame"] = checked_frame(run.document["rows"])
         return run
 
@@ -171,13 +174,11 @@ class Run:
             # Documents of older versions do not say by which instruments: then by all.
             names = data.get("instruments") or [*rows[case]]
             lists = {"rows": [row for name in names for row in rows[case].pop(name, ())]}
-            for part in PARTS:  # each in one outcome alone, or it would be saved twice
-                by = "logical" if part == "operators" else "ncu"
+            for part, by in PARTS.items():  # each in one outcome alone, or it would be saved twice
                 if any(name.startswith(by) for name in names):
                     lists[part] = parts.pop((part, case), [])
-            outcome = {**data, **lists, "case": data, "instruments": names}
-            outcomes.append(Outcome.from_json(outcome))
-        left = [{"case": own[0], "rows": own} for by in rows.values() for own in by.values()]
+            outcomes.append(Outcome.from_json({**data, **lists, "instruments": names}))
+        left = [{**own[0], "rows": own} for by in rows.values() for own in by.values()]
         return (*outcomes, *map(Outcome.from_json, left))
 
 
@@ -213,7 +214,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
             raise TypeError(f"{part} cannot be {document[part]!r:.40}")
     if (status := document.get("session", {}).get("status", COMPLETE)) not in STATUSES:
         raise ValueError(f"session.status cannot be {status!r}")
-    for part in ("rows", "cases", *PARTS):
+    for part in ("cases", *LISTS):
         for entry in document.get(part, ()):
             entry.update(ADDED | entry)
     return dict(document)

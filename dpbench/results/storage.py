@@ -1,21 +1,17 @@
-"""The folder of saved runs, the file of a run that is being written, and which is a reference."""
+"""The folder of saved runs, and which of them is a reference."""
 
 from __future__ import annotations
 
-import json
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_writable, in_words, locked, mode_of, write_text
-from dpbench.results.conditions import Conditions
-from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document, write_document
+from dpbench.files import Locked, check_writable, in_words, locked, mode_of
+from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
@@ -112,16 +108,15 @@ class Storage:
             while True:
                 number = max(map(_number, self.paths()), default=0) + 1
                 path = folder / f"{number:04}_{name}.json"
-                # Where locks do not work, another session may be faster.
-                with suppress(FileExistsError):
-                    path.touch(exist_ok=False)
-                    break
-            try:
-                write_text(path, text)
-            except OSError:
-                path.unlink()  # an empty file would be named as damaged ever after
-                raise
-        return path
+                try:
+                    with path.open("x", encoding="utf-8") as file:
+                        file.write(text)
+                    return path
+                except FileExistsError:
+                    continue  # where locks do not work, another session may be faster
+                except OSError as error:
+                    path.unlink(missing_ok=True)  # it would be named as damaged ever after
+                    raise ConfigurationError(f"{path}: {error.strerror}") from error
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
@@ -201,84 +196,3 @@ def choose(
         if shared == len(wanted) or looked_at == LOOKED_AT:
             break
     return best, skipped
-
-
-# --- the file of a session -------------------------------------------------------------------
-
-
-class RunFile:
-    """The file of a session that is running: whole at any moment, ``interrupted`` until its end.
-
-    ``held`` keeps other sessions from it; there is none in a process that only writes.
-    """
-
-    def __init__(self, path: Path, held: ExitStack | None = None) -> None:
-        self.path = path
-        self._held = held or ExitStack()
-
-    @classmethod
-    def create(
-        cls, storage: Storage, name: str | None, device: str | None, conditions: Conditions
-    ) -> RunFile:
-        """A new file in a storage; without a name, commit and time are its name."""
-        name = conditions.name if name is None else name
-        text = json.dumps(document([], conditions.environment, conditions.session(INTERRUPTED)))
-        try:
-            path = storage.allocate(name, device, text)
-        except OSError as error:
-            raise ConfigurationError(in_words(error)) from error
-        held = ExitStack()
-        held.enter_context(storage.writing(path))
-        return cls(path, held)
-
-    @classmethod
-    def resume(
-        cls, storage: Storage, path: Path, conditions: Conditions
-    ) -> tuple[RunFile, Conditions, list[Outcome]]:
-        """The file of an interrupted run, to go on with it; it is held before it is read.
-
-        With the conditions as they go on, and the outcomes that need not be measured again: those
-        that did not fail. Refused where versions, code, grid or settings are not what they were.
-        """
-        with ExitStack() as held:
-            held.enter_context(storage.writing(path))
-            run = Run.load(path)
-            if run.status != INTERRUPTED:
-                raise ConfigurationError(f"{path} has been completed by another session")
-            if differences := conditions.differences(run):
-                raise ConfigurationError(
-                    f"{path} cannot be resumed, for this session differs: {'; '.join(differences)}"
-                )
-            asked = max(run.cases_asked, conditions.cases_asked)
-            spent = run.session.get("seconds", 0.0)
-            conditions = replace(conditions, earlier_seconds=spent, cases_asked=asked)
-            kept = [outcome for outcome in run.outcomes if outcome.error is None]
-            return cls(path, held.pop_all()), conditions, kept
-
-    def write(self, document: Mapping[str, Any]) -> None:
-        """Bring the file up to date; if it cannot be written, what it held is still there."""
-        write_document(self.path, document)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._held.close()
-
-    def give_up(self, error: OSError) -> str:
-        """Let go of a file that could not be written, and say what is saved all the same.
-
-        One in which no case stands is removed.
-        """
-        what = in_words(error)
-        with suppress(ConfigurationError):  # gone, or out of reach
-            if held := len(Run.load(self.path).outcomes):
-                what += f"; the file holds {held} case{'s' if held > 1 else ''}"
-            else:
-                self.path.unlink()
-                what += "; nothing is saved"
-        self.close()
-        return what
-
-    def discard(self) -> None:
-        """Remove the file, and let go of it."""
-        self.path.unlink(missing_ok=True)
-        self.close()

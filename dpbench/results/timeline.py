@@ -134,15 +134,6 @@ class Timeline:
         called = gaps.calls.map(lambda spent: sum(spent.values()) / 1e9)
         return gaps.assign(seconds=seconds, called=np.minimum(seconds, called))  # threads overlap
 
-    def of_whole_steps(self) -> list[Activity]:
-        """What was launched in whole steps."""
-        return [
-            activity
-            for step in self.whole_steps
-            for activity in self.activities
-            if step.start <= activity.launched < step.end
-        ]
-
     def phase_at(self, when: int) -> str:
         """The phase that the CPU was in; `OUTSIDE` if it was in none."""
         place = bisect_right(self._phases, when, key=lambda each: each.start) - 1

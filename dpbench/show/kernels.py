@@ -4,85 +4,64 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pandas as pd
 
-from dpbench.results.frame import (
-    ACCOUNT_COLUMNS,
-    TOLERANCE,
-    account,
-    in_cache,
-    to_frame,
-    unaccounted,
-)
-from dpbench.results.kernels import (
-    KernelCount,
-    category,
-    dram_bytes_of_step,
-    kernel_frame,
-    kernel_table,
-    short_name,
-)
+from dpbench.results.frame import ACCOUNT_COLUMNS, IN_CACHE_BYTES, TOLERANCE, account, to_frame
+from dpbench.results.kernels import KernelCount, category, dram_bytes_of_step, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import Roofs, known_roofs
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
-from dpbench.show.tables import SHOWN_SHARE, by_cell, in_order, ordered
-from dpbench.show.view import TOP
+from dpbench.show.tables import SHOWN_SHARE, in_order, ordered, titled
 
 NAME_WIDTH = 24
 """Of the column of kernels: with it a table fits 80 columns."""
 
 
-def case_kernel_tables(outcome: Outcome, top: int = TOP) -> list[Table]:
+def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
     """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
     device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
-    title = ", ".join(filter(None, (outcome.case.id, device)))
-    step_bytes = dram_bytes_of_step(row for row in outcome.rows if row.instrument == "ncu")
     accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
     return [
         *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
-        *kernel_tables(outcome.kernels, title, step_bytes, known_roofs(device), top=top),
+        *kernel_tables(outcome.kernels, outcome.case.id, device, outcome.rows, top),
     ]
 
 
 def kernel_tables(
-    counts: Iterable[KernelCount],
-    title: str,
-    step_bytes: float | None = None,
-    roofs: Roofs | None = None,
-    *,
-    top: int = TOP,
+    counts: Sequence[KernelCount], name: str, device: str, rows: Iterable[Measurement], top: int
 ) -> list[Table]:
-    """The kernels of a case for a terminal: the top ones by bytes, categories, operators.
+    """The kernels of a case for a terminal: the ``top`` ones by bytes, categories, operators.
 
-    They are compared with the DRAM bytes of the case's step and the roofs of its card.
+    They are compared with the DRAM bytes of the case's step, which are in its ``rows`` if ranges
+    were measured, and with the roofs of its card.
     """
-    frame = kernel_frame(counts)
-    if frame.empty:
+    if not counts:
         return []
+    step_bytes, roofs = dram_bytes_of_step(rows), known_roofs(device)
     groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
     tables = []
-    for by in groups if frame.operator.notna().any() else groups[:2]:
+    for by in groups if any(count.operator for count in counts) else groups[:2]:
         bandwidth = roofs.bandwidth if roofs else None
-        table = kernel_table(frame, by, step_bytes=step_bytes, bandwidth=bandwidth)
+        table = kernel_table(counts, by, step_bytes=step_bytes, bandwidth=bandwidth)
         shown = table if by == ["category"] else table.head(top)
         count = f" (top {len(shown)} of {len(table)})" if len(shown) < len(table) else ""
         columns: dict[str, Shown] = {
             by[0]: (by[0], wrapped),
-            **{name: (name, str) for name in by[1:]},
+            **{key: (key, str) for key in by[1:]},
             "count": ("launches", "{:.0f}".format),
             "DRAM\nGB": ("dram_bytes", gigabytes),
             "ms": ("seconds", milliseconds),
             "share": ("share", "{:.1%}".format),
             "of\npeak": ("ceiling", "{:.0%}".format),
         }
-        title_of_table = f"{title}: bytes by {by[0]}{count}"
+        title = f"{', '.join(filter(None, (name, device)))}: bytes by {by[0]}{count}"
         shown = shown.reset_index().fillna({by[0]: "unknown"})
-        tables.append(Table.of(title_of_table, shown, columns))
-    return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(frame, step_bytes, roofs)))]
+        tables.append(Table.of(title, shown, columns))
+    return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(counts, step_bytes, roofs)))]
 
 
 def wrapped(name: str) -> str:
@@ -96,8 +75,10 @@ def wrapped(name: str) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -> Iterator[str]:
-    total = frame.dram_bytes.sum() / max(frame.repeat.nunique(), 1)
+def _notes(
+    counts: Sequence[KernelCount], step_bytes: float | None, roofs: Roofs | None
+) -> Iterator[str]:
+    total = sum(count.dram_bytes for count in counts) / len({count.repeat for count in counts})
     of = f"{gigabytes(total)} GB of all kernels profiled; the step itself was not measured"
     if step_bytes:
         of = f"step's {gigabytes(step_bytes)} GB by its ranges; all kernels profiled move "
@@ -109,14 +90,15 @@ def _notes(frame: pd.DataFrame, step_bytes: float | None, roofs: Roofs | None) -
             f"Of peak: DRAM bytes ÷ that time, of the {roofs.bandwidth / 1e9:.4g} GB/s of "
             f"{roofs.name} ({roofs.premise})."
         )
-    strangers = {short_name(name) for name in frame.name if category(name) is None}
+    strangers = {count.kernel for count in counts if category(count.name) is None}
     if strangers:
         yield f"No category fits: {', '.join(sorted(strangers))}."
 
 
 def account_table(title: str, accounted: pd.DataFrame) -> Table:
     """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
-    small = in_cache(accounted)
+    step = accounted.loc[STEP]
+    small = step.range_read + step.range_written < IN_CACHE_BYTES
     write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
     ways = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
     parts = dict(zip([*ways, "left\nover"], [*ACCOUNT_COLUMNS, "remainder"], strict=True))
@@ -125,7 +107,7 @@ def account_table(title: str, accounted: pd.DataFrame) -> Table:
     notes = ["Left over: range less kernels less copies; % of the step's range."]
     if small:
         notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
-    elif unaccounted(accounted):
+    elif abs(step.share) > TOLERANCE:
         notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
     lines = accounted.rename_axis("phase").reset_index()
     return Table.of(f"{title}: DRAM GB per step", lines, columns, notes)
@@ -136,7 +118,7 @@ def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
     return [
         _roofline(f"{title}: roofline of {premise}", rows, roofs)
         for premise, group in table.groupby("bytes_are", sort=False)
-        for title, rows in by_cell(in_order(group))
+        for title, rows in titled(in_order(group))
     ]
 
 
@@ -151,13 +133,10 @@ ROOFLINE_COLUMNS: dict[str, Shown] = {
     "FLOP\n/ B": ("intensity", "{:.1f}".format),
     "bound by": ("bound_by", str),
     "least\nms": ("least_seconds", step_milliseconds),
-}
-"""Of a phase under the roofs; where it was timed, `TIMED_COLUMNS` as well."""
-
-TIMED_COLUMNS: dict[str, Shown] = {
     "time\nms": ("seconds", step_milliseconds),
     "% of\nroof": ("share", "{:.0%}".format),
 }
+"""Of a phase under the roofs; the last two where it was timed."""
 
 
 def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
@@ -166,8 +145,8 @@ def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
     lines = rows[rows.phase.isin(matters)]
     lines = ordered(lines.assign(of_phase=lines.phase != STEP), ["trainer", "of_phase", "phase"])
     lines = lines.assign(name=lines.trainer.where(lines.phase == STEP, "· " + lines.phase))
-    timed = TIMED_COLUMNS if rows.seconds.notna().any() else {}
-    columns: dict[str, Shown] = {"trainer\n· phase": ("name", str), **ROOFLINE_COLUMNS, **timed}
+    known = {h: shown for h, shown in ROOFLINE_COLUMNS.items() if rows[shown[0]].notna().any()}
+    columns: dict[str, Shown] = {"trainer\n· phase": ("name", str), **known}
     note = (
         f"{roofs_in_words(roofs, rows.precision)} FLOP are counted: matrix products and "
         f"attention. The step's least time is the sum of its phases'."

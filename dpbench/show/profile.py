@@ -14,7 +14,7 @@ from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Activity, Timeline
 from dpbench.show.kernels import wrapped
 from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
-from dpbench.show.tables import title_of
+from dpbench.show.tables import titled
 
 TOP = 20
 """Operators in a table."""
@@ -27,41 +27,32 @@ REPORT_WIDTH = 120
 
 def recorded_tables(frame: pd.DataFrame) -> list[Table]:
     """For each case of a long table that a profiler recorded, what its phases took."""
-    tables, keys = [], [*AXES, "device"]
-    recorders = (("torch_profiler", "PyTorch profiler", _profile_table),)
-    for instrument, name, table in (*recorders, ("nsys", "Nsight Systems", _usage_table)):
+    tables = []
+    for instrument, name in (("torch_profiler", "PyTorch profiler"), ("nsys", "Nsight Systems")):
         rows = frame[frame.instrument == instrument]
-        if rows.empty:
-            continue
-        for values, of_case in summarise(rows).groupby(keys, sort=False):
+        for title, of_case in titled(summarise(rows), AXES):
             wide = of_case.pivot(index="phase", columns="metric", values="value")
-            title = title_of(dict(zip(keys, values, strict=True)))
-            tables.append(table(f"{title}: {name}, per step", wide))
+            tables.append(_by_phase(f"{title}: {name}, per step", wide, instrument))
     return tables
 
 
-def _by_phase(
-    title: str, wide: pd.DataFrame, columns: Mapping[str, Shown], notes: Sequence[str]
-) -> Table:
-    """A line for each phase; the columns are metrics."""
-    wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
-    lines = wide.rename_axis("phase").reset_index()
-    return Table.of(title, lines, {"phase": ("phase", str), **columns}, notes)
-
-
-def _profile_table(title: str, wide: pd.DataFrame) -> Table:
-    """Time, memory and copies."""
-    columns: dict[str, Shown] = {}
-    for metric in METRICS.had_by("torch_profiler"):
+def _by_phase(title: str, wide: pd.DataFrame, instrument: str) -> Table:
+    """A line for each phase; the columns are the instrument's metrics that are not all zero."""
+    columns: dict[str, Shown] = {"phase": ("phase", str)}
+    writers = {"B": gigabytes, "s": milliseconds}
+    for metric in METRICS.had_by(instrument):
         if metric.name in wide and wide[metric.name].any():
-            in_bytes = metric.unit == "B"
-            header = f"{metric.header} GB" if in_bytes else metric.header
-            columns[header] = (metric.name, gigabytes if in_bytes else milliseconds)
+            header = f"{metric.header} GB" if metric.unit == "B" else metric.header
+            share = "{:.0%}" if metric.share_of else "{:.0f}"
+            columns[header] = (metric.name, writers.get(metric.unit, share.format))
     notes = []
     if "device_time_seconds" in wide:
         ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
         notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."]
-    return _by_phase(title, wide, columns, notes)
+    elif "timeline_seconds" in wide and len(wide) > 1:
+        notes = [SYNCHRONIZED]
+    wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
+    return Table.of(title, wide.rename_axis("phase").reset_index(), columns, notes)
 
 
 def copies_table(launches: Sequence[Any], steps: int) -> list[Table]:
@@ -179,24 +170,13 @@ def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
     gaps, usages = timeline.gaps(), timeline.usages()
     usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds
     found = [
-        _usage_table(f"{head}: per step", usages.groupby("phase").median()),
+        _by_phase(f"{head}: per step", usages.groupby("phase").median(), "nsys"),
         _waits(gaps, "phase", f"{head}: waits by phase, per step", steps),
         _waits(gaps, "waited_for", f"{head}: what the GPU waited for, per step", steps),
         _longest(timeline, gaps, f"{head}: the longest gaps"),
         _activities(timeline, f"{head}: kernels and copies, per step", steps),
     ]
     return [table for table in found if table.cells]
-
-
-def _usage_table(title: str, wide: pd.DataFrame) -> Table:
-    """How phases used the GPU."""
-    columns: dict[str, Shown] = {
-        "ms": ("timeline_seconds", milliseconds),
-        "GPU busy\nms": ("timeline_busy_seconds", milliseconds),
-        "busy": ("timeline_busy_share", "{:.0%}".format),
-        "launches": ("timeline_launches", "{:.0f}".format),
-    }
-    return _by_phase(title, wide, columns, [SYNCHRONIZED] if len(wide) > 1 else [])
 
 
 def _waits(gaps: pd.DataFrame, by: str, title: str, steps: int) -> Table:
@@ -245,8 +225,10 @@ def _meanwhile(seconds: float, calls: dict[str, int]) -> str:
 
 def _activities(timeline: Timeline, title: str, steps: int) -> Table:
     """What ran in whole steps, by name."""
-    rows = pd.DataFrame(timeline.of_whole_steps(), columns=Activity._fields)
-    rows["time"] = rows.end - rows.start
+    every = pd.DataFrame(timeline.activities, columns=Activity._fields)
+    every["time"] = every.end - every.start
+    inside = [every.launched.between(s.start, s.end, "left") for s in timeline.whole_steps]
+    rows = pd.concat([every[:0], *(every[of_step] for of_step in inside)])
     sums = rows.groupby(["name", "kind"], sort=False).agg(
         count=("time", "size"), time=("time", "sum"), bytes=("bytes", "sum")
     )

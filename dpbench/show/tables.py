@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,26 +10,9 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in, unusual
-from dpbench.metrics import (
-    DERIVED,
-    EXPECTED_BY,
-    LARGEST_SPREAD,
-    METRICS,
-    STANDARD,
-    Metric,
-    derived_name,
-)
+from dpbench.metrics import EXPECTED_BY, METRICS, STANDARD, Metric, derived_name
 from dpbench.registry import TRAINERS
-from dpbench.results.frame import (
-    CONFIGURATION,
-    IN_CACHE_BYTES,
-    derived,
-    of_one_instrument,
-    summarise,
-    throughputs,
-    with_logical,
-    with_ratios,
-)
+from dpbench.results.frame import CONFIGURATION, complete
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
@@ -49,35 +32,6 @@ AGAINST_LOGICAL = (
     "outputs once.",
     "Above 1 the hardware reads them again, below 1 the L2 cache keeps some of them.",
 )
-
-
-def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """The summary of a long table with a row for everything that a table can show.
-
-    What follows from a number has rows of its own: their column ``kind`` says how.
-    ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
-    case moves so little that DRAM ratios mean nothing.
-    """
-    summary = of_one_instrument(summarise(frame))
-    rates = throughputs(summary).assign(kind="throughput")
-    summary = with_logical(with_ratios(summary, baseline)).assign(kind="value")
-    summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
-    trusted = [metric.name for metric in METRICS.values() if metric.spread]
-    spreads = derived(summary[summary.metric.isin(trusted)], "spread")
-    largest = spreads.sort_values("value", ascending=False, kind="stable")
-    largest = largest.assign(metric=LARGEST_SPREAD.name).drop_duplicates([*AXES, "device", "phase"])
-    parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
-    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
-    dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
-    return rows.assign(
-        has_baseline=_in_any(rows.trainer == baseline, rows, CONFIGURATION),
-        in_cache=_in_any(dram_step & (rows.value < IN_CACHE_BYTES), rows, AXES),
-    )
-
-
-def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, by: Iterable[str]) -> pd.Series[bool]:
-    """Whether something holds for any row with the same values along ``by`` and device."""
-    return holds.groupby([rows[name] for name in (*by, "device")]).transform("any")
 
 
 def tables(
@@ -135,17 +89,14 @@ class Group:
         return self.frame[self.frame.phase == self.phase]
 
     @cached_property
-    def numbers(self) -> dict[tuple[str, str], list[tuple[str, float, str]]]:
-        """The label, value and unit of each case, by phase and metric."""
-        found: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
-        columns = self.frame[["phase", "metric", "label", "value", "unit"]]
-        for phase, metric, *number in columns.itertuples(index=False, name=None):
-            found.setdefault((phase, metric), []).append((*number,))
-        return found
+    def places(self) -> Mapping[Any, Any]:
+        """Where in ``frame`` the numbers of a phase and metric stand."""
+        return self.frame.groupby(["phase", "metric"]).indices
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
         """What a column says of each case that has a number for it, by label."""
-        numbers = self.numbers.get((phase or self.phase, shown.name), ())
+        rows = self.frame.iloc[self.places.get((phase or self.phase, shown.name), [])]
+        numbers = zip(rows.label, rows.value, rows.unit, strict=True)
         return {label: _written(shown, value, unit) for label, value, unit in numbers}
 
     def table(
@@ -198,11 +149,13 @@ def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return rows.sort_values(keys, key=places, kind="stable")
 
 
-def by_cell(summary: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Rows that share a baseline, with a title that says which and where they were measured."""
-    keys = [*CONFIGURATION, "device"]
-    for values, rows in summary.groupby(keys, sort=False):
-        yield title_of(dict(zip(keys, values, strict=True))), rows
+def titled(
+    rows: pd.DataFrame, shared: Sequence[str] = CONFIGURATION
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Rows that share these axes, and where they were measured, under a title that says which."""
+    keys = [*shared, "device"]
+    for values, group in rows.groupby(keys, sort=False):
+        yield title_of(dict(zip(keys, values, strict=True))), group
 
 
 def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
@@ -333,13 +286,8 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
     """The phases in which any of the cases moves enough to be worth a column."""
-    most = {
-        phase: max(value for _, value, _ in numbers)
-        for (phase, name), numbers in group.numbers.items()
-        if name == metric
-    }
-    enough = max(most.values(), default=0.0) * SHOWN_SHARE
-    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > enough]
+    most = group.frame[group.frame.metric == metric].groupby("phase").value.max()
+    return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
 
 def _phase_table(group: Group, metric: str, name: str, view: View) -> list[Table]:
@@ -388,10 +336,10 @@ def _throughput_table(group: Group) -> list[Table]:
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     """Counters that were asked for by their own names, as the tool gives them."""
-    own = summary.metric.str.contains("__") & (summary.kind == "value")
-    step = summary[own & (summary.phase == STEP)]
+    own = summary[summary.metric.str.contains("__") & (summary.phase == STEP)]
     cells = [
         [Case.from_row(row).id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]
-        for row in step.to_dict("records")
+        for row in own.to_dict("records")
+        if column(row["metric"]).kind == "value"
     ]
     return [Table("Other counters, per step", ["case", "counter", "value"], cells)] if cells else []

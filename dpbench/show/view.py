@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,17 +23,14 @@ IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
 
 def columns() -> dict[str, Metric]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
-    return {name: metric for name, metric in METRICS.every().items() if _is_column(metric)}
-
-
-def _is_column(metric: Metric) -> bool:
-    return bool(metric.header) and not IN_OTHER_TABLES.issuperset(metric.by)
+    named = {name: metric for name, metric in METRICS.every().items() if metric.header}
+    return {n: metric for n, metric in named.items() if not IN_OTHER_TABLES.issuperset(metric.by)}
 
 
 def column(name: str) -> Metric:
     """The column with a name."""
     found = METRICS.find(name)
-    if found and _is_column(found):
+    if found and ("__" in name or found.name in columns()):
         return found
     kinds = ("value", "throughput")
     values = [name for kind in kinds for name, each in columns().items() if each.kind == kind]
@@ -51,9 +49,6 @@ def usual_columns() -> list[Metric]:
     both = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
     return list(dict.fromkeys(both))
 
-
-TOP = Settings.top
-"""How many kernels a table shows unless told otherwise."""
 
 NAME = "name"
 """The order by what stands in the first column."""
@@ -81,49 +76,38 @@ class View:
     columns: tuple[Metric, ...] = ()
     sort: str | None = None
     group_by: tuple[str, ...] = ("cell",)
-    top: int = TOP
-    expected: Mapping[str, tuple[float, float]] = field(default_factory=METRICS.expected)
+    top: int = Settings.top
+    expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
     baseline: str = BASELINE_TRAINER
 
     @classmethod
-    def of(
-        cls,
-        columns: str | None = None,
-        sort: str | None = None,
-        group_by: str | None = None,
-        top: int = TOP,
-        expect: Iterable[str] = (),
-        baseline: str = BASELINE_TRAINER,
-    ) -> View:
-        """A view from what was said on a command line: names separated by commas."""
-        if top < 1:
-            raise ConfigurationError(f"a table shows 1 kernel or more, not {top}")
-        labels = _names(group_by) or ("cell",)
+    def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> View:
+        """The view that was asked for on a command line: names separated by commas."""
+        if asked.top < 1:
+            raise ConfigurationError(f"a table shows 1 kernel or more, not {asked.top}")
+        labels = _names(asked.group_by) or ("cell",)
         for label in labels:
             if label not in (*GROUPS, *OF_TESTS) and not label.startswith(PARAM):
                 raise unknown("group", label, (*GROUPS, *OF_TESTS, f"{PARAM}NAME"))
-        if sort not in (None, NAME, *AXES):
-            column(str(sort))
-        expected = expectations([*expect, *(["none"] if baseline != BASELINE_TRAINER else [])])
-        chosen = tuple(map(column, _names(columns)))
-        return cls(chosen, sort, labels, top, expected, baseline=baseline)
-
-    @property
-    def test_labels(self) -> list[str]:
-        """What of a test makes the groups."""
-        return [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
+        if asked.sort not in (None, NAME, *AXES):
+            column(str(asked.sort))
+        no_usual = ["none"] if baseline != BASELINE_TRAINER else []
+        expected = expectations([*asked.expect, *no_usual])
+        chosen = tuple(map(column, _names(asked.columns)))
+        return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
 
     def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
         """A summary with the labels of tests as columns, each case once for each that it has."""
+        labels = [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
         rows = [
             {**vars(outcome.case), "counted": name == "logical"}
-            | {label: label_of(test, label) for label in self.test_labels}
+            | {label: label_of(test, label) for label in labels}
             for outcome in outcomes
             for name in outcome.instruments
             for test in outcome.tests or [{"test": NO_TEST, "params": {}}]
         ]
-        if not (rows and self.test_labels):
-            return summary.assign(**dict.fromkeys(self.test_labels, NO_TEST))
+        if not (rows and labels):
+            return summary.assign(**dict.fromkeys(labels, NO_TEST))
         import pandas as pd
 
         counted = summary.assign(counted=summary.instrument == "logical")

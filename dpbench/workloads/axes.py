@@ -73,11 +73,11 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
 
 
 def _with_adapters(model: nn.Module, rank: int) -> list[Tensor]:
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 adapter = LowRank(child, rank)
                 setattr(parent, name, adapter)
-                found += [adapter.down.weight, adapter.up.weight]
-    return found
+                weights += [adapter.down.weight, adapter.up.weight]
+    return weights

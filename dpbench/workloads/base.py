@@ -57,8 +57,8 @@ def examples_in(batch: Batch) -> int:
         raise ConfigurationError(
             f"the first dimension of each tensor of a batch must be the example; they are {shapes}"
         )
-    found: int = firsts.pop()
-    return found
+    examples: int = firsts.pop()
+    return examples
 
 
 def batches_of(

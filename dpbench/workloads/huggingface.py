@@ -92,8 +92,8 @@ class HuggingFace(Workload):
             given["token_type_ids"] = torch.zeros_like(tokens)
         if "use_cache" in self.takes:
             given["use_cache"] = False
-        found: Tensor = model(**given).logits
-        return found
+        logits: Tensor = model(**given).logits
+        return logits
 
 
 class CausalLM(HuggingFace):

@@ -110,7 +110,7 @@ def test_a_grid_says_what_its_processes_did_with_their_time(
     log = tmp_path / "cupti-logs/1b-fp32/report_dpsgd_bs8_seq256.cupti.log"
     log.parent.mkdir(parents=True)
     record = {"case": asdict(CASES[1]), "spent_seconds": {"waiting": 0.5, "active": 1.25}}
-    log.write_text(f"$ python\nmark {json.dumps({'dpbench': '0.1.0', **record})}\n")
+    log.write_text(f"$ python\n{'0' * 16} {json.dumps(record)}\n")
     cupti.main(["grid", str(one), "--saved", "--ncu", str(one)])
     printed = capsys.readouterr().out
     assert f"{CASES[1].id:34}     1.25      0.50      1.25\n" in printed

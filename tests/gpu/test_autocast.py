@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from dpbench import Case
 from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build
+from dpbench.results.kernels import OperatorCount
 from dpbench.training.phases import observed_step
 
 pytestmark = pytest.mark.gpu
@@ -39,22 +42,16 @@ def test_casts_and_products_are_those_that_cuda_runs(
     trained.train_step(first)
     with RunningCounter() as counter, observed_step(counter):
         trained.train_step(second)
-    ran = {key: count for key, count in counter.counts.items() if key[1] in COMPARED}
-    counted = {
-        (operator.phase, operator.operator): operator
-        for operator in Logical().count(case).operators
-        if operator.operator in COMPARED
-    }
-
     if trainer == "dpsgd_ghost":  # two embeddings' row numbers, made on the host: 8 B each
-        copies = ran["backward", "aten._to_copy"]
-        copies.calls, copies.read_bytes, copies.write_bytes = (
-            copies.calls - 2,
-            copies.read_bytes - 2 * 8 * case.batch_size,
-            copies.write_bytes - 2 * 8 * case.batch_size,
-        )
+        size = 2 * 8 * case.batch_size
+        copies = counter.counts["backward", "aten._to_copy"]
+        copies.subtract(calls=2, read_bytes=size, write_bytes=size)
 
-    def said(counts: dict) -> dict:  # type: ignore[type-arg]
-        return {key: (c.calls, c.read_bytes, c.write_bytes) for key, c in counts.items()}
+    def said(operators: Sequence[OperatorCount]) -> dict[tuple[str, str], tuple[int, int, int]]:
+        return {
+            (each.phase, each.operator): (each.calls, each.read_bytes, each.write_bytes)
+            for each in operators
+            if each.operator in COMPARED
+        }
 
-    assert said(counted) == said(ran)
+    assert said(Logical().count(case).operators) == said(counter.operators)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import Case, ConfigurationError, __version__
+from dpbench import Case, ConfigurationError
 from dpbench.instruments.base import (
     CaseFailed,
     CaseOutOfMemory,
@@ -44,12 +44,12 @@ def fails(program: str, tmp_path: Path, timeout: float = 20.0) -> InstrumentErro
 
 def says(**record: object) -> str:
     """What makes a shell print a record, as `print_record` does."""
-    line = shlex.quote(json.dumps({"dpbench": "0", **record}))
+    line = shlex.quote(json.dumps(record))
     return f"printf '\\n%s%s\\n' \"$DPBENCH_RECORD_MARK\" {line}"
 
 
 def test_the_command_is_an_argument_list_that_names_every_field() -> None:
-    assert step_command(CASE, Steps(1, 2), device="cuda", nvtx=True) == [
+    assert step_command(CASE, Steps(1, 2), device="cuda") == [
         sys.executable,
         "-m",
         "dpbench",
@@ -61,7 +61,6 @@ def test_the_command_is_an_argument_list_that_names_every_field() -> None:
         *("--device", "cuda"),
         *("--warmup", "1"),
         *("--active", "2"),
-        "--nvtx",
     ]
 
 
@@ -80,12 +79,12 @@ def test_the_log_and_the_terminal_show_a_command_to_paste(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    program = "from dpbench.process.messages import print_record; print_record()"
+    program = "from dpbench.process.messages import print_record; print_record(loss=1)"
     start(shlex.join([sys.executable, "-c", program]), log).record()
     first = log.read_text().splitlines()[0]
     assert first in capfd.readouterr().err
     pasted = subprocess.run(first.removeprefix("$ "), shell=True, capture_output=True, check=True)
-    assert json.loads(pasted.stdout) == {"dpbench": __version__}
+    assert json.loads(pasted.stdout) == {"loss": 1}
 
 
 def test_pytest_and_xdist_variables_do_not_reach_the_child(
@@ -133,7 +132,7 @@ def test_running_out_of_memory_is_recognised_when_the_child_was_killed_meanwhile
         ("kill -s SEGV $$", "killed by SIGSEGV"),
         ("true", "printed no record"),
         ('echo "$DPBENCH_RECORD_MARK"\'{"trunc\'', "printed no record"),
-        ('echo \'{"dpbench": "0", "loss": 1}\'', "printed no record"),
+        ("echo '{\"loss\": 1}'", "printed no record"),
         ("kill -40 $$", "killed by signal 40"),
     ],
 )
@@ -144,7 +143,7 @@ def test_a_crash_is_told_in_words(program: str, words: str, tmp_path: Path) -> N
 
 
 def test_the_tail_of_a_failed_case_is_the_end_of_its_log(tmp_path: Path) -> None:
-    record = 'echo "$DPBENCH_RECORD_MARK"\'{"dpbench": "0", "error": {"kind": "", "message": ""}}\''
+    record = 'echo "$DPBENCH_RECORD_MARK"\'{"error": {"kind": "", "message": ""}}\''
     error = fails(f"seq 0 99; {record}; exit 1", tmp_path)
     assert log_tail(error, lines=3).splitlines() == ["97", "98", "99"]
 
@@ -206,7 +205,7 @@ def test_whoever_waits_for_another_session_is_told(
     monkeypatch.setattr("dpbench.instruments.child.PATIENCE_SECONDS", 0.1)
     holder = start("sleep 60", tmp_path / "holder")
     process = holder.group.process.pid if own else 1
-    start(waits(0.6, process, GETS_IT, says()), tmp_path / "log").record()
+    start(waits(0.6, process, GETS_IT, says(loss=3)), tmp_path / "log").record()
     holder.cancel()
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dpbench:")]
     waiting = (

@@ -8,6 +8,7 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
+from dpbench.settings import Settings
 from dpbench.show.view import View, label_of
 from tests.plugin.conftest import RunSuite
 
@@ -85,4 +86,4 @@ def test_labels_are_those_of_pytest_benchmark(label: str, text: str) -> None:
 
 def test_other_labels_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="unknown group 'function'; choose from cell, "):
-        View.of(group_by="function")
+        View.of(Settings(group_by="function"))

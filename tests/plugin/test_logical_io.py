@@ -7,7 +7,8 @@ import json
 import pytest
 
 from dpbench import Case, DPGhostClippingTrainer
-from dpbench.instruments.logical.instrument import Logical, LogicalResult
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
 from tests.plugin.conftest import RunSuite
 
@@ -41,7 +42,7 @@ def test_each_case_is_counted_once_and_stays_apart_from_what_is_measured(
     counted = []
     count = Logical.count
 
-    def recorded(self: Logical, case: Case) -> LogicalResult:
+    def recorded(self: Logical, case: Case) -> Outcome:
         counted.append(case.trainer)
         return count(self, case)
 

@@ -54,9 +54,7 @@ def test_folding_loses_no_launch_and_no_byte(found: list[KernelCount]) -> None:
 
 @given(launches)
 def test_phases_add_up_to_the_step_in_rows(found: list[KernelCount]) -> None:
-    rows = kernel_rows(
-        Case("dpsgd", 8, 256), fold(found), instrument="ncu_kernels", device="x", tool="y"
-    )
+    rows = kernel_rows(Case("dpsgd", 8, 256), fold(found), "x", "y")
     sums: dict[tuple[int, str], float] = defaultdict(float)
     for row in rows:
         if row.phase != STEP:
@@ -66,8 +64,7 @@ def test_phases_add_up_to_the_step_in_rows(found: list[KernelCount]) -> None:
 
 
 def test_kernels_of_some_phases_are_not_called_the_step() -> None:
-    what = {"instrument": "ncu_kernels", "device": "x", "tool": "y"}
-    rows = kernel_rows(Case("dpsgd", 8, 256), fold([launch()]), **what, whole=False)
+    rows = kernel_rows(Case("dpsgd", 8, 256), fold([launch()]), "x", "y", whole=False)
     assert {row.phase for row in rows} == {"clip"}
 
 

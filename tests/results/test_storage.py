@@ -16,7 +16,6 @@ import pytest
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import write_text
-from dpbench.results.conditions import Conditions
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.storage import Storage, folder_name
@@ -60,18 +59,6 @@ def test_many_sessions_at_once_get_numbers_of_their_own(storage: Storage) -> Non
 def test_name_that_cannot_be_a_file_name_is_refused(storage: Storage, name: str) -> None:
     with pytest.raises(ConfigurationError, match="must be made of letters"):
         storage.allocate(name, H200, text())
-
-
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
-        ({"commit": "4663987abc", "dirty": False}, "4663987_20260102T030405Z"),
-        ({"commit": "4663987abc", "dirty": True}, "4663987-dirty_20260102T030405Z"),
-        (None, "20260102T030405Z"),
-    ],
-)
-def test_automatic_name_says_commit_and_time(code: dict[str, Any] | None, name: str) -> None:
-    assert Conditions({"code": code}, "2026-01-02T03:04:05+00:00", {}, {}).name == name
 
 
 def test_folder_is_named_after_the_device() -> None:
@@ -176,7 +163,7 @@ def test_file_that_could_not_be_filled_is_not_left_behind(storage: Storage) -> N
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the system's own refusal to write
     try:
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(ConfigurationError, match=r"0001_big\.json: File too large"):
             storage.allocate("big", H200, "x" * 200_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

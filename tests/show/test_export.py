@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dpbench.case import Case
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import COLUMNS, STEP, Measurement
+from dpbench.settings import Settings
 from dpbench.show.export import (
     STEP_SUMMARY,
     append_step_summary,
@@ -85,7 +86,9 @@ def test_csv_quotes_what_would_break_a_line(tmp_path: Path) -> None:
 
 
 def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
-    write_renderings(outcomes(MEASURED), View.of("dram_ratio"), markdown=tmp_path / "run.md")
+    write_renderings(
+        outcomes(MEASURED), View.of(Settings(columns="dram_ratio")), markdown=tmp_path / "run.md"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["run.md"]
     text = (tmp_path / "run.md").read_text(encoding="utf-8")
     assert "DRAM ÷ std" in text

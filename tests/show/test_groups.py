@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from dpbench.case import Case
-from dpbench.results.frame import to_frame
+from dpbench.results.frame import complete, to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.tables import complete, groups
+from dpbench.settings import Settings
+from dpbench.show.tables import groups
 from dpbench.show.view import View
 
 GB = 1e9
@@ -38,7 +39,7 @@ GRID = [
 
 def grouped(rows: list[Measurement], **view: str) -> dict[str, list[str]]:
     """Titles, and the labels below them."""
-    found = groups(complete(to_frame(rows)), View.of(**view))
+    found = groups(complete(to_frame(rows)), View.of(Settings(**view)))
     return {group.title: list(group.shown.label.unique()) for group in found}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
+from dpbench.settings import Settings
 from dpbench.show.layout import Table, as_text
 from dpbench.show.tables import tables
 from dpbench.show.view import View
@@ -27,7 +28,7 @@ from tests.results.figures import (
 
 
 def viewed(measurements: Iterable[Measurement], **view: str) -> list[Table]:
-    return tables(to_frame(measurements), View.of(**view))
+    return tables(to_frame(measurements), View.of(Settings(**view)))
 
 
 def test_chosen_columns_are_the_only_table_of_a_cell() -> None:

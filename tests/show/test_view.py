@@ -8,15 +8,22 @@ import pytest
 
 from dpbench.case import AXES
 from dpbench.errors import ConfigurationError
+from dpbench.settings import Settings
 from dpbench.show.view import View, column, columns, shown_by_default
 
 
 def test_nothing_said_is_the_default() -> None:
-    assert View.of() == View() == View((), None, ("cell",))
+    assert View.of(Settings()) == View() == View((), None, ("cell",))
 
 
 def test_names_are_separated_by_commas_and_each_counts_once() -> None:
-    view = View.of("dram_bytes, dram_ratio,dram_bytes", "step_time_seconds", "trainer,seq_len")
+    view = View.of(
+        Settings(
+            columns="dram_bytes, dram_ratio,dram_bytes",
+            sort="step_time_seconds",
+            group_by="trainer,seq_len",
+        )
+    )
     assert [shown.name for shown in view.columns] == ["dram_bytes", "dram_ratio"]
     assert (view.sort, view.group_by) == ("step_time_seconds", ("trainer", "seq_len"))
 
@@ -63,16 +70,22 @@ def test_what_is_shown_by_default() -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_axes_sort_and_group(axis: str) -> None:
-    assert View.of(None, axis, axis) == View((), axis, (axis,))
+    assert View.of(Settings(sort=axis, group_by=axis)) == View((), axis, (axis,))
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: View.of("dram"), "unknown column 'dram'; choose from dram_read_bytes, "),
-        (lambda: View.of("dram_bytes,nope"), "unknown column 'nope'"),
-        (lambda: View.of(sort="fastest"), "unknown column 'fastest'"),
-        (lambda: View.of(group_by="gpu"), "unknown group 'gpu'; choose from cell, device, phase, "),
+        (
+            lambda: View.of(Settings(columns="dram")),
+            "unknown column 'dram'; choose from dram_read_bytes, ",
+        ),
+        (lambda: View.of(Settings(columns="dram_bytes,nope")), "unknown column 'nope'"),
+        (lambda: View.of(Settings(sort="fastest")), "unknown column 'fastest'"),
+        (
+            lambda: View.of(Settings(group_by="gpu")),
+            "unknown group 'gpu'; choose from cell, device, phase, ",
+        ),
     ],
 )
 def test_unknown_names_are_refused_in_one_line(wrong: Callable[[], View], words: str) -> None:

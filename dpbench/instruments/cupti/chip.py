@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from dpbench.errors import unknown
-from dpbench.instruments.base import CountersDoNotCombine, CounterUnknown, RangesLost
+from dpbench.instruments.base import CounterUnknown
+from dpbench.instruments.cupti.errors import CountersDoNotCombine, RangesLost
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import COUNTER, USER_RANGE, USER_REPLAY
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.child import Child
+from dpbench.instruments.cupti import errors  # noqa: F401  # of which its process can fail
 from dpbench.instruments.timing import Timing, timing_rows
 from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement

@@ -13,14 +13,16 @@ from typing import Any
 
 from dpbench.instruments.base import (
     CountersBusy,
-    CountersDoNotCombine,
     CountersForbidden,
-    CountersUnsupported,
     CounterUnknown,
-    CuptiError,
-    CuptiUnusable,
     InstrumentError,
     ProfilerNotLoaded,
+)
+from dpbench.instruments.cupti.errors import (
+    CountersDoNotCombine,
+    CountersUnsupported,
+    CuptiError,
+    CuptiUnusable,
 )
 from dpbench.instruments.cupti.structures import c_function, struct_size, structure
 

@@ -7,12 +7,9 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.base import (
-    CountersDoNotCombine,
-    ProfilerNotLoaded,
-    StepsDiffer,
-)
+from dpbench.instruments.base import ProfilerNotLoaded
 from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
+from dpbench.instruments.cupti.errors import CountersDoNotCombine, StepsDiffer
 from dpbench.instruments.cupti.library import Library, load_library
 from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
 from dpbench.instruments.ncu.metrics import ALWAYS, counters

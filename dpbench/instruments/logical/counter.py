@@ -13,10 +13,9 @@ Why fake tensors are on the CPU
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -52,16 +51,6 @@ OWN_KERNELS = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward
 
 NOT_WORK = ("prim", "profiler")
 """Namespaces of operators that ask or mark something (``prim::device``) and move no data."""
-
-
-@dataclass
-class Count:
-    """What one operator did in one phase: calls, bytes, floating-point operations."""
-
-    calls: int = 0
-    read_bytes: int = 0
-    write_bytes: int = 0
-    flops: int = 0
 
 
 class LiveMemory:
@@ -111,10 +100,10 @@ class ByteCounter(TorchDispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        self.counts: dict[tuple[str, str], Count] = defaultdict(Count)  # by phase and operator
+        # By phase and operator, its calls, bytes and floating-point operations.
+        self.counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self.peaks: dict[str, int] = {}  # by phase, the most bytes alive at once
-        self.notes: dict[str, int] = defaultdict(int)  # what was assumed, and how often
-        self.by_general_rule: set[str] = set()  # operators that nobody has reviewed a rule for
+        self.notes = Counter[str]()  # what was assumed, and how often
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -140,8 +129,8 @@ class ByteCounter(TorchDispatchMode):
     def operators(self) -> tuple[OperatorCount, ...]:
         """What each operator did in each phase of the step, most bytes first."""
         counts = [
-            OperatorCount(*where, **asdict(count), general_rule=where[1] in self.by_general_rule)
-            for where, count in self.counts.items()
+            OperatorCount(phase, name, **count, general_rule=not rules.is_reviewed(name))
+            for (phase, name), count in self.counts.items()
         ]
         return tuple(sorted(counts, key=lambda count: -count.total_bytes))
 
@@ -201,16 +190,9 @@ class ByteCounter(TorchDispatchMode):
         read, written = rules.traffic(func, args, kwargs, out)
         formula = flop_formula(func)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
-        if not (read or written or flops):
-            return
-        name = label(func)
-        count = self.counts[phase, name]
-        count.calls += 1
-        count.read_bytes += read
-        count.write_bytes += written
-        count.flops += flops
-        if not rules.is_reviewed(func):
-            self.by_general_rule.add(name)
+        if read or written or flops:
+            count = self.counts[phase, label(func)]
+            count.update(calls=1, read_bytes=read, write_bytes=written, flops=flops)
 
 
 class RunningCounter(ByteCounter):
@@ -320,13 +302,6 @@ def flop_formula(func: OpOverload) -> Callable[..., int] | None:
     There are some for matrix products, convolutions and attention (`torch.utils.flop_counter`).
     They count a multiply-add as two, and do not halve causal attention.
     """
-    aten = torch.ops.aten
-    same = {  # the CPU's fused attention takes its operands in the same order as CUDA's
-        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            aten._scaled_dot_product_flash_attention_backward
-        ),
-    }
-    formula: Callable[..., int] | None
-    formula = flop_registry.get(same.get(func.overloadpacket, func.overloadpacket))
-    return formula
+    # The CPU's fused attention takes its operands in the same order as CUDA's.
+    name = str(func.overloadpacket).replace("_for_cpu", "")
+    return next((formula for known, formula in flop_registry.items() if str(known) == name), None)

@@ -12,7 +12,6 @@ again), tiny models less (everything stays in the cache).
 from __future__ import annotations
 
 import gc
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +31,8 @@ from dpbench.instruments.logical.as_on_cuda import untraced
 from dpbench.instruments.logical.counter import ByteCounter, logical_rows, without_data
 from dpbench.process.build import build
 from dpbench.registry import is_builtin
-from dpbench.results.kernels import OperatorCount, guesses
+from dpbench.results.kernels import guesses
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 from dpbench.training.phases import observed_step
@@ -42,19 +42,6 @@ STEADY = 1e-3
 each example's norms after the first step: kilobytes, whose making costs nothing."""
 
 MOST_STEPS = 3
-
-
-@dataclass(frozen=True)
-class LogicalResult:
-    """All that counting a case yields: its rows are by phase and for the step.
-
-    Its notes are what was assumed about values that do not exist without data, and which operators
-    were counted by the general rule, beside the heavy ones: the tables name those.
-    """
-
-    rows: tuple[Measurement, ...]
-    operators: tuple[OperatorCount, ...]  # by phase and operator, most bytes first
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -84,10 +71,16 @@ class Logical(Instrument):
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
         if is_builtin(case):
             return Counting(self, case)
-        return CountingApart(self, case)
+        log = self.directory and (self.directory / case.report_path).with_suffix(".logical.log")
+        command = [*step_command(case, device="cpu"), "--logical"]
+        return Child(command, case=case, log=log, timeout=self.timeout, read=_counted_apart)
 
-    def count(self, case: Case) -> LogicalResult:
-        """Count a case in this process; a step that cannot be counted is a `CaseFailed`."""
+    def count(self, case: Case) -> Outcome:
+        """Count a case in this process; a step that cannot be counted is a `CaseFailed`.
+
+        Its notes are what was assumed about values that do not exist without data, and which
+        operators were counted by the general rule, beside the heavy ones: the tables name those.
+        """
         try:
             with untouched_torch(), new_objects_collected(), without_data() as counter:
                 self._run(case, counter)
@@ -99,10 +92,11 @@ class Logical(Instrument):
             ) from error
         operators = counter.operators
         rows = logical_rows(case, operators, counter.peaks, counter.peaks)
-        light = counter.by_general_rule - guesses(operators).keys()
+        light = {each.operator for each in operators if each.general_rule}
+        light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
         notes += [f"{name}: counted by the general rule" for name in sorted(light)]
-        return LogicalResult(tuple(rows), operators, tuple(notes))
+        return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes))
 
     def _run(self, case: Case, counter: ByteCounter) -> None:
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
@@ -125,35 +119,15 @@ class Counting(Running):
     case: Case
 
     def rows(self) -> list[Measurement]:
-        result = self.instrument.count(self.case)
-        self.operators, self.notes = result.operators, result.notes
-        return list(result.rows)
-
-
-class CountingApart(Child):
-    """A case that is counted in a process of its own: what it does to that, nobody else feels."""
-
-    def __init__(self, instrument: Logical, case: Case) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
-        directory = instrument.directory or Path(self._scratch.name)
-        super().__init__(
-            [*step_command(case, device="cpu"), "--logical"],
-            case=case,
-            log=(directory / case.report_path).with_suffix(".logical.log"),
-            timeout=instrument.timeout,
-            read=_counted_apart,
-        )
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._scratch.cleanup()
+        counted = self.instrument.count(self.case)
+        self.operators, self.notes = counted.operators, counted.notes
+        return list(counted.rows)
 
 
 def _counted_apart(child: Child) -> list[Measurement]:
-    record = child.record()
-    child.operators = tuple(OperatorCount.from_row(row) for row in record["operators"])
-    child.notes = tuple(record["notes"])
-    return [Measurement.from_row(row) for row in record["rows"]]
+    counted = Outcome.from_json(child.record())
+    child.operators, child.notes = counted.operators, counted.notes
+    return list(counted.rows)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -76,8 +76,8 @@ class Ncu(Instrument):
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
-        step = step_command(case, self.steps, device="cuda", nvtx=True)
-        return [*self.before_program(case), *step]
+        step = step_command(case, self.steps, device="cuda")
+        return [*self.before_program(case), *step, "--nvtx"]
 
     def before_program(self, case: Case, *more: str) -> list[str]:
         """The arguments before those of the profiled program, caches and clocks left alone.
@@ -113,35 +113,34 @@ class Ncu(Instrument):
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process, and make rows of its report."""
-        return self.rows(process.case, self.record_of(process))
+        return self.rows(process.case, self.record_of(process), process.log)
 
     def record_of(self, process: Child) -> dict[str, Any]:
-        """Wait for a process; returns the record that it printed, its report written."""
-        case, log = process.case, process.log
+        """Wait for a process; returns the record that it printed."""
         try:
-            record = process.record()
+            return process.record()
         except CaseFailed as error:
-            raise self.complaint(case, log) or error from None
-        self.check_report(case, log)
-        return record
+            raise self.complaint(process.case, process.log) or error from None
 
     def complaint(self, case: Case, log: Path) -> InstrumentError | None:
         """Why ncu ended a process, if it did; one that failed by itself leaves nothing to profile.
 
         That it failed counts then.
         """
-        said = diagnose(case, log) if log.exists() else None
+        said = diagnose(case, log)
         return None if isinstance(said, NothingProfiled) else said
 
-    def check_report(self, case: Case, log: Path) -> None:
-        """Say why a process that has ended left no report."""
-        if not self.report(case).exists():
-            said = diagnose(case, log) if log.exists() else None
-            raise said or NothingProfiled(f"{case.id}: ncu left no report", log=log)
+    def report_left(self, case: Case, log: Path) -> Path:
+        """The report of a process that has ended; an error says why it left none."""
+        report = self.report(case)
+        if not report.exists():
+            message = f"{case.id}: ncu left no report"
+            raise diagnose(case, log) or NothingProfiled(message, log=log)
+        return report
 
-    def rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
-        """The rows of a case's report, whose process printed this record."""
-        return read(self.report(case), case, self.metrics, tool=self.tool(record))
+    def rows(self, case: Case, record: Mapping[str, Any], log: Path) -> list[Measurement]:
+        """The rows of the report that a process left, which printed this record."""
+        return read(self.report_left(case, log), case, self.metrics, tool=self.tool(record))
 
     def tool(self, record: Mapping[str, Any]) -> str:
         """The versions behind the rows of a record."""
@@ -175,21 +174,15 @@ class NcuKernels(Ncu):
         case = process.case
         try:
             record = self.record_of(process)
-            report = read_kernels(self.report(case))
+            report = read_kernels(self.report_left(case, process.log))
         except (NothingProfiled, ReportUnreadable):
             if not self.nothing_to_profile(case):
                 raise
             process.notes = (f"no kernel in {', '.join(self.phases)}",)
             return []
         process.kernels = fold(report.launches)
-        return kernel_rows(
-            case,
-            process.kernels,
-            instrument=self.name,
-            device=report.device,
-            tool=self.tool(record),
-            whole=not self.phases,
-        )
+        tool = self.tool(record)
+        return kernel_rows(case, process.kernels, report.device, tool, whole=not self.phases)
 
     def nothing_to_profile(self, case: Case) -> bool:
         """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""

@@ -39,7 +39,7 @@ profiled" is also what ncu says after any other failure, so it comes last."""
 
 def diagnose(case: Case, log: Path) -> InstrumentError | None:
     """The error that ncu's own lines in a log describe, if they describe one."""
-    said = [line for line in log_lines(log) if line.startswith("==")]
+    said = [line for line in log_lines(log) if line.startswith("==")] if log.exists() else []
     for pattern, error in _MESSAGES:
         for line in said:
             if re.search(pattern, line):

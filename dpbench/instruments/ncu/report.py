@@ -117,11 +117,9 @@ def case_of(path: Path) -> Case:
 def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     """Step number, phase and ncu's action object of each range that dpbench marked."""
     actions = load_actions(path)
-    # Of a truncated file the library makes a kernel, even among ranges, of which nothing is known;
-    # no error tells of what is missing behind it.
-    if len(actions) == 1 and is_kernel(actions[0]) and not actions[0].metric_by_name(DEVICE):
-        raise ReportUnreadable(f"{path}: the report is incomplete, too short to say of what")
     if actions and is_kernel(actions[0]):
+        if is_cut_off(actions[0]):
+            raise ReportUnreadable(f"{path}: the report is incomplete, too short to say of what")
         raise ForeignReport(f"{path}: it holds kernels, not ranges")
     labels = [label(action) for action in actions]
     if None in (labels[:-1] or labels):  # the last may be cut off
@@ -133,8 +131,7 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     if len(actions) < 2:
         raise NothingProfiled(f"{path}: the report holds no range, or is cut off")
     for action, name in zip(actions[:-1], labels[:-1], strict=True):
-        step, _, phase = str(name).partition(".")
-        yield int(step), phase, action
+        yield *phase_of(name), action
 
 
 def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
@@ -142,12 +139,6 @@ def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
     with _opened(path) as places:
         start, end = (len(places) * border // parts for border in (part, part + 1))
         return [profiled.action_by_idx(i) for profiled, i in places[start:end]]
-
-
-def count_actions(path: Path) -> int:
-    """How many ranges or kernels a report holds."""
-    with _opened(path) as places:
-        return len(places)
 
 
 @contextmanager
@@ -174,15 +165,23 @@ def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
 
 
 def holds_kernels(path: Path) -> bool:
-    """Whether a report is one of kernels; a truncated one of ranges holds one of no device."""
+    """Whether a report is one of kernels, as far as can be told."""
     with _opened(path) as places:
         first = [profiled.action_by_idx(i) for profiled, i in places[:1]]
-        return any(is_kernel(action) and action.metric_by_name(DEVICE) for action in first)
+        return any(is_kernel(action) and not is_cut_off(action) for action in first)
 
 
 def is_kernel(action: Any) -> bool:
     """Whether an action is one launch of a kernel, and not a range of many."""
     return bool(action.workload_type() == action.WorkloadType_KERNEL)
+
+
+def is_cut_off(action: Any) -> bool:
+    """Whether nothing is known of an action: the last of a truncated report.
+
+    The library makes a kernel of it, even among ranges.
+    """
+    return action.metric_by_name(DEVICE) is None
 
 
 def label(action: Any) -> str | None:
@@ -254,7 +253,7 @@ def read_kernels(path: Path) -> KernelReport:
 
 def read_part(path: Path, part: int = 0, parts: int = 1) -> KernelReport:
     """One of so many parts of a report."""
-    return kernels_of(load_actions(path, part, parts), path, first=part == 0)
+    return kernels_of(load_actions(path, part, parts), path)
 
 
 def check_complete(path: Path) -> int:
@@ -262,7 +261,8 @@ def check_complete(path: Path) -> int:
 
     The library reads a truncated file as a report with fewer kernels, without an error.
     """
-    total = count_actions(path)
+    with _opened(path) as places:
+        total = len(places)
     if not total:
         raise NothingProfiled(f"{path}: the report holds no kernel")
     log = path.with_suffix(".log")
@@ -275,31 +275,26 @@ def check_complete(path: Path) -> int:
     return total
 
 
-def kernels_of(actions: Sequence[Any], path: Path, *, first: bool = True) -> KernelReport:
-    """The launches behind actions of a report, ``first`` if it begins with them."""
+def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
+    """The launches behind actions of a report."""
     spelled = on_chip() | having(lambda names: all(map(actions[0].metric_by_name, names)))
-    counters = [spelled[name].counters for name in COUNTED]
-    names = [*chain.from_iterable(counters), TIME, DEVICE]
+    of_counters = [spelled[name].counters for name in COUNTED]
     launches: list[KernelCount] = []
-    device = ""
     for action in actions:
         if not is_kernel(action):
             raise ForeignReport(f"{path}: it holds ranges, not kernels")
-        metrics = {name: action.metric_by_name(name) for name in names}
-        if missing := [name for name, metric in metrics.items() if metric is None]:
-            if launches or not first or DEVICE in missing:  # the kernels before it have them
-                raise ReportUnreadable(
-                    f"{path}: the report of kernels is incomplete, it ends in a kernel"
-                )
-            raise CounterUnknown(f"{path}: the report has no {missing[0]}")
-        values = {name: metric.value() for name, metric in metrics.items()}
-        device = str(values[DEVICE])
+        if is_cut_off(action):
+            raise ReportUnreadable(
+                f"{path}: the report of kernels is incomplete, it ends in a kernel"
+            )
+        read, written, l2 = (
+            float(sum(counter(action, name, path).value() for name in of)) for of in of_counters
+        )
         repeat, phase = phase_of(label(action))
-        read, written, l2 = (float(sum(values[name] for name in of)) for of in counters)
-        moved = read, written, l2, 1e-9 * values[TIME]
         name = str(action.name(action.NameBase_DEMANGLED))
-        launches.append(KernelCount(repeat, phase, name, 1, *moved))
-    return KernelReport(device, tuple(launches))
+        seconds = 1e-9 * counter(action, TIME, path).value()
+        launches.append(KernelCount(repeat, phase, name, 1, read, written, l2, seconds))
+    return KernelReport(str(counter(actions[0], DEVICE, path).value()), tuple(launches))
 
 
 def phase_of(name: str | None) -> tuple[int, str]:

@@ -163,8 +163,8 @@ def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Ite
 def find_nsys() -> str:
     """The ``nsys`` on ``PATH``, or where NVIDIA installs it, or the collector of Nsight Compute."""
     for candidate in _candidates():
-        if found := shutil.which(candidate):
-            return found
+        if program := shutil.which(candidate):
+            return program
     raise NsysNotFound("Nsight Systems (nsys) was not found")
 
 

@@ -73,10 +73,10 @@ class _Export:
         for start, end, thread, number, name in rows:
             calls.append(Call(start, end, re.sub(r"_v\d+$", "", self.strings.get(name, "?"))))
             launched[_key(thread, number)] = start
-        found: dict[int, list[Activity]] = defaultdict(list)
+        by_device: dict[int, list[Activity]] = defaultdict(list)
         for device, activity in self._activities(launched):
-            found[device].append(activity)
-        if not found:
+            by_device[device].append(activity)
+        if not by_device:
             said = "; ".join(text for (text,) in self.select("DIAGNOSTIC_EVENT", "text"))
             raise NothingTraced(f"{path}: no kernel, copy or memset was traced ({said or 'empty'})")
         names = {str(name) for (name,) in self.select("TARGET_INFO_GPU", "name")}
@@ -84,7 +84,7 @@ class _Export:
             names.pop() if len(names) == 1 else "a GPU",
             f"nsys {self._version()}",
             sorted(self._ranges(), key=lambda each: (each.start, -each.end)),
-            sorted(found[max(found, key=lambda device: len(found[device]))]),
+            sorted(by_device[max(by_device, key=lambda device: len(by_device[device]))]),
             sorted(calls),
         )
 

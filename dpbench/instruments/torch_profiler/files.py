@@ -144,7 +144,6 @@ def profile_rows(
             }
             if on_cuda:
                 metrics |= _device_metrics(recorded, step)
-                metrics["phase_peak_memory_bytes"] = record["phase_peaks"][repeat]
             for metric, by_phase in metrics.items():
                 together = max if "memory" in metric else sum
                 whole = together([0.0, *by_phase.values()])
@@ -154,7 +153,7 @@ def profile_rows(
 
 
 def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, float]]:
-    """Seconds that the device worked and bytes that copies moved, by phase of one step."""
+    """How long the device worked, what copies moved, most memory in use; by phase of one step."""
     launches = [launch for launch in recorded.launches if launch.repeat == step]
     phases = [*recorded.cpu_seconds[step], *(launch.phase for launch in launches)]
     names = ["device_time_seconds", *COPIES.values()]
@@ -164,6 +163,9 @@ def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, 
         metrics["device_time_seconds"][launch.phase] += launch.seconds
         if launch.kind != "kernel":
             metrics[copy_metric(launch.name)][launch.phase] += launch.bytes
+    if recorded.memory_before:
+        before, grown = recorded.memory_before[step], recorded.memory_growth[step]
+        metrics["phase_peak_memory_bytes"] = {p: before + more for p, more in grown.items()}
     return {**metrics}
 
 

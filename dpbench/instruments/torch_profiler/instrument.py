@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments import child
 from dpbench.instruments.base import Instrument, check_place
-from dpbench.instruments.torch_profiler.files import INSTRUMENT, SUMMARY, read_rows
+from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.torch_profiler.files import INSTRUMENT, read_rows
 from dpbench.process.messages import Schedule
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -53,20 +53,17 @@ class TorchProfiler(Instrument):
 
     def command(self, case: Case) -> list[str]:
         return [
-            *child.step_command(case, device=self.device),
+            *step_command(case, device=self.device),
             *("--profile", str(self.directory / case.id)),
             *("--profile-schedule", str(self.schedule)),
             *("--profile-threshold", f"{self.threshold:g}"),
         ]
 
-    def start(self, case: Case) -> child.Child:
-        """Start a process whose rows are times, memory and copies, by phase and for the step."""
-        folder = self.directory / case.id
-        (folder / SUMMARY).unlink(missing_ok=True)
+    def start(self, case: Case) -> Child:
+        log = self.directory / case.id / "step.log"
+        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
 
-        def read(process: child.Child) -> list[Measurement]:
-            process.record()
-            return read_rows(folder)
-
-        log = folder / "step.log"
-        return child.Child(self.command(case), case=case, log=log, timeout=self.timeout, read=read)
+    def read(self, process: Child) -> list[Measurement]:
+        """Wait for a process; its rows are times, memory and copies, by phase and for the step."""
+        process.record()
+        return read_rows(self.directory / process.case.id)

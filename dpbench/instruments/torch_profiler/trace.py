@@ -64,12 +64,13 @@ class Launch:
 class Trace:
     """A recorded trace, by step and phase.
 
-    Memory grows by as many bytes as allocations on the measured device exceeded, at most while
-    the step was in a phase, those at its start.
+    Memory is what PyTorch's allocator of the measured device has handed out, in bytes. It grows by
+    as much as there was, at most while the step was in a phase, beyond what there was at its start.
     """
 
     launches: list[Launch]  # in the order of the launches; empty on the CPU
     cpu_seconds: list[dict[str, float]]  # of each step, of the training thread
+    memory_before: list[int]  # at the start of each step; empty if nothing is known of it
     memory_growth: list[dict[str, int]]  # of each step
     calls: frozenset[str]  # the names of `CALLS`
 
@@ -87,7 +88,7 @@ def read(path: Path) -> Trace:
         return Trace(
             launches=_launches(by_category, timeline),
             cpu_seconds=timeline.seconds(),
-            memory_growth=_memory_growth(by_category, timeline),
+            **_memory(by_category, timeline),
             calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
         )
     except (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -188,20 +189,23 @@ def _operators_around(
             yield event["args"]["correlation"], [name for _, name in stack]
 
 
-def _memory_growth(
-    by_category: dict[str, list[Event]], timeline: _Timeline
-) -> list[dict[str, int]]:
-    """The highest sum of allocations less frees since each step's start, in each phase."""
-    changes = [event for event in by_category["cpu_instant_event"] if event["name"] == "[memory]"]
-    on_device = [event for event in changes if event["args"]["Device Type"] != 0]
-    changes = on_device or changes
+def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[str, Any]:
+    """What each step found handed out, and the most beyond that in each phase."""
+    on_gpu = bool(by_category["kernel"])
+    changes = [
+        event
+        for event in sorted(by_category["cpu_instant_event"], key=lambda event: float(event["ts"]))
+        if event["name"] == "[memory]" and (event["args"]["Device Type"] != 0) == on_gpu
+    ]
+    level = changes[0]["args"]["Total Allocated"] - changes[0]["args"]["Bytes"] if changes else 0
+    before = [level for _ in timeline.step_starts]
     growth: list[dict[str, int]] = [{} for _ in timeline.step_starts]
-    level, current = 0, 0
+    current = 0
     # The border of a phase is a change by nothing: a phase begins with what the last one left.
     for event in sorted([*timeline.phases, *changes], key=lambda event: float(event["ts"])):
         step, phase = timeline.locate(float(event["ts"]))
         if step != current:
-            level, current = 0, step
+            before[step], current = level, step
         level += int(event.get("args", {}).get("Bytes", 0))
-        growth[step][phase] = max(growth[step].get(phase, 0), level)
-    return growth
+        growth[step][phase] = max(growth[step].get(phase, 0), level - before[step])
+    return {"memory_before": before if changes else [], "memory_growth": growth}

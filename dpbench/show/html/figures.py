@@ -10,16 +10,18 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from dpbench.case import OUTSIDE
+from dpbench.registry import TRAINERS
+from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes
 
-CASE: Mapping[str, Shown] = {
+NAMES: Mapping[str, Shown] = {
     "configuration": ("title", str),
     "batch": ("batch_size", str),
     "sequence": ("seq_len", str),
@@ -33,17 +35,11 @@ UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
 }
 """Units of bars: how much one is, and how a number of them is written."""
 
-ROW, BAR = 30, 13
-"""Height of a trainer's stacked bar with its gap, and of one bar beside others, px."""
+ROW, BAR, CHARACTER = 30, 13, 7
+"""Pixels of a trainer's stacked bar with its gap, of one bar beside others, of a character."""
 
-CHARACTER = 7
-"""Width of a character in a label, px."""
-
-LONGEST = 26
-"""Characters of a text in a chart; the tables have it whole."""
-
-LONGEST_NAME = 20
-"""Characters of a name at the left of a chart: a phone has no room for more."""
+LONGEST = 20
+"""Characters of a name in a chart: a phone has no room for more, and the tables have it whole."""
 
 Json = dict[str, Any]
 """A part of a figure, as plotly.js takes it."""
@@ -66,144 +62,128 @@ PHASE_STYLES = {
     "noise": Style("#CC79A7", "triangle-up", "△"),
     "optimizer": Style("#009E73", "triangle-down", "▽"),
     OUTSIDE: Style(NEUTRAL, "star", "☆"),
+    STEP: Style("#7F8790", "hexagon", "⬡"),
 }
 
-OWN_COLOURS = {
-    "standard": "#7F8790",
-    "dpsgd": "#EE6677",
-    "dpsgd_ghost": "#4F86BB",
-    "dpsgd_fgc": "#BB4A93",
-}
-OTHER_COLOURS = ("#228833", "#B8A522", "#3AA9C9", "#A0653B")
+TRAINER_COLOURS = (
+    *("#7F8790", "#EE6677", "#4F86BB", "#BB4A93"),
+    *("#228833", "#B8A522", "#3AA9C9", "#A0653B"),
+)
 
 
 def trainer_colours(trainers: Iterable[str]) -> dict[str, str]:
-    """A colour for each trainer: dpbench's own have always the same, others those left over."""
+    """A colour for each trainer: those that are registered have always the same."""
     present = set(trainers)
-    others = zip(sorted(present - OWN_COLOURS.keys()), cycle(OTHER_COLOURS), strict=False)
-    own = {name: colour for name, colour in OWN_COLOURS.items() if name in present}
-    return own | dict(others)
+    known = dict.fromkeys([*TRAINERS, *sorted(present)])
+    return {name: c for name, c in zip(known, cycle(TRAINER_COLOURS)) if name in present}
 
 
-class Panel(NamedTuple):
-    """One drawing of a chart, as plotly's JSON; what all have in common the page adds."""
-
-    title: str
-    figure: Json
-
-
-class Key(NamedTuple):
-    """An entry of a legend; without a colour it has that of the text."""
-
-    glyph: str
-    text: str
-    colour: str | None = None
+Key = tuple[str, str, str]
+"""An entry of a legend: a glyph, what it stands for, and the glyph's colour in CSS."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A section of the page.
+    """A section of the page: a table that is drawn as well.
 
-    ``premise`` is where its numbers come from, ``keys`` its legend, ``table`` the same numbers
-    as text; ``notes`` alone say why there is nothing to draw.
+    ``premise`` is where its numbers come from, ``panels`` are plotly's figures by title (what all
+    have in common the page adds), ``keys`` is their legend. If there is nothing to draw, the
+    table has no lines, and its notes say why.
     """
 
     id: str
-    title: str
     premise: str
-    panels: Sequence[Panel] = ()
+    table: Table
+    panels: Mapping[str, Json] = field(default_factory=dict)
     keys: Sequence[Key] = ()
-    table: Table | None = None
-    notes: Sequence[str] = ()
+
+
+def squares(colours: Mapping[str, str]) -> list[Key]:
+    """A legend of colours by name."""
+    return [("■", name, colour) for name, colour in colours.items()]
 
 
 def bar_chart(
-    chart: Chart,
+    id: str,
+    title: str,
+    premise: str,
     rows: pd.DataFrame,
     colours: Mapping[str, str],
     scale: str,
-    caption: str,
     *,
     unit: str = "GB",
     columns: Mapping[str, Shown] | None = None,
+    notes: Sequence[str] = (),
     stacked: bool = False,
     line: float | None = None,
 ) -> Chart:
-    """A chart with a panel for each cell of the grid, in it bars for each trainer, and its table.
+    """A chart with a panel for each cell of the grid, in it bars for each trainer.
 
-    Args:
-        chart: without panels, legend and table.
-        rows: one for each case, with the columns that become bars, and ``label``, which stands
-            at ``end``.
-        colours: of the bars, by column.
-        scale: what the axis says; all panels have the same one.
-        caption: of the table.
-        unit: of the bars; one of `UNITS`.
-        columns: what the table has beside the bars.
-        stacked: whether a trainer's bars stand in one row.
-        line: where a dashed line stands.
+    ``rows`` are cases. The columns that ``colours`` names become bars, in one row if ``stacked``,
+    of a ``unit`` that `UNITS` has; ``label`` stands at ``end``, and a dashed line at ``line``. All
+    panels have one axis, which says ``scale``. The table has ``columns`` beside the bars.
     """
     size, write = UNITS[unit]
-    longest = rows.end.max() / size or 1
     # A label that begins at 0, where nothing was measured, needs no room beside the bars.
     room = 12 + CHARACTER * max(map(len, rows.label[rows.end.notna()]), default=0)
-    height = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
     layout: Json = {
-        "margin": {"l": 10, "r": room, "t": 6, "b": 46},
+        "margin": {"r": room},
         "barmode": "stack" if stacked else "group",
         "bargap": 0.25,
-        "xaxis": {"title": {"text": scale}, "range": [0, longest]},
+        "xaxis": {"title": {"text": scale}, "range": [0, rows.end.max() / size or 1]},
     }
     if line is not None:
         place = {"x0": line / size, "x1": line / size, "y0": 0, "y1": 1, "yref": "paper"}
         dashed = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
         layout["shapes"] = [{"type": "line", "line": dashed, **place}]
-    panels = []
-    for title, of_cell in cells(rows):
-        names = of_cell.trainer.tolist()
-        layout["yaxis"] = {
-            "type": "category",
-            "autorange": "reversed",
-            "ticks": "",
-            "tickmode": "array",
-            "tickvals": names,
-            "ticktext": [plain(name, LONGEST_NAME) for name in names],
+    height = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
+    panels: dict[str, Json] = {
+        cell: {
+            "data": [*_bars(of_cell, colours, unit)],
+            "layout": {**layout, **_names(of_cell.trainer.tolist(), height)},
         }
-        labels = {
-            "type": "scatter",
-            "mode": "text",
-            "y": names,
-            "x": (of_cell.end.fillna(0) / size).tolist(),
-            "text": of_cell.label.tolist(),
-            "textposition": "middle right",
-            "cliponaxis": False,
-            "hoverinfo": "skip",
-        }
-        traces = [_bars(of_cell, name, colour, unit) for name, colour in colours.items()]
-        drawing = {"height": 58 + height * len(names), **layout}
-        panels.append(Panel(title, {"data": [*traces, labels], "layout": drawing}))
-    keys = [Key("■", name, colour) for name, colour in colours.items()] if len(colours) > 1 else []
-    shown: dict[str, Shown] = {f"{name}, {unit}": (name, write) for name in colours}
-    measured = rows.dropna(subset=[*colours, "end"], how="all")
-    table = Table.of(caption, measured, {**CASE, **shown, **(columns or {})})
-    return replace(chart, panels=panels, keys=keys, table=table)
+        for cell, of_cell in cells(rows)
+    }
+    numbers = {f"{name}, {unit}": (name, write) for name in colours} | dict(columns or {})
+    known = rows.dropna(subset=[name for name, _ in numbers.values()], how="all")
+    table = Table.of(title, known, {**NAMES, **numbers}, notes)
+    return Chart(id, premise, table, panels, squares(colours) if len(colours) > 1 else [])
 
 
-def _bars(rows: pd.DataFrame, name: str, colour: str, unit: str) -> Json:
+def _names(names: list[str], height: int) -> Json:
+    """The trainers at the left, from above, each of some height."""
+    shown = [plain(name) for name in names]
+    axis: Json = {"type": "category", "categoryarray": names, "tickvals": names, "ticktext": shown}
+    return {"height": 58 + height * len(names), "yaxis": {**axis, "autorange": "reversed"}}
+
+
+def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator[Json]:
+    """The bars of each colour, for the trainers that have one, then the labels at their ends."""
     size, write = UNITS[unit]
-    values = rows[name].astype(object).where(rows[name].notna(), None).tolist()
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
+    for name, colour in colours.items():
+        known = rows.dropna(subset=name)
+        if known.empty:  # for a trace without bars plotly.js leaves out the grid
+            continue
+        texts = [f"{name}: {write(value)} {unit}" for value in known[name]]
+        yield {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "x": (known[name] / size).tolist(),
+            "y": known.trainer.tolist(),
+            "marker": {"color": colour},
+            "hoverinfo": "text",
+            "hovertext": list(map(lines, known.trainer, texts)),
+        }
+    yield {
+        "type": "scatter",
+        "mode": "text",
+        "x": (rows.end.fillna(0) / size).tolist(),
         "y": rows.trainer.tolist(),
-        "x": [None if value is None else value / size for value in values],
-        "marker": {"color": colour},
-        "hoverinfo": "text",
-        "hovertext": [
-            "" if value is None else lines(trainer, f"{name}: {write(value)} {unit}")
-            for trainer, value in zip(rows.trainer, values, strict=True)
-        ],
+        "text": rows.label.tolist(),
+        "textposition": "middle right",
+        "cliponaxis": False,
+        "hoverinfo": "skip",
     }
 
 
@@ -219,9 +199,9 @@ def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         yield f"{title}, batch {batch}{f' × sequence {seq}' if seq else ''}", group
 
 
-def plain(text: str, longest: int = LONGEST) -> str:
+def plain(text: str) -> str:
     """Text for plotly, which would otherwise read tags and entities in it; long ones are cut."""
-    shown = text if len(text) <= longest else f"{text[: longest - 1]}…"
+    shown = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return html.escape(shown, quote=False)
 
 

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from hashlib import sha256
 from importlib import resources
-from pathlib import Path
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from dpbench.case import AXES
-from dpbench.files import write_text
-from dpbench.metrics import RATIO, unit
-from dpbench.registry import TRAINERS
+from dpbench.results.frame import derived
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.html.charts import against_logical, busy, memory, phases, roofline
-from dpbench.show.html.data import DRAM, KEYS, UNMEASURED, Material, pivot
-from dpbench.show.html.figures import CASE, Chart, times
+from dpbench.show.html.data import MEASURED, Material, pivot
+from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.kernels import step_milliseconds
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
 from dpbench.show.profile import recorded_tables
-from dpbench.show.tables import in_order
+from dpbench.show.tables import in_order, ordered
 from dpbench.show.view import column, usual_columns
 
 NEEDS_LOGICAL = (
@@ -36,22 +34,30 @@ NEEDS_LOGICAL = (
     "case and without a GPU; draw its run beside these."
 )
 
-Limits = Mapping[str, tuple[float, float]]
-"""By metric, between which ratios to standard it is expected."""
 
-
-def write_html(path: Path, runs: Sequence[Run], expected: Limits | None = None) -> None:
-    """Write the page of some runs."""
-    write_text(path, render(runs, expected))
-
-
-def render(runs: Sequence[Run], expected: Limits | None = None) -> str:
+def render(material: Material) -> str:
     """The page of some runs.
 
     Everything from outside is escaped, and the page's own policy lets a browser run no script
     but the two that dpbench puts there, and fetch nothing.
     """
-    material = Material(runs) if expected is None else Material(runs, expected)
+    runs = material.runs
+    return _template().render(
+        title=", ".join(run.name for run in runs),
+        headline=headline(material),
+        trainers=trainers(material),
+        failures=failures(material),
+        charts=draw(material),
+        cases=cases(material),
+        recorded=recorded(runs),
+        rows=every_row(runs),
+        environments=environments(runs),
+    )
+
+
+@cache
+def _template() -> Template:
+    """The page without what it is about: markup, style and scripts."""
     environment = Environment(
         loader=PackageLoader("dpbench.show.html"),
         autoescape=True,
@@ -64,20 +70,12 @@ def render(runs: Sequence[Run], expected: Limits | None = None) -> str:
     script = (templates / "report.js").read_text(encoding="utf-8")
     # As a browser reads a script, and its hash: with plain line ends.
     scripts = [s.replace("\r\n", "\n").replace("\r", "\n") for s in (get_plotlyjs(), script)]
-    return environment.get_template("report.html.j2").render(
-        title=", ".join(run.name for run in runs),
-        headline=headline(material),
-        trainers=trainers(material),
-        failures=failures(material),
-        charts=draw(material),
-        cases=cases(material),
-        recorded=recorded(runs),
-        rows=every_row(runs),
-        environments=environments(runs),
-        style=Markup((templates / "report.css").read_text(encoding="utf-8")),
-        scripts=[*map(Markup, scripts)],
-        hashes=[base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts],
-    )
+    environment.globals |= {
+        "style": Markup((templates / "report.css").read_text(encoding="utf-8")),
+        "scripts": [*map(Markup, scripts)],
+        "hashes": [base64.b64encode(sha256(s.encode()).digest()).decode() for s in scripts],
+    }
+    return environment.get_template("report.html.j2")
 
 
 def draw(material: Material) -> list[Chart]:
@@ -88,36 +86,34 @@ def draw(material: Material) -> list[Chart]:
 
 def headline(material: Material) -> list[str]:
     """What the page is about, in sentences: cases, devices, premises, failures."""
-    summary = material.summary.drop_duplicates(["run", *AXES, "measured"])
-    devices = sorted(set(material.summary.device[material.summary.measured]))
+    cases = material.summary.drop_duplicates(["run", *AXES, "premise"])
+    measured = cases[cases.premise == MEASURED]
     counts = {
-        f"measured on {', '.join(devices)}": int(summary.measured.sum()),
-        "counted without hardware": int((~summary.measured).sum()),
+        f"measured on {', '.join(sorted(set(measured.device)))}": len(measured),
+        "counted without hardware": len(cases) - len(measured),
         **dict(sorted(Counter(material.failed.fate).items())),
     }
     sentences = [f"{n} {'case' if n == 1 else 'cases'} {what}." for what, n in counts.items() if n]
-    if len(material.step_bytes(DRAM)) and material.beside_logical.empty:
+    if len(material.step_bytes(MEASURED)) and material.beside_logical.empty:
         sentences.append(NEEDS_LOGICAL)
-    return sentences if len(summary) else ["No number was measured or counted.", *sentences]
+    return sentences if len(cases) else ["No number was measured or counted.", *sentences]
 
 
 def trainers(material: Material) -> Table:
     """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
-    each = material.outcomes.groupby(list(AXES), sort=False).error.count().reset_index()
-    failed = (each.error > 0).groupby(each.trainer, sort=False)
-    counts = failed.agg(cases="size", failed="sum")
+    failed = material.outcomes.groupby(list(AXES), sort=False).error.any()
+    counts = failed.groupby("trainer").agg(cases="size", failed="sum")
     extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
     peaks = material.peaks.groupby("trainer").value.max().rename("peak")
-    table = counts.join(extremes).join(peaks).reset_index()
-    table = table.iloc[table.trainer.map(TRAINERS.rank).argsort(kind="stable")]
-    name, verb = material.basis.name, material.basis.verb
+    table = ordered(counts.join(extremes).join(peaks).reset_index(), ["trainer"])
+    ratio = f"{material.bytes_name} bytes ÷ {material.baseline}"
     columns: dict[str, Shown] = {
         "trainer": ("trainer", str),
         "cases": ("cases", str),
         "without a result": ("failed", str),
-        f"smallest {name} ÷ {material.baseline}": ("min", times),
-        f"largest {name} ÷ {material.baseline}": ("max", times),
-        f"largest peak memory, GB ({verb})": ("peak", gigabytes),
+        f"smallest {ratio}": ("min", times),
+        f"largest {ratio}": ("max", times),
+        f"largest peak memory, GB ({material.premise})": ("peak", gigabytes),
     }
     return Table.of("Trainers", table, columns)
 
@@ -125,7 +121,7 @@ def trainers(material: Material) -> Table:
 def failures(material: Material) -> Table | None:
     """The cases without a result and why, or None."""
     failed = in_order(material.failed)
-    columns: dict[str, Shown] = {"run": ("run", str), **CASE}
+    columns: dict[str, Shown] = {"run": ("run", str), **NAMES}
     columns |= {"error": ("error", str), "message": ("message", str)}
     title = "Cases that failed or were skipped"
     return None if failed.empty else Table.of(title, failed, columns)
@@ -134,27 +130,20 @@ def failures(material: Material) -> Table | None:
 def cases(material: Material) -> Table:
     """Whole steps, one line per case and premise."""
     step = material.summary[material.summary.phase == STEP]
-    wide = pivot(step, "metric").merge(
-        pivot(step, "metric", "ratio"), on=KEYS, suffixes=("", RATIO)
-    )
-    wide["premise"] = wide.device.map({NO_HARDWARE: "counted"}).fillna("measured")
-    columns: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
-    columns |= {**CASE, "premise": ("premise", str)}
-    numbers = []
-    for shown in dict.fromkeys([*usual_columns(), column("samples_per_second")]):
-        name, header = (
-            shown.of or shown.name,
-            shown.header.replace("\n", " ").replace("mem.", "memory"),
-        )
-        write = {"B": gigabytes, "s": step_milliseconds}.get(unit(name), "{:.2f}".format)
-        if shown.kind == "ratio":
-            name, write = name + RATIO, times
+    wide = pivot(pd.concat([step, derived(step, "ratio")]), "metric")
+    numbers: dict[str, Shown] = {}
+    for shown in (*usual_columns(), column("samples_per_second")):
+        if shown.name in wide:
+            header = shown.header.replace("\n", " ").replace("mem.", "memory")
             header = header.replace("÷ std", f"÷ {material.baseline}")
-        if name in wide:
-            numbers.append(name)
-            columns[f"{header}, GB" if write is gigabytes else header] = (name, write)
+            usual = times if shown.kind == "ratio" else "{:.2f}".format
+            write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)
+            numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
+    run: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
+    columns: dict[str, Shown] = {**run, **NAMES, "premise": ("premise", str), **numbers}
+    known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
     title = "One step of each case: means over the steps, medians of times; exact when pointed at"
-    return Table.of(title, wide.dropna(subset=numbers, how="all"), columns)
+    return Table.of(title, known, columns)
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:
@@ -181,26 +170,25 @@ def every_row(runs: Sequence[Run]) -> Table:
 
 def exact(value: float) -> str:
     """A number as it is, whole ones with their thousands apart."""
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 2**53 else repr(value)
+    return f"{value:,}".removesuffix(".0")
 
 
 def environments(runs: Sequence[Run]) -> Table:
     """What each run was measured on and with, one column per run."""
-    about = {str(place): dict(_about(run)) for place, run in enumerate(runs)}
-    columns: dict[str, Shown] = {"": ("name", str)}
-    columns |= {run.name: (place, str) for place, run in zip(about, runs, strict=True)}
-    table = pd.DataFrame(about, dtype=object).rename_axis("name").reset_index()
+    about = {run.name: dict(_about(run)) for run in runs}
+    columns: dict[str, Shown] = {name: (name, str) for name in ("", *about)}
+    table = pd.DataFrame(about, dtype=object).rename_axis("").reset_index()
     return Table.of("What it was measured on", table, columns)
 
 
 def _about(run: Run) -> Iterator[tuple[str, str]]:
     for (instrument, device), rows in run.frame.groupby(["instrument", "device"], sort=True):
-        how = "counted without hardware" if instrument == UNMEASURED else f"measured on {device}"
+        how = "counted without hardware" if device == NO_HARDWARE else f"measured on {device}"
         yield f"rows of {instrument}", f"{len(rows)}, {how}: {'; '.join(sorted(set(rows.tool)))}"
-    failures = [outcome for outcome in run.outcomes if outcome.error]
-    yield "cases", f"{len(run.outcomes)}, {len(failures)} without a result"
-    flat = pd.json_normalize({**run.environment, **run.session}, sep=" ")
-    for name, value in flat.to_dict("records")[0].items() if len(flat.columns) else ():
+    failures = sum(bool(outcome.error) for outcome in run.outcomes)
+    cases = f"{len(run.outcomes)}, {failures} without a result"
+    flat = pd.json_normalize({"cases": cases, **run.environment, **run.session}, sep=" ")
+    for name, value in flat.to_dict("records")[0].items():
         said = str(name).replace("_", " ")
         if isinstance(value, list):
             yield said, ", ".join(map(str, value)) or ABSENT

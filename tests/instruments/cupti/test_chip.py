@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import CountersDoNotCombine, CounterUnknown
+from dpbench.instruments.base import CounterUnknown
 from dpbench.instruments.cupti.chip import Chip, Configuration, known_chips
+from dpbench.instruments.cupti.errors import CountersDoNotCombine
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.metrics import BASIC, chosen
 from dpbench.instruments.ncu.metrics import counters, having

@@ -13,14 +13,9 @@ import pytest
 from dpbench import Case, CaseReport, ConfigurationError, gpu
 from dpbench.cli import main
 from dpbench.instruments import choose
-from dpbench.instruments.base import (
-    CaseFailed,
-    CaseOutOfMemory,
-    CountersForbidden,
-    CuptiUnusable,
-    InstrumentError,
-)
+from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, CountersForbidden, InstrumentError
 from dpbench.instruments.cupti import child
+from dpbench.instruments.cupti.errors import CuptiUnusable
 from dpbench.instruments.cupti.instrument import Cupti, cupti_rows
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP

@@ -11,13 +11,11 @@ import pytest
 from dpbench.instruments.base import (
     CountersBusy,
     CountersForbidden,
-    CountersUnsupported,
     CounterUnknown,
-    CuptiError,
-    CuptiUnusable,
     InstrumentError,
     ProfilerNotLoaded,
 )
+from dpbench.instruments.cupti.errors import CountersUnsupported, CuptiError, CuptiUnusable
 from dpbench.instruments.cupti.library import (
     Driver,
     Library,

@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.base import (
-    CountersBusy,
-    CountersDoNotCombine,
-    CounterUnknown,
-    ProfilerNotLoaded,
-    RangesLost,
-    StepsDiffer,
-)
+from dpbench.instruments.base import CountersBusy, CounterUnknown, ProfilerNotLoaded
+from dpbench.instruments.cupti.errors import CountersDoNotCombine, RangesLost, StepsDiffer
 from dpbench.instruments.cupti.metrics import LINKS
 from dpbench.instruments.cupti.steps import StepCounter, count_ranges
 from dpbench.metrics import METRICS

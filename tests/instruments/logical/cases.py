@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from dpbench.case import Case
-from dpbench.instruments.logical.instrument import Logical, LogicalResult
+from dpbench.instruments.logical.instrument import Logical
 from dpbench.registry import MODELS, TRAINERS
+from dpbench.results.outcome import Outcome
 
 DP_TRAINERS = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 ALL_TRAINERS = ("standard", *DP_TRAINERS)
@@ -32,7 +33,7 @@ def tiny(
 
 
 @cache
-def count(case: Case) -> LogicalResult:
+def count(case: Case) -> Outcome:
     """Counts do not change (a test says so), so tests may share them."""
     return Logical().count(case)
 
@@ -44,15 +45,15 @@ def parameters(case: Case) -> list[int]:
     return [parameter.numel() for parameter in model.parameters()]
 
 
-def values(result: LogicalResult) -> dict[tuple[str, str], float]:
+def values(result: Outcome) -> dict[tuple[str, str], float]:
     return {(row.phase, row.metric): row.value for row in result.rows}
 
 
-def moved(result: LogicalResult, where: str) -> tuple[float, float]:
+def moved(result: Outcome, where: str) -> tuple[float, float]:
     found = values(result)
     return found[where, "logical_read_bytes"], found[where, "logical_write_bytes"]
 
 
-def guessed(result: LogicalResult) -> set[str]:
+def guessed(result: Outcome) -> set[str]:
     """Operators counted by the general rule because nobody has reviewed one for them."""
     return {count.operator for count in result.operators if count.general_rule}

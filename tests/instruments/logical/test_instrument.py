@@ -16,11 +16,11 @@ from dpbench.case import PHASES
 from dpbench.instruments.logical.counter import ALLOCATION_BYTES, without_data
 from dpbench.instruments.logical.instrument import (
     Logical,
-    LogicalResult,
     alive,
     new_objects_collected,
 )
 from dpbench.process.build import build
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.dpsgd import DPSGDTrainer
@@ -139,7 +139,7 @@ class TestPhases:
         assert tf32.operators == fp32.operators
 
 
-def growth(before: LogicalResult, after: LogicalResult, operator: str) -> dict[str, int]:
+def growth(before: Outcome, after: Outcome, operator: str) -> dict[str, int]:
     """What an operator does more."""
     return {
         name: sum(

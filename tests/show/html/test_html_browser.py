@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.case import AXES
 from dpbench.results.run import Run
-from dpbench.show.html.data import labelled
-from dpbench.show.html.page import write_html
+from dpbench.show.html.data import Material, labelled
+from dpbench.show.html.page import render
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -86,7 +85,7 @@ def show(browser: Chrome, path: Path, *documents: tuple[str, Any]) -> None:
     """Write a page of some documents, load it, and wait until it is drawn."""
     from selenium.webdriver.support.wait import WebDriverWait
 
-    write_html(path, labelled(documents))
+    path.write_text(render(Material(labelled(documents))), encoding="utf-8")
     for log in ("browser", "performance"):  # of the page before
         browser.get_log(log)
     browser.get(path.as_uri())
@@ -114,6 +113,7 @@ def test_page_is_drawn_and_right_in_a_browser(browser: Chrome, tmp_path: Path) -
     nothing_was_said_or_fetched(browser, page)
     hostile = tmp_path / "hostile.html"
     hostile_text_stays_text(browser, hostile, grid1)
+    fits_a_phone(browser)
     nothing_was_said_or_fetched(browser, hostile)
 
 
@@ -278,34 +278,24 @@ def nothing_was_said_or_fetched(browser: Chrome, page: Path) -> None:
     assert {url for url in fetched if not url.startswith("data:")} == {page.as_uri()}
 
 
-@needs_browser
-def test_long_labels_stay_on_a_phone(browser: Chrome, tmp_path: Path) -> None:
-    """A bar of five digits, with a ratio of five, and a case that failed."""
-    grid1: Any = Run.load(GRID1).document
-    rows = [
-        {**row, "value": row["value"] * (30 if row["trainer"] == "dpsgd_fgc" else 1)}
-        for row in grid1["rows"]
-        if row["trainer"] != "dpsgd"
-    ]
-    failed = [
-        {**case, "error": "CaseOutOfMemory"} if case["trainer"] == "dpsgd" else case
-        for case in grid1["cases"]
-    ]
-    show(browser, tmp_path / "long.html", ("grid1", {**grid1, "rows": rows, "cases": failed}))
-    fits_a_phone(browser)
-
-
 def hostile_text_stays_text(browser: Chrome, path: Path, document: dict[str, Any]) -> None:
-    cell = {"batch_size": 8, "seq_len": 256}
-    changed = {
-        name: [
-            {**row, "trainer": HOSTILE} if row["trainer"] == "dpsgd" else row
-            for row in document[name]
-            if {axis: row[axis] for axis in AXES if axis in cell} == cell
-        ]
-        for name in ("rows", "cases")
-    }
-    show(browser, path, (HOSTILE, {**document, **changed}))  # an alert would raise here
+    """A trainer and a run of a hostile name, a bar of five digits, and a case that failed."""
+    cell = {"batch_size": 8, "seq_len": 256}.items()
+    rows, cases = ([r for r in document[part] if cell <= r.items()] for part in ("rows", "cases"))
+    names, failed = {"dpsgd": HOSTILE}, {"dpsgd_ghost": {"error": "CaseOutOfMemory"}}
+    rows = [
+        {**row, "trainer": names.get(row["trainer"], row["trainer"])}
+        | {"value": row["value"] * (30 if row["trainer"] == "dpsgd_fgc" else 1)}
+        for row in rows
+        if row["trainer"] not in failed
+    ]
+    cases = [
+        {**case, "trainer": names.get(case["trainer"], case["trainer"])}
+        | failed.get(case["trainer"], {})
+        for case in cases
+    ]
+    show(browser, path, (HOSTILE, {**document, "rows": rows, "cases": cases}))
+    # An alert would have raised.
     assert browser.execute_script("return document.scripts.length") == 3
     shown = [cells[0] for cells in table(browser, "table-trainers")["texts"]]
     assert HOSTILE in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def material(**runs: list[dict[str, Any]]) -> Material:
     return Material(labelled((label, {"schema": 1, "rows": rows}) for label, rows in runs.items()))
 
 
+@cache
 def grid1() -> Material:
     return Material(labelled([("grid1", GRID1), ("counted", COUNTED)]))
 
@@ -63,9 +65,8 @@ def drawn(chart: Chart | None) -> Chart:
     return chart
 
 
-def exact(table: Table | None) -> list[dict[str, Any]]:
+def exact(table: Table) -> list[dict[str, Any]]:
     """The values of a table, line by line, by header."""
-    assert table is not None
     return [dict(zip(table.headers, line, strict=True)) for line in table.exact]
 
 
@@ -83,23 +84,35 @@ def test_phases_come_in_order_and_with_their_step() -> None:
 
 def test_baseline_comes_first_in_each_cell() -> None:
     panels = drawn(charts.phases(grid1())).panels
-    assert {panel.figure["data"][0]["y"][0] for panel in panels} == {"standard"}
+    assert {figure["data"][0]["y"][0] for figure in panels.values()} == {"standard"}
 
 
 def test_step_without_phases_has_no_bars() -> None:
     assert charts.phases(material(a=dram("standard", 4e9))) is None
 
 
+def test_a_phase_that_no_case_of_a_cell_has_is_not_drawn_there() -> None:
+    rows = [
+        *dram("standard", 4e9),
+        *dram("standard", 3e9, phase="forward"),
+        *dram("standard", 8e9, batch_size=16),
+        *dram("standard", 7e9, batch_size=16, phase="backward"),
+    ]
+    small, large = drawn(charts.phases(material(a=rows))).panels.values()
+    assert [trace.get("name") for trace in small["data"]] == ["forward", None]
+    assert [trace.get("name") for trace in large["data"]] == ["backward", None]
+
+
 def test_measured_and_counted_bytes_never_mix() -> None:
     both = material(a=dram("standard", 4e9) + logical("standard", 3e9))
-    assert both.basis is data.DRAM
-    assert both.step_bytes(data.DRAM).value.tolist() == [4e9]
-    assert both.step_bytes(data.LOGICAL).value.tolist() == [3e9]
+    assert both.premise == data.MEASURED
+    assert both.step_bytes(data.MEASURED).value.tolist() == [4e9]
+    assert both.step_bytes(data.COUNTED).value.tolist() == [3e9]
 
 
 def test_counted_bytes_are_shown_where_nothing_was_measured() -> None:
-    assert material(a=logical("standard", 3e9)).basis is data.LOGICAL
-    assert material(a=[]).basis is data.DRAM
+    assert material(a=logical("standard", 3e9)).premise == data.COUNTED
+    assert material(a=[]).premise == data.MEASURED
 
 
 def test_ratio_needs_a_baseline_in_the_same_run() -> None:
@@ -143,16 +156,15 @@ def test_logical_counts_of_another_run_stand_beside_measured_bytes() -> None:
 def test_nothing_counted_has_no_ratio() -> None:
     counted = dram("standard", 1e9) + logical("standard", 0)
     table = drawn(charts.against_logical(material(a=counted))).table
-    assert table is not None
     assert [line[-1] for line in table.cells] == ["-"]
 
 
 def test_case_in_two_runs_is_told_apart_by_the_run() -> None:
     before, after = dram("standard", 2e9), dram("standard", 3e9)
-    twice = material(before=before, after=after).step_bytes(data.DRAM)
+    twice = material(before=before, after=after).step_bytes(data.MEASURED)
     assert twice.title.tolist() == ["1b fp32, before", "1b fp32, after"]
     apart = material(before=before, after=dram("standard", 3e9, precision="bf16"))
-    assert apart.step_bytes(data.DRAM).title.tolist() == ["1b fp32", "1b bf16"]
+    assert apart.step_bytes(data.MEASURED).title.tolist() == ["1b fp32", "1b bf16"]
 
 
 def test_same_label_twice_is_numbered() -> None:

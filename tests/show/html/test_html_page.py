@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,16 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.results.run import Run
-from dpbench.show.html import check_libraries
-from dpbench.show.html.data import IN_CACHE, Material, labelled
-from dpbench.show.html.figures import (
-    OWN_COLOURS,
-    PHASE_STYLES,
-    Chart,
-    plain,
-    trainer_colours,
-)
-from dpbench.show.html.page import draw, exact, render
+from dpbench.show.html import charts, check_libraries
+from dpbench.show.html.data import Material, labelled
+from dpbench.show.html.figures import PHASE_STYLES, Chart, plain, trainer_colours
+from dpbench.show.html.page import draw, exact, headline, render
 
 ROOT = Path(__file__).parents[3]
 GRID1: Any = Run.load(ROOT / "docs/results/h200-grid1.json").document
 COUNTED: Any = Run.load(ROOT / "tests/data/logical-1b-bs8-seq256.json").document
 
+TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 HOSTILE = "</script><script>alert(1)</script><!--"
 
 
@@ -53,36 +49,53 @@ class Elements(HTMLParser):
         self.text.append(data)
 
 
-def cell(**parts: Any) -> dict[str, Any]:
-    """The document of Grid 1 with one cell of it."""
-    keep = {"batch_size": 8, "seq_len": 256}
-    document = {**copy.deepcopy(GRID1), **parts}
-    for name in ("rows", "cases"):
-        document[name] = [r for r in document[name] if all(r[k] == v for k, v in keep.items())]
-    return document
+def one_cell(document: dict[str, Any]) -> dict[str, Any]:
+    keep = {"batch_size": 8, "seq_len": 256}.items()
+    parts = {part: [r for r in document[part] if keep <= r.items()] for part in ("rows", "cases")}
+    return {**document, **parts}
 
 
-def named(*documents: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(f"run{place}", document) for place, document in enumerate(documents)]
+CELL = one_cell(GRID1)
 
 
-def charts_of(*documents: dict[str, Any], **expected: tuple[float, float]) -> dict[str, Chart]:
-    found = labelled(named(*documents))
-    return {
-        chart.id: chart
-        for chart in draw(Material(found, expected) if expected else Material(found))
-    }
+def cell() -> dict[str, Any]:
+    """The document of Grid 1 with one cell of it, to be changed."""
+    return copy.deepcopy(CELL)
+
+
+def material(*documents: dict[str, Any], **expected: tuple[float, float]) -> Material:
+    runs = labelled((f"run{place}", document) for place, document in enumerate(documents))
+    return Material(runs, expected) if expected else Material(runs)
+
+
+ALONE, COUNTED_TOO = material(CELL), material(CELL, COUNTED)
+
+
+def drawn(chart: Callable[[Material], Chart | None], of: Material) -> Chart:
+    found = chart(of)
+    assert found is not None
+    return found
+
+
+def figures_of(chart: Chart) -> list[Any]:
+    return [*chart.panels.values()]
+
+
+def page_of(of: Material) -> Elements:
+    return Elements(render(of))
 
 
 def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
-    charts = charts_of(GRID1, COUNTED)
-    assert {name: len(chart.panels) for name, chart in charts.items()} == {
+    charts = draw(material(GRID1, COUNTED))
+    assert {chart.id: len(chart.panels) for chart in charts} == {
         "phases": 4,
         "memory": 4,
         "roofline": 1,
         "logical": 1,
     }
-    assert all(chart.table and chart.table.exact for chart in charts.values())
+    assert all(chart.table.exact for chart in charts)
+    for figure in (figure for chart in charts for figure in figures_of(chart)):
+        go.Figure(figure)  # refuses what plotly does not know
 
 
 def with_busy_shares() -> dict[str, Any]:
@@ -105,27 +118,25 @@ def with_busy_shares() -> dict[str, Any]:
 
 
 def test_how_busy_the_gpu_was_is_drawn_where_it_is_known() -> None:
-    [panel] = charts_of(with_busy_shares())["busy"].panels
-    bars = {trace["name"]: trace for trace in panel.figure["data"] if trace["type"] == "bar"}
+    [figure] = figures_of(drawn(charts.busy, material(with_busy_shares())))
+    bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
     assert list(bars) == ["forward", "clip", "noise", "step"]
     assert [trace["x"][1] for trace in bars.values()] == pytest.approx([100, 10, 0, 7200 / 91])
     assert bars["clip"]["hovertext"][1] == "dpsgd<br>clip: 10 %"
-    assert panel.figure["layout"]["shapes"][0]["x0"] == pytest.approx(70)
-    assert "busy" not in charts_of(cell())
-
-
-def test_figures_are_plotlys() -> None:
-    charts = charts_of(GRID1, COUNTED, with_busy_shares()).values()
-    for panel in (panel for chart in charts for panel in chart.panels):
-        go.Figure(panel.figure)  # refuses what plotly does not know
+    assert figure["layout"]["shapes"][0]["x0"] == pytest.approx(70)
+    go.Figure(figure)
+    assert charts.busy(ALONE) is None
 
 
 def test_ratios_that_the_reader_expects_are_said_below_the_bars() -> None:
-    usual, own = charts_of(GRID1), charts_of(GRID1, dram_bytes=(1.0, 1.5))
-    other = charts_of(GRID1, l2_total_bytes=(1.0, 1.5))
-    assert "user of this suite: 2 to 5 times standard's bytes." in usual["phases"].notes[1]
-    assert "user of this suite: 1 to 1.5 times" in own["phases"].notes[1]
-    assert len(other["phases"].notes) == 1
+    usual, own = (
+        drawn(charts.phases, ALONE),
+        drawn(charts.phases, material(CELL, dram_bytes=(1.0, 1.5))),
+    )
+    other = drawn(charts.phases, material(CELL, l2_total_bytes=(1.0, 1.5)))
+    assert "user of this suite: 2 to 5 times standard's bytes." in usual.table.notes[1]
+    assert "user of this suite: 1 to 1.5 times" in own.table.notes[1]
+    assert len(other.table.notes) == 1
 
 
 def test_panels_of_a_chart_have_one_scale() -> None:
@@ -134,55 +145,53 @@ def test_panels_of_a_chart_have_one_scale() -> None:
         row["value"] /= 10
     for row in small["rows"] + small["cases"]:
         row["precision"] = "bf16"
-    charts = charts_of(GRID1, small, COUNTED)
-    for name in ("phases", "memory", "roofline", "logical"):
+    of_both = draw(material(CELL, small, COUNTED))
+    assert [chart.id for chart in of_both] == ["phases", "memory", "roofline", "logical"]
+    for chart in of_both:
         ranges: dict[str, set[tuple[float, float]]] = {}
-        for panel in charts[name].panels:
+        for figure in figures_of(chart):
             for axis in ("xaxis", "yaxis"):
-                drawn = panel.figure["layout"][axis]
-                if "range" in drawn:
-                    ranges.setdefault(drawn["title"]["text"], set()).add(tuple(drawn["range"]))
-        assert ranges, name
-        assert all(len(found) == 1 for found in ranges.values()), (name, ranges)
+                of_axis = figure["layout"][axis]
+                if "range" in of_axis:
+                    ranges.setdefault(of_axis["title"]["text"], set()).add(tuple(of_axis["range"]))
+        assert ranges, chart.id
+        assert all(len(found) == 1 for found in ranges.values()), (chart.id, ranges)
 
 
 def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers() -> None:
-    [roof] = charts_of(cell(), COUNTED)["roofline"].panels
-    marks = [trace for trace in roof.figure["data"] if trace["mode"] == "markers"]
-    sizes = [trace["marker"]["size"] for trace in marks]
-    assert len(set(sizes)) == 4
+    chart = drawn(charts.roofline, COUNTED_TOO)
+    assert "waits" not in str(chart)
+    [roof] = figures_of(chart)
+    _, rings = roof["data"]
+    sizes = rings["marker"]["size"]
+    assert len(set(sizes)) == len(set(rings["marker"]["color"])) == 4
     assert sizes == sorted(sizes, reverse=True)
-    assert {text.partition("<br>")[0] for trace in marks for text in trace["hovertext"]} == {
-        *("forward", "backward", "clip")
-    }
-    assert all(f"<br>{name}: " in marks[0]["hovertext"][0] for name in OWN_COLOURS)
+    texts = rings["hovertext"]
+    assert {text.partition("<br>")[0] for text in texts} == {"forward", "backward", "clip"}
+    assert all(f"<br>{name}: " in texts[0] for name in TRAINERS)
 
 
 def test_a_phase_that_waits_for_its_launches_is_marked_under_its_roof() -> None:
-    roofline = charts_of(with_busy_shares(), COUNTED)["roofline"]
-    for trace in roofline.panels[0].figure["data"][1:]:
-        said = [text.partition("<br>")[0] for text in trace["hovertext"]]
-        dotted = [symbol.endswith("-open-dot") for symbol in trace["marker"]["symbol"]]
-        assert dotted == [phase == "clip" for phase in said]
-    assert "bound by launches, busy 10%" in str(roofline.panels[0].figure)
-    assert "waits for launches" in roofline.keys[-1].text
-    assert "waits" not in str(charts_of(cell(), COUNTED)["roofline"])
+    roofline = drawn(charts.roofline, material(with_busy_shares(), COUNTED))
+    [figure] = figures_of(roofline)
+    _, rings = figure["data"]
+    said = [text.partition("<br>")[0] for text in rings["hovertext"]]
+    dotted = [symbol.endswith("-open-dot") for symbol in rings["marker"]["symbol"]]
+    assert dotted == [phase == "clip" for phase in said]
+    assert "bound by launches, busy 10%" in str(figure)
+    assert "waits for launches" in roofline.keys[-1][1]
 
 
 def test_two_runs_of_one_cell_are_drawn_apart() -> None:
-    charts = charts_of(cell(), cell(), COUNTED)
-    once = charts_of(cell(), COUNTED)["roofline"]
-    assert len(charts["roofline"].panels) == 2 * len(once.panels)
-    assert len(charts["roofline"].table.cells) == 2 * len(once.table.cells)
+    once, twice = (drawn(charts.roofline, material(*[CELL] * runs, COUNTED)) for runs in (1, 2))
+    assert len(twice.panels) == 2 * len(once.panels)
+    assert len(twice.table.cells) == 2 * len(once.table.cells)
 
 
 def test_a_page_without_counts_says_what_it_lacks() -> None:
-    assert not {"logical", "roofline"} & {*charts_of(GRID1)}
+    assert {chart.id for chart in draw(ALONE)} == {"phases", "memory"}
     needed = "dpbench run --instrument logical"
-    lacking, complete = (
-        Elements(render(labelled(named(*documents)))).text
-        for documents in ([cell()], [cell(), COUNTED])
-    )
+    lacking, complete = headline(ALONE), headline(COUNTED_TOO)
     assert any(needed in text for text in lacking)
     assert not any(needed in text for text in complete)
 
@@ -191,64 +200,64 @@ def test_a_card_without_a_data_sheet_has_no_roofs() -> None:
     document = cell()
     for row in document["rows"]:
         row["device"] = "NVIDIA T1"
-    chart = charts_of(document, COUNTED)["roofline"]
-    assert "NVIDIA T1: unknown card" in chart.notes[0]
-    assert [*chart.panels, chart.table] == [None]
-    render(labelled(named(document, COUNTED)))
+    chart = drawn(charts.roofline, material(document, COUNTED))
+    assert "NVIDIA T1: unknown card" in chart.table.notes[0]
+    assert [*chart.panels, *chart.table.cells] == []
+    assert chart.table.notes[0] in page_of(material(document, COUNTED)).text
 
 
 def test_phases_that_were_not_timed_have_no_place_under_a_roof() -> None:
     document = cell()
     document["rows"] = [r for r in document["rows"] if r["metric"] != "step_time_seconds"]
-    charts = charts_of(document, COUNTED)
-    assert "roofline" not in charts
-    assert "logical" in charts
+    of = material(document, COUNTED)
+    assert charts.roofline(of) is None
+    assert charts.against_logical(of) is not None
 
 
 def test_one_cell_has_no_heat_map() -> None:
-    charts = charts_of(cell())
-    assert {name: len(chart.panels) for name, chart in charts.items()} == {"phases": 1, "memory": 1}
-    drawn = [trace for chart in charts.values() for p in chart.panels for trace in p.figure["data"]]
-    assert {trace["type"] for trace in drawn} == {"bar", "scatter"}
+    found = draw(ALONE)
+    assert {chart.id: len(chart.panels) for chart in found} == {"phases": 1, "memory": 1}
+    traces = [trace for chart in found for figure in figures_of(chart) for trace in figure["data"]]
+    assert {trace["type"] for trace in traces} == {"bar", "scatter"}
 
 
 def test_without_a_baseline_bytes_are_drawn_and_no_ratio() -> None:
     document = cell()
     document["rows"] = [r for r in document["rows"] if r["trainer"] == "dpsgd"]
-    phases = charts_of(document)["phases"]
-    assert phases.table is not None
+    phases = drawn(charts.phases, material(document))
     assert [line[-1] for line in phases.table.cells] == ["-"]
-    assert "×" not in "".join(phases.panels[0].figure["data"][-1]["text"])
-    assert "expected" not in str(phases.notes).lower()
+    [figure] = figures_of(phases)
+    assert "×" not in "".join(figure["data"][-1]["text"])
+    assert "expected" not in str(phases.table.notes).lower()
 
 
 def test_what_nsight_systems_recorded_is_a_section_of_its_own() -> None:
-    name = "h200-nsys.json"
-    page = Elements(render([Run.load(ROOT / "docs/results" / name)])).text
+    page = page_of(material(Run.load(ROOT / "docs/results/h200-nsys.json").document)).text
     title = "dpsgd, 1b bf16, batch 8, sequence 256, NVIDIA H200: Nsight Systems, per step"
     assert {"Recorded by profilers", title} <= {*page}
-    assert "Recorded by profilers" not in Elements(render(labelled(named(cell())))).text
+    assert "Recorded by profilers" not in page_of(ALONE).text
 
 
 def test_zero_bytes_make_a_page() -> None:
     document = cell()
     for row in document["rows"]:
         row["value"] = 0.0
-    assert "NaN" not in "".join(Elements(render(labelled([("zero", document)]))).scripts[:1])
+    assert "NaN" not in "".join(page_of(material(document)).scripts[:1])
 
 
 def test_bytes_that_stay_in_the_cache_come_with_a_warning() -> None:
-    small = {**GRID1, "rows": [{**row, "value": row["value"] / 1e6} for row in GRID1["rows"]]}
-    charts, large = charts_of(small), charts_of(GRID1)
-    assert IN_CACHE in charts["phases"].notes
-    assert IN_CACHE not in large["phases"].notes
+    small = cell()
+    for row in small["rows"]:
+        row["value"] /= 1e6
+    assert charts.IN_CACHE in drawn(charts.phases, material(small)).table.notes
+    assert charts.IN_CACHE not in drawn(charts.phases, ALONE).table.notes
 
 
 def test_counted_runs_say_so_in_every_chart() -> None:
-    charts = charts_of(COUNTED)
-    assert charts["phases"].title.startswith("Logical bytes")
-    assert "not measured" in charts["phases"].premise
-    assert charts["phases"].panels[0].figure["layout"]["xaxis"]["title"]["text"] == (
+    chart = drawn(charts.phases, material(COUNTED))
+    assert chart.table.title.startswith("Logical bytes")
+    assert "not measured" in chart.premise
+    assert figures_of(chart)[0]["layout"]["xaxis"]["title"]["text"] == (
         "logical GB per step (counted)"
     )
 
@@ -263,17 +272,28 @@ def test_case_without_a_result_stands_where_its_bar_would(error: str, what: str)
     for case in document["cases"]:
         if case["trainer"] == "dpsgd":
             case |= {"error": error, "message": "Tried to allocate 61 GiB"}
-    [panel] = charts_of(document)["phases"].panels
-    texts = dict(zip(panel.figure["data"][-1]["y"], panel.figure["data"][-1]["text"], strict=True))
-    assert texts["dpsgd"] == f" {what}: {error}"
-    page = Elements(render(labelled([("run", document)])))
+    [figure] = figures_of(drawn(charts.phases, material(document)))
+    labels = figure["data"][-1]
+    assert dict(zip(labels["y"], labels["text"], strict=True))["dpsgd"] == f" {what}: {error}"
+    page = page_of(material(document))
     assert "Tried to allocate 61 GiB" in page.text
     assert f"1 case {what}." in "".join(page.text)
 
 
+def test_a_case_that_failed_in_two_runs_is_said_once() -> None:
+    document = cell()
+    document["rows"] = [r for r in document["rows"] if r["trainer"] != "dpsgd"]
+    for case in document["cases"]:
+        if case["trainer"] == "dpsgd":
+            case["error"] = "CaseOutOfMemory"
+    alike = {**document, "rows": []}
+    [figure] = figures_of(drawn(charts.phases, material(document, alike)))
+    assert figure["data"][-1]["y"] == [*TRAINERS]
+
+
 def test_nothing_measured_is_a_page_all_the_same() -> None:
     document = {"schema": 1, "rows": [], "cases": []}
-    assert "No number was measured or counted" in render(labelled([("empty", document)]))
+    assert "No number was measured or counted" in render(material(document))
 
 
 def test_text_from_outside_is_text() -> None:
@@ -286,7 +306,7 @@ def test_text_from_outside_is_text() -> None:
     for case in document["cases"]:
         if case["trainer"] == "dpsgd":
             case |= {"trainer": HOSTILE, "error": HOSTILE, "message": HOSTILE}
-    page = Elements(render(labelled([(HOSTILE, document)])))
+    page = Elements(render(Material(labelled([(HOSTILE, document)]))))
     assert [tag for tag, _ in page.tags].count("script") == 3
     assert "img" not in [tag for tag, _ in page.tags]
     assert page.text.count(HOSTILE) > 10
@@ -300,7 +320,7 @@ def test_plotly_reads_no_markup_in_names() -> None:
 
 
 def test_page_fetches_nothing_and_runs_only_its_own_scripts() -> None:
-    page = Elements(render(labelled([("run", cell())])))
+    page = page_of(ALONE)
     policy = next(
         attributes["content"] or ""
         for tag, attributes in page.tags
@@ -320,7 +340,7 @@ def test_page_fetches_nothing_and_runs_only_its_own_scripts() -> None:
 
 def test_colours_are_fixed_and_different() -> None:
     assert len({style.colour for style in PHASE_STYLES.values()}) == len(PHASE_STYLES)
-    alone, together = trainer_colours(["dpsgd"]), trainer_colours([*OWN_COLOURS, "mine", "yours"])
+    alone, together = trainer_colours(["dpsgd"]), trainer_colours([*TRAINERS, "mine", "yours"])
     assert alone["dpsgd"] == together["dpsgd"]
     assert len(set(together.values())) == 6
 

@@ -25,7 +25,7 @@
     };
     return {
       layout: {
-        margin: { l: 10, r: 16, t: 10, b: 46 },
+        margin: { l: 10, r: 16, t: 6, b: 46 },
         showlegend: false,
         dragmode: false,
         hovermode: "closest",
@@ -62,14 +62,12 @@
     draw();
   });
   system.addEventListener("change", draw);
-  window.addEventListener("beforeprint", () => {
-    printing = true;
-    draw();
-  });
-  window.addEventListener("afterprint", () => {
-    printing = false;
-    draw();
-  });
+  for (const event of ["beforeprint", "afterprint"]) {
+    window.addEventListener(event, () => {
+      printing = event === "beforeprint";
+      draw();
+    });
+  }
 
   // Sorting: by the exact value of a cell, numbers by size; what has none comes last.
   const valueOf = (cell) => cell.dataset.value ?? cell.textContent;

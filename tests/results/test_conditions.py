@@ -1,0 +1,112 @@
+"""Under which conditions a session measures: it resumes a run only under the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.errors import ConfigurationError
+from dpbench.grid import GRIDS
+from dpbench.instruments.ncu.instrument import Ncu
+from dpbench.results.conditions import automatic_name, begun, premise_differences, resumed
+from dpbench.results.outcome import COMPLETE, INTERRUPTED
+from dpbench.results.run import Run
+
+CODE = {"commit": "4663987", "dirty": False, "changes": None}
+ENVIRONMENT: dict[str, Any] = {
+    "python": "3.12.3",
+    "versions": {"torch": "2.11.0", "ncu": "2025.3.1"},
+    "gpu": {"uuid": "GPU-0", "name": "NVIDIA H200", "driver": "580"},
+    "code": CODE,
+}
+NCU = Ncu(Path("reports"), "ncu")
+
+
+def under(grid: str = "grid1", ncu: Ncu = NCU, **environment: Any) -> Run:
+    return begun({**ENVIRONMENT, **environment}, GRIDS[grid], [ncu])
+
+
+def broken_off(now: Run, **session: Any) -> Run:
+    """A run whose session ended before its time."""
+    session = {**now.session, "status": INTERRUPTED, **session}
+    return Run(Path("0001_first.json"), {**now.document, "session": session})
+
+
+BEFORE = broken_off(under(), seconds=5.0, cases_asked=3)
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ({"commit": "4663987abc", "dirty": False}, "4663987_20260102T030405Z"),
+        ({"commit": "4663987abc", "dirty": True}, "4663987-dirty_20260102T030405Z"),
+        (None, "20260102T030405Z"),
+    ],
+)
+def test_automatic_name_says_commit_and_time(code: dict[str, Any] | None, name: str) -> None:
+    session = {"started": "2026-01-02T03:04:05+00:00"}
+    assert automatic_name(Run.of("", (), {"code": code}, session)) == name
+
+
+def test_what_json_does_not_know_is_text_as_in_a_file() -> None:
+    now = under(rack=Path("B7"))
+    assert now.environment["rack"] == "B7"
+    assert now.session["grid"]["batch_size"] == [8, 16]
+    assert now.session["settings"]["ncu"]["metrics"][0] == "dram_read_bytes"
+
+
+def test_a_resumed_run_goes_on_with_its_time_and_the_cases_that_were_asked_for() -> None:
+    now = resumed(BEFORE, under())
+    assert (now.session["seconds"], now.cases_asked) == (5.0, 3)
+
+
+def test_a_run_that_another_session_has_completed_is_not_resumed() -> None:
+    with pytest.raises(ConfigurationError, match="completed by another session"):
+        resumed(broken_off(under(), status=COMPLETE), under())
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (under(versions={"torch": "2.12.0", "ncu": "2025.3.1"}), "torch 2.11.0 -> 2.12.0"),
+        (under(gpu={**ENVIRONMENT["gpu"], "driver": "590"}), "driver 580 -> 590"),
+        (under(gpu={**ENVIRONMENT["gpu"], "name": "L4"}), "GPU NVIDIA H200 -> L4"),
+        (under(gpu=None), "GPU NVIDIA H200 -> None"),
+        (under(code={"commit": "51", "changes": None}), "commit 4663987 -> 51"),
+        (
+            under(code={**CODE, "dirty": True, "changes": "ab"}),
+            "uncommitted changes none -> ab",
+        ),
+        (under(grid="grid2"), "grid's batch_size [8, 16] -> [4, 8]"),
+        (
+            under(ncu=replace(NCU, metrics=NCU.metrics[:1])),
+            "ncu's metrics ['dram_read_bytes', ",
+        ),
+    ],
+)
+def test_run_is_not_resumed_under_other_conditions(now: Run, words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resumed(BEFORE, now)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_card_of_the_same_model_is_the_same() -> None:
+    gpu = {**ENVIRONMENT["gpu"], "uuid": "GPU-9"}
+    resumed(BEFORE, under(ncu=replace(NCU, path="/opt/ncu"), gpu=gpu))
+
+
+def test_what_a_document_does_not_say_is_no_difference() -> None:
+    results = Path(__file__).parents[2] / "docs/results"
+    full, older = (Run.load(results / f"h200-{name}.json") for name in ("grid1", "grid2"))
+    assert full.session["grid"]["batch_size"] != [4, 8], "which the other ran, and does not say"
+    assert not older.session
+    assert premise_differences(full, older) == []
+
+
+def test_changes_to_committed_code_are_a_difference() -> None:
+    changed = under(code={**CODE, "dirty": True, "changes": "ab"})
+    assert premise_differences(BEFORE, changed) == ["uncommitted changes none -> ab"]

@@ -1,0 +1,159 @@
+"""The file of a session: written as it goes, held while it runs, and resumed."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.base import CaseFailed, Instrument, Running
+from dpbench.results.rows import STEP, Measurement
+from dpbench.results.run import Run
+from dpbench.results.storage import Storage
+from dpbench.session import Session
+from dpbench.settings import Settings
+
+DONE = Case("standard", batch_size=8, seq_len=256)
+FAILS = Case("dpsgd", batch_size=8, seq_len=256)
+
+
+class Meter(Instrument):
+    """Measures at once; one trainer fails."""
+
+    name: ClassVar[str] = "meter"
+
+    def start(self, case: Case) -> Running:
+        return Metered(case)
+
+
+class Metered(Running):
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def rows(self) -> list[Measurement]:
+        if self.case == FAILS:
+            raise CaseFailed("it failed")
+        return [Measurement(self.case, "meter", STEP, "step_time_seconds", 5.0, "s", 0, "cpu", "")]
+
+
+Begin = Callable[..., Session]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(tmp_path / "runs")
+
+
+@pytest.fixture
+def begin(tmp_path: Path, storage: Storage) -> Iterator[Begin]:
+    """Begin a session that saves its run."""
+    with ExitStack() as ending:
+
+        def begin(**settings: Any) -> Session:
+            chosen = Settings(
+                device="cpu", directory=tmp_path, storage=storage.directory, **settings
+            )
+            session = Session(chosen, [Meter()], None)
+            ending.callback(session.close)
+            session.begin()
+            return session
+
+        yield begin
+
+
+def file_of(session: Session) -> Path:
+    assert session.path is not None
+    return session.path
+
+
+def broken_off(begin: Begin) -> Run:
+    """A run whose session ended before its time."""
+    session = begin(save="first")
+    for case in (DONE, FAILS):
+        session.measure(case)
+    session.began -= 1000
+    session.finish(complete=False)
+    return Run.load(file_of(session))
+
+
+def saved(session: Session) -> tuple[str, list[Case]]:
+    """How the run's file says that its session ended, and the cases in it."""
+    run = Run.load(file_of(session))
+    return run.status, [outcome.case for outcome in run.outcomes]
+
+
+def test_file_is_interrupted_until_its_session_is_over(begin: Begin) -> None:
+    session = begin(save="first")
+    assert saved(session) == ("interrupted", [])
+    session.measure(DONE)
+    assert saved(session) == ("interrupted", [DONE])
+    session.finish(complete=True)
+    assert saved(session) == ("complete", [DONE])
+    assert Run.load(file_of(session)).session["grid"]["batch_size"] == [8, 16]
+    assert session.notes == [f"saved {session.path}"]
+
+
+def test_resumed_run_goes_on_with_what_did_not_fail_and_adds_up_its_time(begin: Begin) -> None:
+    run = broken_off(begin)
+    session = begin(resume=True)
+    assert session.path == run.path
+    assert [outcome.case for outcome in session.outcomes()] == [DONE]
+    with pytest.raises(ConfigurationError, match="is being written"):
+        begin(resume=True)
+    session.finish(complete=True)
+    assert 1000 <= run.session["seconds"] <= Run.load(run.path).session["seconds"] < 1100
+
+
+def test_run_that_cannot_be_resumed_is_let_go_of(begin: Begin, storage: Storage) -> None:
+    path = broken_off(begin).path
+    held = path.read_bytes()
+    with pytest.raises(ConfigurationError, match="grid's batch_size"):
+        begin(resume=True, grid="grid2")
+    with storage.writing(path):
+        assert path.read_bytes() == held
+
+
+def test_full_disk_leaves_what_the_file_held(begin: Begin, storage: Storage) -> None:
+    session = begin(save="first")
+    session.measure(DONE)
+    held = file_of(session).read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(held), hard))
+    try:
+        session.measure(FAILS)
+        session.finish(complete=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file_of(session).read_bytes() == held
+    assert [path.name for path in file_of(session).parent.iterdir()] == ["0001_first.json"]
+    [problem] = session.problems
+    assert problem.endswith("0001_first.json: File too large; the file holds 1 case")
+    assert session.failed
+
+
+def test_file_in_which_nothing_could_be_written_is_removed(begin: Begin, storage: Storage) -> None:
+    session = begin(save="first")
+    size = file_of(session).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        session.measure(DONE)
+        session.finish(complete=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert session.problems[0].endswith("File too large; nothing is saved")
+    assert storage.paths() == []
+
+
+def test_file_in_which_nothing_stands_is_removed(begin: Begin, storage: Storage) -> None:
+    session = begin(autosave=True)
+    assert file_of(session).name.startswith("0001_2")
+    session.finish(complete=True)
+    assert storage.paths() == []
+    assert (session.notes, session.problems) == ([], [])
