@@ -127,8 +127,8 @@ def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
     values: dict[str, list[str]] = {}
     for name, value in parameter_pairs(given):
         values.setdefault(name, []).append(value)
-    found = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
-    return tuple(dict.fromkeys(map(parameters_text, found)))
+    combinations = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+    return tuple(dict.fromkeys(map(parameters_text, combinations)))
 
 
 def _read(text: str) -> Parameter:

@@ -95,16 +95,16 @@ def _asked_driver() -> tuple[list[Gpu], str]:
 
 def _described(nvml: Any, handle: object) -> Gpu:
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-    found: dict[str, Any] = {"memory_bytes": None}
+    said: dict[str, Any] = {"memory_bytes": None}
     with suppress(nvml.NVMLError):  # some integrated GPUs do not say
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        found |= {"memory_bytes": int(memory.total), "free_bytes": int(memory.free)}
+        said |= {"memory_bytes": int(memory.total), "free_bytes": int(memory.free)}
     with suppress(nvml.NVMLError):
-        found["chip"] = chip_of(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
+        said["chip"] = chip_of(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
     with suppress(nvml.NVMLError):
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        found["processes"] = tuple(process.pid for process in running)
-    return Gpu(uuid, name, driver=nvml.nvmlSystemGetDriverVersion(), **found)
+        said["processes"] = tuple(process.pid for process in running)
+    return Gpu(uuid, name, driver=nvml.nvmlSystemGetDriverVersion(), **said)
 
 
 def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None = None) -> list[Gpu]:

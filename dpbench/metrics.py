@@ -158,8 +158,8 @@ class Metrics(Mapping[str, Metric]):
         if not self._complete:
             self._complete = True
             for entry in entry_points(group="dpbench.metrics"):
-                found = entry.load()
-                self.register(*([found] if isinstance(found, Metric) else found))
+                named = entry.load()
+                self.register(*([named] if isinstance(named, Metric) else named))
         return self._known
 
     def __getitem__(self, name: str) -> Metric:
@@ -182,8 +182,8 @@ class Metrics(Mapping[str, Metric]):
     def every(self) -> dict[str, Metric]:
         """These and what follows from them, by name, and the largest spread of a case."""
         if not self._every:
-            found = (each for metric in self.values() for each in (metric, *metric.derived()))
-            self._every = {each.name: each for each in (*found, LARGEST_SPREAD)}
+            every = (each for metric in self.values() for each in (metric, *metric.derived()))
+            self._every = {each.name: each for each in (*every, LARGEST_SPREAD)}
         return self._every
 
     def find(self, name: str) -> Metric | None:

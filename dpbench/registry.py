@@ -100,9 +100,9 @@ class Registry(Mapping[str, Any]):
 
     def __getitem__(self, spelling: object) -> Any:
         with self._importing(spelling) as (module, attribute):
-            found = import_module(module)
+            imported = import_module(module)
         try:
-            return attrgetter(attribute)(found)
+            return attrgetter(attribute)(imported)
         except AttributeError as error:
             raise ConfigurationError(
                 f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}"

@@ -122,13 +122,13 @@ class Session:
         from dpbench.results.conditions import begun, environment
 
         tools = {name: version for i in self.instruments for name, version in i.versions.items()}
-        found = environment(
+        described = environment(
             self.gpu if self.device else None,
             tools=tools,
             project=self.settings.directory.absolute(),
         )
-        self.update_environment(found)
-        return begun(found, self.grid, self.instruments, self.workers)
+        self.update_environment(described)
+        return begun(described, self.grid, self.instruments, self.workers)
 
     def _open_file(self) -> None:
         """Take the next number in the storage, or an interrupted run's, and hold its file."""

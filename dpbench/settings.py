@@ -202,25 +202,25 @@ class Settings:
         cls, options: Namespace, *, of_pytest: bool = False, directory: Path = Path()
     ) -> Settings:
         """What a command line asked for; relative paths become paths below a directory."""
-        found: dict[str, Any] = {}
+        given: dict[str, Any] = {}
         for name, option in OPTIONS.items():
             if called := _name(name, of_pytest):
                 value = getattr(options, called.lstrip("-").replace("-", "_"))
                 if isinstance(value, Path):
                     value = directory / value
-                found[name] = tuple(value) if option["declared"]["default"] == [] else value
-        axes = {axis: values for axis in AXES if (values := found.pop(axis)) is not None}
-        if found.get("disable"):
+                given[name] = tuple(value) if option["declared"]["default"] == [] else value
+        axes = {axis: values for axis in AXES if (values := given.pop(axis)) is not None}
+        if given.get("disable"):
             kept = ("only", "skip", "disable", "grid", "baseline", "compare_fail")
-            found = {name: found[name] for name in kept}
-        if (prefix := found.get("histogram")) is not None:
-            if found["html"]:
+            given = {name: given[name] for name in kept}
+        if (prefix := given.get("histogram")) is not None:
+            if given["html"]:
                 raise ConfigurationError(
                     "--dpbench-histogram and --dpbench-html write one page: drop one"
                 )
             named = prefix or f"dpbench_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-            found["html"] = directory / f"{named}.html"
-        return cls(of_pytest=of_pytest, directory=directory, axes=axes, **found)
+            given["html"] = directory / f"{named}.html"
+        return cls(of_pytest=of_pytest, directory=directory, axes=axes, **given)
 
     def option(self, name: str) -> str:
         """An option as its user writes it, e.g. ``--dpbench-save``."""
@@ -268,13 +268,13 @@ class Settings:
 
     def _listed(self, name: str, what: str) -> tuple[str, ...]:
         """The names that an option lists, separated by commas; nothing if it was not given."""
-        found: list[str] = []
+        listed: list[str] = []
         for text in getattr(self, name) or ():
             names = [part.strip() for part in text.split(",") if part.strip()]
             if not names:
                 raise ConfigurationError(f"{self.option(name)} {text!r} names no {what}")
-            found += names
-        return tuple(found)
+            listed += names
+        return tuple(listed)
 
     def check(self) -> None:
         """Refuse what contradicts itself, and files that cannot be written."""
@@ -342,5 +342,5 @@ def declare(
         changed: arguments of ``add`` that are others for a command.
     """
     for name in names or OPTIONS:
-        if found := called or _name(name, of_pytest):
-            add(found, **{**OPTIONS[name]["declared"], **changed})
+        if option := called or _name(name, of_pytest):
+            add(option, **{**OPTIONS[name]["declared"], **changed})

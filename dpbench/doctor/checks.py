@@ -56,7 +56,7 @@ SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 def packages(settings: Settings) -> Iterator[Finding]:
     """Everything that dpbench requires is installed, in versions that fit."""
-    found = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
+    installed = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
     for package in map(Requirement, metadata.requires("dpbench") or ()):
         if package.marker and not package.marker.evaluate({"extra": ""}):
             continue
@@ -64,11 +64,11 @@ def packages(settings: Settings) -> Iterator[Finding]:
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(package.name)
         if version != "missing" and package.specifier.contains(version, prereleases=True):
-            found.append(f"{package.name} {version}")
+            installed.append(f"{package.name} {version}")
             continue
         detail, remedy = f"{package.name} is {version}, not {asked}", f"pip install '{asked}'"
         yield Finding("packages", FAILED, detail, remedy)
-    yield Finding("packages", OK, ", ".join(found))
+    yield Finding("packages", OK, ", ".join(installed))
 
 
 def logical_counting(settings: Settings) -> Iterator[Finding]:
@@ -198,15 +198,15 @@ def cupti(settings: Settings) -> Iterator[Finding]:
     if not {*ALWAYS} <= copied.keys():
         yield Finding(calibration, WARNING, f"not tried: {chip} does not count DRAM bytes")
         return
-    found = judge(calibration, case.batch_size, copied)
+    finding = judge(calibration, case.batch_size, copied)
     resting = sum(idle[metric] for metric in ALWAYS)
-    found = replace(
-        found, detail=f"{found.detail}; {gigabytes(resting)} GB while the GPU did nothing"
+    finding = replace(
+        finding, detail=f"{finding.detail}; {gigabytes(resting)} GB while the GPU did nothing"
     )
-    if found.status == OK and resting > TOLERANCE * 2 * case.batch_size * EXAMPLE_BYTES:
+    if finding.status == OK and resting > TOLERANCE * 2 * case.batch_size * EXAMPLE_BYTES:
         remedy = "end everything else that uses the GPU: its bytes are counted too"
-        found = replace(found, status=FAILED, remedy=remedy)
-    yield found
+        finding = replace(finding, status=FAILED, remedy=remedy)
+    yield finding
 
 
 def judge(check: str, examples: int, counted: Mapping[str, float]) -> Finding:

@@ -42,7 +42,7 @@ def _canonical(spelling: str) -> str:
 
 
 def _class(name: str) -> type[Instrument]:
-    found = INSTRUMENTS[name]
-    if not (isinstance(found, type) and issubclass(found, Instrument)):
+    instrument = INSTRUMENTS[name]
+    if not (isinstance(instrument, type) and issubclass(instrument, Instrument)):
         raise ConfigurationError(f"instrument {name!r} is no subclass of dpbench.Instrument")
-    return found
+    return instrument

@@ -195,8 +195,8 @@ class Threshold:
     @cached_property
     def of(self) -> str:
         """The metric whose ratio it is about, if it is about one."""
-        found = METRICS.find(self.metric)
-        return found.of if found else ""
+        metric = METRICS.find(self.metric)
+        return metric.of if metric else ""
 
     def __str__(self) -> str:
         return self.written

@@ -92,7 +92,7 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
     gpu = environment.get("gpu") or {}
     code = environment.get("code") or {}
     changes = code.get("changes") or ("none" if code.get("dirty") is False else None)
-    found = {
+    named = {
         "Python": environment.get("python"),
         **environment.get("versions", {}),
         "GPU": gpu.get("name"),
@@ -100,21 +100,21 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
         "commit": code.get("commit"),
         "uncommitted changes": changes and changes[:12],
     }
-    found |= {f"grid's {axis}": values for axis, values in session.get("grid", {}).items()}
+    named |= {f"grid's {axis}": values for axis, values in session.get("grid", {}).items()}
     for instrument, settings in session.get("settings", {}).items():
-        found |= {f"{instrument}'s {key}": value for key, value in settings.items()}
-    return found
+        named |= {f"{instrument}'s {key}": value for key, value in settings.items()}
+    return named
 
 
 def _settings(instrument: Any) -> dict[str, Any]:
     """The options of an instrument, metrics by their names."""
     options = fields(instrument) if is_dataclass(instrument) else ()  # one without any may be none
-    found: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
-    if "metrics" in found:
-        found["metrics"] = [metric.name for metric in found["metrics"]]
+    chosen: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
+    if "metrics" in chosen:
+        chosen["metrics"] = [metric.name for metric in chosen["metrics"]]
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        for name, value in found.items()
+        for name, value in chosen.items()
         if name not in _NOT_SETTINGS
     }
 

@@ -136,8 +136,8 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     known = finite.groupby([frame[key] for key in keys]).transform("all")
     summary = with_ratios(summarise(frame[known]), baseline)
     ratios = derived(summary[summary.trainer != baseline], "ratio")
-    found = pd.concat([summary, ratios])[[*keys, "unit", "value"]]
-    return found.sort_values(keys, ignore_index=True)
+    both = pd.concat([summary, ratios])[[*keys, "unit", "value"]]
+    return both.sort_values(keys, ignore_index=True)
 
 
 def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
@@ -180,11 +180,11 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
         rows = counted[counted.instrument == counts].join(seconds, on=of_case, how="inner")
         by = f"{counts} bytes / {measures} seconds"
         rates.append(rows.assign(value=rows.value / rows.seconds, by=by))
-    found = pd.concat(rates, ignore_index=True)
-    found = found.drop_duplicates([*of_case, "instrument", "metric"])
-    names = found.metric.str.replace("_bytes", "_throughput")
-    found = found.assign(metric=names, unit="B/s", instrument=found.by, spread=float("nan"))
-    return found.drop(columns=["seconds", "by"])
+    table = pd.concat(rates, ignore_index=True)
+    table = table.drop_duplicates([*of_case, "instrument", "metric"])
+    names = table.metric.str.replace("_bytes", "_throughput")
+    table = table.assign(metric=names, unit="B/s", instrument=table.by, spread=float("nan"))
+    return table.drop(columns=["seconds", "by"])
 
 
 def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:

@@ -147,7 +147,7 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, tuple[str, ...]], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.case.trainer, outcome.instruments), []).append(outcome)
-    found = []
+    lines = []
     for trainer, instruments in sorted(groups, key=lambda group: TRAINERS.rank(group[0])):
         group = groups[trainer, instruments]
         failures = [
@@ -160,7 +160,7 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         rows = [r for o in group for r in o.rows if r.metric == "peak_memory_bytes"]
         measured = [row.value for row in rows if row.instrument in ("timing", "cupti")]
         counted = [row.value for row in rows if row.instrument == "logical"]
-        found.append(
+        lines.append(
             {
                 "trainer": trainer,
                 "instruments": list(instruments),
@@ -173,7 +173,7 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "failures": failures,
             }
         )
-    return found
+    return lines
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:

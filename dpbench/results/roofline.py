@@ -92,9 +92,10 @@ def _plain(name: str) -> str:
 def read_ceilings(path: Path) -> Roofs:
     """The roofs that ``bench/ceilings.py`` measured on one device."""
     try:
-        found = json.loads(path.read_bytes())["ceilings"]
-        device, flops = found["device"], {name: float(found["flops"][name]) for name in PRODUCTS}
-        bandwidth, premise = float(found["bandwidth"]), f"measured, torch {found['torch']}"
+        ceilings = json.loads(path.read_bytes())["ceilings"]
+        flops = {name: float(ceilings["flops"][name]) for name in PRODUCTS}
+        device = ceilings["device"]
+        bandwidth, premise = float(ceilings["bandwidth"]), f"measured, torch {ceilings['torch']}"
         return Roofs(device, (device,), bandwidth, flops, premise)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error

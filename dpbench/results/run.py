@@ -83,11 +83,11 @@ class Run:
         session: Mapping[str, Any] | None = None,
     ) -> Run:
         """A session so far, which need not have a file."""
-        found = tuple(outcomes)
-        rows = as_rows(row for outcome in found for row in outcome.rows)
+        listed = tuple(outcomes)
+        rows = as_rows(row for outcome in listed for row in outcome.rows)
         document = {"environment": environment or {}, "session": session or {}, "rows": rows}
         run = cls(Path(name), document)
-        vars(run)["outcomes"] = found
+        vars(run)["outcomes"] = listed
         return run
 
     @property
@@ -202,7 +202,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _parsed(data: bytes) -> dict[str, Any]:
     """The document in a file, if its schema is one that this version knows."""
-    text = _CONTROL.sub(lambda found: found[1] or "\N{REPLACEMENT CHARACTER}", data.decode())
+    text = _CONTROL.sub(lambda match: match[1] or "\N{REPLACEMENT CHARACTER}", data.decode())
     document = json.loads(text)
     schema = document.get("schema") if isinstance(document, dict) else None
     if type(schema) is not int or schema < 1:

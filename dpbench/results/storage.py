@@ -67,16 +67,16 @@ class Storage:
                 raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
             return Path(text)
         paths, number = self.paths(), f"run number {int(text):04}"
-        found = [path for path in paths if _number(path) == int(text)]
-        if not found:
+        matching = [path for path in paths if _number(path) == int(text)]
+        if not matching:
             numbers = ", ".join(f"{_number(path):04}" for path in paths[-10:])
             raise ConfigurationError(
                 f"no {number} in {self.directory}; there is {numbers or 'none'}"
             )
-        if len(found) > 1:
-            listed = " and ".join(map(str, found))
+        if len(matching) > 1:
+            listed = " and ".join(map(str, matching))
             raise ConfigurationError(f"{number} is both {listed}; name the file")
-        return found[0]
+        return matching[0]
 
     def candidates(self, devices: Iterable[str]) -> list[Path]:
         """The runs on these devices, and counted ones, that no session is writing; newest first."""

@@ -35,17 +35,17 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
         return []
     view = view or View()
     frame = to_frame(row for outcome in outcomes for row in outcome.rows)
-    found = tables(frame, view, outcomes)
+    listed = tables(frame, view, outcomes)
     guessed = [
         f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, which has no "
         f"rule of its own and was counted by the general one."
         for outcome in outcomes
         for operator, part in guesses(outcome.operators).items()
     ]
-    found[:1] = [replace(table, notes=(*table.notes, *guessed)) for table in found[:1]]
+    listed[:1] = [replace(table, notes=(*table.notes, *guessed)) for table in listed[:1]]
     assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
     return [
-        *found,
+        *listed,
         *recorded_tables(frame),
         *(table for outcome in outcomes for table in case_kernel_tables(outcome, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),

@@ -101,7 +101,7 @@ def profile_report(
     by_name, by_shape = per_step[of_operators & shapeless], per_step[of_operators & ~shapeless]
     calls = per_step[shapeless & per_step.kind.isin(["operator", "call"])]
     device, column = ("GPU", "device") if record["device"] != "cpu" else ("CPU", "cpu")
-    found = [
+    listed = [
         *recorded_tables(frame),
         *copies_table(launches, steps),
         _bottlenecks(by_name, device, f"self_{column}_seconds", threshold),
@@ -110,7 +110,7 @@ def profile_report(
         _by(by_name, f"self_{column}_memory_bytes", f"Operators by {device} memory"),
         _by(by_shape, f"self_{column}_seconds", f"Operators and input shapes by {device} time"),
     ]
-    text = as_text((table for table in found if table.cells), REPORT_WIDTH)
+    text = as_text((table for table in listed if table.cells), REPORT_WIDTH)
     return f"{head}\n\n{text}\n"
 
 
@@ -169,14 +169,14 @@ def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
     steps = max(len(timeline.whole_steps), 1)
     gaps, usages = timeline.gaps(), timeline.usages()
     usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds
-    found = [
+    listed = [
         _by_phase(f"{head}: per step", usages.groupby("phase").median(), "nsys"),
         _waits(gaps, "phase", f"{head}: waits by phase, per step", steps),
         _waits(gaps, "waited_for", f"{head}: what the GPU waited for, per step", steps),
         _longest(timeline, gaps, f"{head}: the longest gaps"),
         _activities(timeline, f"{head}: kernels and copies, per step", steps),
     ]
-    return [table for table in found if table.cells]
+    return [table for table in listed if table.cells]
 
 
 def _waits(gaps: pd.DataFrame, by: str, title: str, steps: int) -> Table:

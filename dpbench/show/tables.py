@@ -253,9 +253,9 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
     elif ratios and not known.all():
         yield f"No ratio for {', '.join(known.index[~known])}: {said} their cells."
     for metric, (low, high) in view.expected.items():
-        found = rows[(rows.metric == derived_name(metric)) & (rows.trainer != view.baseline)]
-        if metric in ratios and group.phase == STEP and len(found):
-            outside = found[~found.value.between(low, high)]
+        ratio_rows = rows[(rows.metric == derived_name(metric)) & (rows.trainer != view.baseline)]
+        if metric in ratios and group.phase == STEP and len(ratio_rows):
+            outside = ratio_rows[~ratio_rows.value.between(low, high)]
             listed = [f"{row.label} {row.value:.2f}" for row in outside.itertuples()]
             name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
             yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x {view.baseline}; outside: {cases}."

@@ -29,9 +29,9 @@ def columns() -> dict[str, Metric]:
 
 def column(name: str) -> Metric:
     """The column with a name."""
-    found = METRICS.find(name)
-    if found and ("__" in name or found.name in columns()):
-        return found
+    metric = METRICS.find(name)
+    if metric and ("__" in name or metric.name in columns()):
+        return metric
     kinds = ("value", "throughput")
     values = [name for kind in kinds for name, each in columns().items() if each.kind == kind]
     hint = "also dram_ratio, dram_spread, dram_over_logical and so on, spread, or an ncu counter"

@@ -51,11 +51,11 @@ def find_ncu(path: str | None = None) -> str:
     """The ``ncu`` to use: the one named, or on ``PATH``, or where NVIDIA installs it."""
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
     usual = ["ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)]
-    found = next(filter(None, map(shutil.which, usual if path is None else [path])), None)
-    if found is None:
+    program = next(filter(None, map(shutil.which, usual if path is None else [path])), None)
+    if program is None:
         missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
         raise NcuNotFound(missing)
-    return found
+    return program
 
 
 ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two

@@ -150,11 +150,11 @@ def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[
         # Without its call (the call lies before the recording), its own time is the best guess.
         return float(call_of.get(_correlation(event), event)["ts"])
 
-    found = []
+    launches = []
     for event in sorted(device, key=lambda event: (launched(event), float(event["ts"]))):
         repeat, phase = timeline.locate(launched(event))
         operators = stacks.get(_correlation(event), [])
-        found.append(
+        launches.append(
             Launch(
                 repeat,
                 phase,
@@ -166,7 +166,7 @@ def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[
                 operators[0].removeprefix(AUTOGRAD) if operators else None,
             )
         )
-    return found
+    return launches
 
 
 def _operators_around(
