@@ -28,7 +28,7 @@ class Observed:
     def step(self) -> Iterator[None]:
         """One training step; its phases are found, or said by `dpbench.phase`."""
         finder = self.finder
-        finder.begin_step()
+        finder.start_step()
         try:
             yield
         except BaseException as error:

@@ -293,7 +293,7 @@ def _what_is_wrong(
             f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
             f"outside the main thread, where none can be found; let it train there"
         )
-    if finder.processes:
+    if finder.started_processes:
         return (
             "the script took no step in its own process, but started others: training in them "
             "cannot be seen; let it train in its own, as one rank"

@@ -10,6 +10,7 @@ a batch, a forward or a backward. What belongs to no phase is outside: batches, 
 from __future__ import annotations
 
 import builtins
+import resource
 import runpy
 import sys
 import threading
@@ -58,13 +59,12 @@ class StepFinder:
         recorder: hears the steps that count, all if it is never finished.
         skip: steps that come before them.
         go_on: whether the loop goes on when the recorder has finished; else `Stop` ends it.
-        by_hand: whether `begin_step` and `end_step` are called; then only phases are found.
+        by_hand: whether `start_step` and `end_step` are called; then only phases are found.
 
     Attributes:
         steps: how many are over.
         failure: what went wrong while recording; the recorder hears nothing any more.
         steps_elsewhere: steps of optimizers in other threads, which are not seen.
-        processes: how many others were started.
         evaluations: calls of modules without gradients, within steps that count.
         notes: what a reader should know.
         settled: whether a module, a backward or a batch is under way: modules begin nothing.
@@ -79,7 +79,7 @@ class StepFinder:
     ) -> None:
         self.recorder = recorder
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
-        self.steps = self.steps_elsewhere = self.processes = self.evaluations = 0
+        self.steps = self.steps_elsewhere = self.evaluations = 0
         self.failure: Exception | None = None
         self.notes: list[str] = []
         self.settled = False
@@ -87,6 +87,7 @@ class StepFinder:
         self.quiet = False
         self.undo = ExitStack()
         self._thread = threading.get_ident()
+        self._children = page_faults_of_children()
         self._closed = False
         self._begun = False  # a step
         self._updated = False  # an optimizer has stepped: what begins next is another step
@@ -99,7 +100,7 @@ class StepFinder:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         """A step begins; from here on its phases are heard, if it counts."""
         self._begun = True
         counts = self.steps >= self.skip and not (self.recorder.finished or self.failure)
@@ -128,9 +129,6 @@ class StepFinder:
         """Of a step that counts: see `PhaseListener`."""
         self._tell(partial(self.recorder.switch, phase))
 
-    def start_step(self) -> None:
-        """See `PhaseListener`; steps begin with `begin_step`."""
-
     def _tell(self, what: Callable[[], object]) -> None:
         """Let the recorder hear something; its errors are not the script's."""
         if self.failure is None:
@@ -154,7 +152,7 @@ class StepFinder:
                 raise Stop
             self.close()
         elif begins and not self._begun:
-            self.begin_step()
+            self.start_step()
 
     def begin(self, *, in_backward: bool, trains: bool = True) -> tuple[bool, bool] | None:
         """A batch, a backward or a module begins while no step that counts is under way.
@@ -276,9 +274,10 @@ class StepFinder:
             hear(None)
             self.undo.close()
 
-    def note_process(self) -> None:
-        """Another process was started, or is about to be."""
-        self.processes += 1
+    @property
+    def started_processes(self) -> bool:
+        """Whether this process has meanwhile started others, and waited for them."""
+        return page_faults_of_children() > self._children
 
     def forget(self) -> None:
         """Hear nothing more: this process is a fork of the one that trains."""
@@ -286,6 +285,11 @@ class StepFinder:
         hear(None)
         if self._step.listener:
             self.recorder.forked()
+
+
+def page_faults_of_children() -> int:
+    """A number that grows with each process that this one starts, once it has waited for it."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 def run_program(program: Sequence[str], *, is_module: bool) -> None:
