@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dpbench.case import Case, script_case
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
-from dpbench.instruments.recorders import RECORDERS, Recorder, on_cuda, recorder
+from dpbench.instruments.recorders import RECORDERS, Recorder, on_cuda, recorder_of
 from dpbench.process.messages import Steps
 from dpbench.process.script import StepFinder
 from dpbench.process.watched import watch
@@ -21,8 +21,8 @@ from dpbench.results.rows import Measurement
 class Observed:
     """What `observe` hands out: says where steps are, and has the report."""
 
-    def __init__(self, case: Case, heard: Recorder, finder: StepFinder) -> None:
-        self.case, self.heard, self.finder = case, heard, finder
+    def __init__(self, case: Case, recorder: Recorder, finder: StepFinder) -> None:
+        self.case, self.recorder, self.finder = case, recorder, finder
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -42,16 +42,16 @@ class Observed:
     @property
     def report(self) -> CaseReport:
         """The report of the steps so far, as a fixture's: ``value``, ``phases``, ``ratio_to``."""
-        if not self.heard.heard:
+        if not self.recorder.heard:
             raise ConfigurationError(
                 f"{self.case.id}: no step was observed: put `with seen.step():` around each, and "
                 f"take more than are skipped"
             )
         outcome = Outcome(
             self.case,
-            tuple(self.heard.rows(self.case)),
+            tuple(self.recorder.rows(self.case)),
             0.0,
-            operators=tuple(self.heard.operators),
+            operators=tuple(self.recorder.operators),
             notes=self.notes,
         )
         return CaseReport.of_outcome(outcome)
@@ -59,7 +59,7 @@ class Observed:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed."""
-        return *self.heard.notes, *self.finder.notes
+        return *self.recorder.notes, *self.finder.notes
 
 
 @contextmanager
@@ -86,11 +86,11 @@ def observe(
     """
     if skip < 0 or (steps is not None and steps < 1):
         raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")
-    heard = recorder(instrument, steps)
-    finder = StepFinder(heard, skip=skip, by_hand=True)
-    with closing(heard), closing(finder):
+    recorder = recorder_of(instrument, RECORDERS)(steps)
+    finder = StepFinder(recorder, skip=skip, by_hand=True)
+    with closing(recorder), closing(finder):
         watch(finder)
-        yield Observed(script_case(name), heard, finder)
+        yield Observed(script_case(name), recorder, finder)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,16 +130,16 @@ class OwnSteps(Running):
         how, device = self.instrument, torch.device("cuda" if on_cuda() else "cpu")
         warmup, active = how.steps.warmup, how.steps.active
         with alone(device, self.case.id), observe(how.name, skip=warmup, steps=active) as seen:
-            while not seen.heard.finished:
+            while not seen.recorder.finished:
                 with seen.step():
                     self._take()
-        self.operators, self.notes = seen.heard.operators, seen.notes
+        self.operators, self.notes = seen.recorder.operators, seen.notes
         if how.name == "logical" and not self.operators:
             raise CaseFailed(
                 f"{self.case.id}: the function did nothing that could be counted: it must take one "
                 f"training step each time it is called"
             )
-        return seen.heard.rows(self.case)
+        return seen.recorder.rows(self.case)
 
     def _take(self) -> None:
         try:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import Case
@@ -36,6 +37,7 @@ class Recorder(StepRecorder):
         wanted: how many steps it hears; None for as many as there are.
 
     Attributes:
+        directory: where it leaves files, if it does.
         heard: how many it has heard.
         operators: what each operator did in the last of them, if it sees operators.
         notes: what was assumed.
@@ -44,6 +46,7 @@ class Recorder(StepRecorder):
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
 
+    directory: Path = Settings.profile_dir
     operators: Sequence[OperatorCount] = ()
     notes: Sequence[str] = ()
 
@@ -75,7 +78,7 @@ class Recorder(StepRecorder):
 
     @abstractmethod
     def rows(self, case: Case) -> list[Measurement]:
-        """What was heard of the steps that are over."""
+        """What was heard of the steps that are over, of which there is one at least."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -111,8 +114,6 @@ class TimingRecorder(Recorder):
 
     def record(self) -> dict[str, Any]:
         """What `timing_rows` takes."""
-        if not self.heard:
-            return {"device": "cpu", "torch": "", "phase_seconds": [], "peak_memory_bytes": None}
         import torch
 
         return {
@@ -207,7 +208,7 @@ class CuptiRecorder(Recorder):
         from dpbench.instruments.cupti.instrument import counted_rows
 
         record = self.timing.record() | {"cupti": ""}
-        if self.heard and record["device"] == "cpu":
+        if record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
         steps = []
         if self._counter:  # older chips need two passes, and so steps that are alike
@@ -243,16 +244,9 @@ class ProfileRecorder(Recorder):
 
     The profiler is started and stopped around each step that counts, so that nothing else, such
     as an evaluation after the last of them, is in its sums.
-
-    Attributes:
-        directory: where the folder of the profile goes.
     """
 
     name: ClassVar[str] = "torch_profiler"
-
-    def __init__(self, wanted: int | None = None) -> None:
-        super().__init__(wanted)
-        self.directory = Settings.profile_dir
 
     @cached_property
     def listener(self) -> PhaseAnnotations:
@@ -284,8 +278,6 @@ class ProfileRecorder(Recorder):
         save(self._profiler, self.directory, self.heard - 1)
 
     def rows(self, case: Case) -> list[Measurement]:
-        if not self.heard:
-            return []
         import torch
 
         from dpbench.instruments.torch_profiler.files import write_summary
@@ -312,21 +304,17 @@ RECORDERS: dict[str, type[Recorder]] = {
 }
 """Those whose numbers the process that trains has itself, by instrument."""
 
-HEARD: dict[str, type[Recorder]] = RECORDERS | {
+OF_SCRIPTS: dict[str, type[Recorder]] = RECORDERS | {
     recorder.name: recorder for recorder in (NvtxRecorder, ProfileRecorder)
 }
-"""What can hear the steps of a script, by instrument."""
+"""Those of a script, whose process a tool may have started, by instrument."""
 
 
-def recorder(
-    instrument: str,
-    wanted: int | None = None,
-    known: Mapping[str, type[Recorder]] = RECORDERS,
-) -> Recorder:
+def recorder_of(instrument: str, known: Mapping[str, type[Recorder]]) -> type[Recorder]:
     """The recorder of an instrument, by its name."""
     if instrument not in known:
         raise unknown("instrument for running training", instrument, known)
-    return known[instrument](wanted)
+    return known[instrument]
 
 
 def on_cuda() -> bool:

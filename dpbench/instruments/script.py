@@ -32,7 +32,7 @@ from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import resolve
 from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
-from dpbench.instruments.recorders import HEARD, ProfileRecorder, Recorder, recorder
+from dpbench.instruments.recorders import OF_SCRIPTS, ProfileRecorder, Recorder, recorder_of
 from dpbench.process.messages import WAITING
 from dpbench.process.script import StepFinder, Stop, print_error, run_program
 from dpbench.process.watched import watch
@@ -88,11 +88,11 @@ class ScriptRun(Instrument):
 
     @property
     def hardware(self) -> bool:  # type: ignore[override]
-        return HEARD[self.name].hardware
+        return OF_SCRIPTS[self.name].hardware
 
     def check(self) -> None:
         """There are a script and a number of steps."""
-        recorder(self.name, known=HEARD)
+        recorder_of(self.name, OF_SCRIPTS)
         if self.ncu:
             self.ncu.check()
         if self.name == ProfileRecorder.name and self.directory:
@@ -191,17 +191,16 @@ def run(
     """
     process, raised = os.getpid(), ""
     code: int | str | None = 0
-    heard = recorder(script.name, script.steps, HEARD)
-    if isinstance(heard, ProfileRecorder) and (folder := script.folder(case)):
-        heard.directory = folder
-    finder = StepFinder(heard, skip=script.skip, go_on=script.go_on)
+    recorder = OF_SCRIPTS[script.name](script.steps)
+    recorder.directory = script.folder(case) or recorder.directory
+    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on)
     with ExitStack() as held:
         for card in gpu.visible_gpus()[:1]:
             say = partial(print, f"{WAITING} the GPU, held by", file=sys.stderr, flush=True)
             held.enter_context(gpu.exclusive(card, case.id, say))
-        held.callback(heard.close)
+        held.callback(recorder.close)
         watch(finder)
-        write_down = partial(_write_down, record, case, finder, heard)
+        write_down = partial(_write_down, record, case, finder, recorder)
         held.callback(setattr, os, "_exit", os._exit)
         os._exit = _exit_after(partial(write_down, ""))  # type: ignore[assignment]
         try:
@@ -235,32 +234,37 @@ def _exit_after(write_down: Callable[[int], object]) -> Callable[[int], NoReturn
 
 
 def _write_down(
-    path: Path, case: Case, finder: StepFinder, heard: Recorder, raised: str, code: int | str | None
+    path: Path,
+    case: Case,
+    finder: StepFinder,
+    recorder: Recorder,
+    raised: str,
+    code: int | str | None,
 ) -> None:
     """Leave the rows of the steps, and what was wrong, for the process that started this one."""
     finder.close()
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
     record: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
-    record["heard"] = heard.heard  # ncu's report may have a further step, which did not end
+    record["heard"] = recorder.heard  # ncu's report may have a further step, which did not end
     try:
-        rows = heard.rows(case)
+        rows = recorder.rows(case) if recorder.heard else []
         record["rows"] = as_rows(rows)
-        record["operators"] = [count.as_row() for count in heard.operators]
-        record["notes"] = [*heard.notes, *_notes(finder, heard, {row.phase for row in rows})]
-        record["error"] = _what_is_wrong(finder, heard, raised, code)
+        record["operators"] = [count.as_row() for count in recorder.operators]
+        record["notes"] = [*recorder.notes, *_notes(finder, recorder, {row.phase for row in rows})]
+        record["error"] = _what_is_wrong(finder, recorder, raised, code)
     except DpbenchError as error:
         record["error"] = str(error)
     write_text(path, json.dumps(record))
 
 
-def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list[str]:
+def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> list[str]:
     notes = list(finder.notes)
     if "backward" in phases and "forward" not in phases:
         notes.append(
             f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
         )
-    if heard.heard and not heard.finished:
-        notes.append(f"steps that count: {heard.heard}, where {heard.wanted} were asked for")
+    if recorder.heard and not recorder.finished:
+        notes.append(f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for")
     if finder.evaluations:
         notes.append(
             f"{finder.evaluations} calls of a model without gradients (evaluation) are in "
@@ -270,10 +274,10 @@ def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list
 
 
 def _what_is_wrong(
-    finder: StepFinder, heard: Recorder, raised: str, code: int | str | None
+    finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
 ) -> str | None:
     """Why nothing was counted, or not what was asked for, in one line."""
-    kept = f"; {heard.heard} steps were counted until then" if heard.heard else ""
+    kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
     if raised:
         return f"the script failed with {raised}{kept}"
     if finder.failure is not None:
@@ -281,12 +285,13 @@ def _what_is_wrong(
     if code:
         kept = kept or ", before a step counted"
         return f"the script ended by itself with exit status {code!r}{kept}"
-    if heard.heard:
+    if recorder.heard:
         return None
     if finder.steps:
+        enough = max(0, finder.steps - (recorder.wanted or 0))
         return (
             f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
-            f"count: let it take more, or give --skip {max(0, finder.steps - (heard.wanted or 0))}"
+            f"count: let it take more, or give --skip {enough}"
         )
     if finder.steps_elsewhere:
         return (
