@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpbench.case import Case, script_case
 from dpbench.errors import ConfigurationError, own_line
@@ -47,19 +47,13 @@ class Observed:
                 f"{self.case.id}: no step was observed: put `with seen.step():` around each, and "
                 f"take more than are skipped"
             )
-        outcome = Outcome(
-            self.case,
-            tuple(self.recorder.rows(self.case)),
-            0.0,
-            operators=tuple(self.recorder.operators),
-            notes=self.notes,
-        )
-        return CaseReport.of_outcome(outcome)
+        return CaseReport.of_outcome(self.outcome)
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What was assumed."""
-        return *self.recorder.notes, *self.finder.notes
+    def outcome(self) -> Outcome:
+        """What became of the steps so far."""
+        outcome = self.recorder.outcome(self.case)
+        return replace(outcome, notes=(*outcome.notes, *self.finder.notes))
 
 
 @contextmanager
@@ -133,13 +127,14 @@ class OwnSteps(Running):
             while not seen.recorder.finished:
                 with seen.step():
                     self._take()
-        self.operators, self.notes = seen.recorder.operators, seen.notes
+        outcome = seen.outcome
+        self.operators, self.notes = outcome.operators, outcome.notes
         if how.name == "logical" and not self.operators:
             raise CaseFailed(
                 f"{self.case.id}: the function did nothing that could be counted: it must take one "
                 f"training step each time it is called"
             )
-        return seen.recorder.rows(self.case)
+        return list(outcome.rows)
 
     def _take(self) -> None:
         try:

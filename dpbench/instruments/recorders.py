@@ -19,6 +19,7 @@ from dpbench.errors import unknown
 from dpbench.instruments.base import InstrumentError
 from dpbench.process.script import StepRecorder
 from dpbench.results.kernels import OperatorCount
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
@@ -80,8 +81,13 @@ class Recorder(StepRecorder):
     def rows(self, case: Case) -> list[Measurement]:
         """What was heard of the steps that are over, of which there is one at least."""
 
+    def outcome(self, case: Case) -> Outcome:
+        """What became of the steps, as of those of a case."""
+        rows = tuple(self.rows(case)) if self.heard else ()
+        return Outcome(case, rows, operators=tuple(self.operators), notes=tuple(self.notes))
+
     def close(self) -> None:
-        """Give back what it holds."""
+        """Let go of what it holds of this process: modes, counters."""
         self.held.close()
 
     def forked(self) -> None:

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
@@ -36,8 +36,8 @@ from dpbench.instruments.recorders import OF_SCRIPTS, ProfileRecorder, Recorder,
 from dpbench.process.messages import WAITING
 from dpbench.process.script import StepFinder, Stop, print_error, run_program
 from dpbench.process.watched import watch
-from dpbench.results.kernels import OperatorCount
-from dpbench.results.rows import Measurement, as_rows
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import Measurement
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -134,25 +134,24 @@ class RunningScript(Running):
 
     def rows(self) -> list[Measurement]:
         code, interrupted = self._wait()
+        ncu = self.script.ncu
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            ncu = None if interrupted else self.script.ncu
-            if ncu and (said := ncu.complaint(self.case, self._log)):
+            if ncu and not interrupted and (said := ncu.complaint(self.case, self._log)):
                 raise said from None
             how = describe_exit(code) if code else "ended at once with exit status 0"
-            record = {"error": f"the script {how}, and nothing was counted"}
-        rows = [Measurement.from_row(row) for row in record.get("rows", ())]
-        error = record.get("error")
+            record = {"message": f"the script {how}, and nothing was counted"}
+        outcome = Outcome.from_json(asdict(self.case) | record)
+        rows, error = list(outcome.rows), outcome.message
         if interrupted:
             error = "interrupted; what was counted until then is kept"
-        if self.script.ncu and record.get("heard"):
+        if ncu and record.get("heard"):
             with suppress(*[InstrumentError] if error else []):  # which came before the report's
-                self.script.ncu.check_report(self.case, self._log)
-                counted = self.script.ncu.rows(self.case, record)
+                ncu.check_report(self.case, self._log)
+                counted = ncu.rows(self.case, record)
                 rows = [row for row in counted if row.repeat < record["heard"]]
-        self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
-        self.notes = tuple(record.get("notes", ()))
+        self.operators, self.notes = outcome.operators, outcome.notes
         if error:
             kind = ScriptInterrupted if interrupted else CaseFailed
             failure = kind(f"{self.case.id}: {error}")
@@ -244,39 +243,36 @@ def _write_down(
     """Leave the rows of the steps, and what was wrong, for the process that started this one."""
     finder.close()
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
-    record: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
-    record["heard"] = recorder.heard  # ncu's report may have a further step, which did not end
     try:
-        rows = recorder.rows(case) if recorder.heard else []
-        record["rows"] = as_rows(rows)
-        record["operators"] = [count.as_row() for count in recorder.operators]
-        record["notes"] = [*recorder.notes, *_notes(finder, recorder, {row.phase for row in rows})]
-        record["error"] = _what_is_wrong(finder, recorder, raised, code)
-    except DpbenchError as error:
-        record["error"] = str(error)
-    write_text(path, json.dumps(record))
-
-
-def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> list[str]:
-    notes = list(finder.notes)
-    if "backward" in phases and "forward" not in phases:
-        notes.append(
-            f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
+        outcome = recorder.outcome(case)
+        outcome = replace(
+            outcome,
+            notes=(*outcome.notes, *_notes(finder, recorder, {row.phase for row in outcome.rows})),
+            message=_what_is_wrong(finder, recorder, raised, code),
         )
+    except DpbenchError as error:
+        outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
+    # The report of ncu may have a further step, which did not end.
+    write_text(path, json.dumps({**outcome.as_json(), "torch": torch, "heard": recorder.heard}))
+
+
+def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> Iterator[str]:
+    yield from finder.notes
+    if "backward" in phases and "forward" not in phases:
+        yield f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
     if recorder.heard and not recorder.finished:
-        notes.append(f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for")
+        yield f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for"
     if finder.evaluations:
-        notes.append(
+        yield (
             f"{finder.evaluations} calls of a model without gradients (evaluation) are in "
             f"{OUTSIDE!r}"
         )
-    return notes
 
 
 def _what_is_wrong(
     finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
-) -> str | None:
-    """Why nothing was counted, or not what was asked for, in one line."""
+) -> str:
+    """Why nothing was counted, or not what was asked for, in one line; nothing if all is well."""
     kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
     if raised:
         return f"the script failed with {raised}{kept}"
@@ -286,7 +282,7 @@ def _what_is_wrong(
         kept = kept or ", before a step counted"
         return f"the script ended by itself with exit status {code!r}{kept}"
     if recorder.heard:
-        return None
+        return ""
     if finder.steps:
         enough = max(0, finder.steps - (recorder.wanted or 0))
         return (

@@ -45,9 +45,6 @@ class StepRecorder(PhaseListener, Protocol):
     def finished(self) -> bool:
         """Whether it has heard enough."""
 
-    def close(self) -> None:
-        """Let go of what it holds of this process: modes, counters."""
-
     def forked(self) -> None:
         """Let go of what a fork of this process has of it; counters are its parent's."""
 
