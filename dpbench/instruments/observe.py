@@ -89,16 +89,10 @@ def observe(
 
 @dataclass(frozen=True, eq=False)
 class OwnStep(Instrument):
-    """Takes a step again and again, and hears it as an instrument hears a script's.
+    """Takes a step again and again, and hears it as an instrument hears a script's."""
 
-    Args:
-        name: of the instrument, one of `RECORDERS`.
-        step: does one training step; its phases are found, or said by `dpbench.phase`.
-        steps: those that come before, and those that count.
-    """
-
-    name: str  # type: ignore[misc]
-    step: Callable[[], object]
+    name: str  # type: ignore[misc]  # of the instrument, one of `RECORDERS`
+    step: Callable[[], object]  # its phases are found, or said by `dpbench.phase`
     steps: Steps
 
     @property

@@ -32,27 +32,17 @@ if TYPE_CHECKING:
 
 
 class Recorder(StepRecorder):
-    """Hears the steps of a loop, whoever runs it, and makes rows of those that ended.
-
-    Args:
-        wanted: how many steps it hears; None for as many as there are.
-
-    Attributes:
-        directory: where it leaves files, if it does.
-        heard: how many it has heard.
-        operators: what each operator did in the last of them, if it sees operators.
-        notes: what was assumed.
-    """
+    """Hears the steps of a loop, whoever runs it, and makes rows of those that ended."""
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
 
-    directory: Path = Settings.profile_dir
-    operators: Sequence[OperatorCount] = ()
-    notes: Sequence[str] = ()
+    directory: Path = Settings.profile_dir  # where it leaves files, if it does
+    operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators
+    notes: Sequence[str] = ()  # what was assumed
 
     def __init__(self, wanted: int | None = None) -> None:
-        self.wanted = wanted
+        self.wanted = wanted  # how many steps; None for as many as there are
         self.heard = 0
         self.held = ExitStack()  # what it holds of this process
 

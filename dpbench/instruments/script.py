@@ -48,31 +48,18 @@ class ScriptInterrupted(CaseFailed):
 
 @dataclass(frozen=True)
 class ScriptRun(Instrument):
-    """Runs a script, unmodified, and hears some of its steps.
+    """Runs a script, unmodified, and hears some of its steps."""
 
-    Args:
-        name: of which instrument.
-        program: a script or module, and its arguments.
-        is_module: whether it is a module.
-        skip: steps that come before those that count.
-        steps: how many count.
-        go_on: whether the script goes on after them; else it is ended.
-        directory: where the report of ncu goes, or the folder of torch_profiler.
-        path: the program ncu, if it is not where it usually is.
-        names: what ncu counts, beside the usual.
-        baseline: the script by whose numbers those of this one are divided, if any.
-    """
-
-    name: str  # type: ignore[misc]
-    program: tuple[str, ...]
+    name: str  # type: ignore[misc]  # of the instrument, one of `OF_SCRIPTS`
+    program: tuple[str, ...]  # a script or module, and its arguments
     is_module: bool = False
-    skip: int = 3
-    steps: int = 5
-    go_on: bool = False
-    directory: Path | None = None
-    path: str | None = None
-    names: tuple[str, ...] | None = None
-    baseline: str | None = None
+    skip: int = 3  # steps that come before those that count
+    steps: int = 5  # that count
+    go_on: bool = False  # after them, instead of being ended
+    directory: Path | None = None  # where the report of ncu goes, or the folder of torch_profiler
+    path: str | None = None  # the program ncu, if it is not where it usually is
+    names: tuple[str, ...] | None = None  # what ncu counts, beside the usual
+    baseline: str | None = None  # the script by whose numbers those of this one are divided
 
     @cached_property
     def ncu(self) -> Ncu | None:

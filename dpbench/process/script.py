@@ -57,39 +57,31 @@ class StepFinder:
         skip: steps that come before them.
         go_on: whether the loop goes on when the recorder has finished; else `Stop` ends it.
         by_hand: whether `start_step` and `end_step` are called; then only phases are found.
-
-    Attributes:
-        steps: how many are over.
-        failure: what went wrong while recording; the recorder hears nothing any more.
-        steps_elsewhere: steps of optimizers in other threads, which are not seen.
-        evaluations: calls of modules without gradients, within steps that count.
-        notes: what a reader should know.
-        settled: whether a module, a backward or a batch is under way: modules begin nothing.
-        idle: whether no step that counts is under way; then only borders are looked for.
-        quiet: whether a step is under way that does not count and no optimizer has stepped: then
-            none can begin or end, and watching costs nothing.
-        undo: what `close` takes back.
     """
 
     def __init__(
         self, recorder: StepRecorder, *, skip: int = 0, go_on: bool = False, by_hand: bool = False
     ) -> None:
         self.recorder = recorder
-        self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
-        self.steps = self.steps_elsewhere = self.evaluations = 0
-        self.failure: Exception | None = None
-        self.notes: list[str] = []
-        self.settled = False
-        self.idle = True
+        self.skip, self.by_hand = skip, by_hand
+        self.steps = 0  # that are over
+        self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
+        self.evaluations = 0  # calls of modules without gradients, within steps that count
+        self.failure: Exception | None = None  # after it the recorder hears nothing any more
+        self.notes: list[str] = []  # what a reader should know
+        self.settled = False  # in a module, a backward or a batch: modules begin nothing
+        self.idle = True  # in no step that counts: only borders are looked for
+        # In a step that does not count, before an optimizer has stepped: none can begin or end,
+        # and watching costs nothing.
         self.quiet = False
-        self.undo = ExitStack()
+        self.undo = ExitStack()  # what `close` takes back
         self._thread = threading.get_ident()
         self._children = page_faults_of_children()
         self._closed = False
         self._begun = False  # a step
         self._updated = False  # an optimizer has stepped: what begins next is another step
-        self._stops = 0
         self._stopped = False
+        self._stops = 0 if go_on else MOST_STOPS  # how often it is still told to end
         self._step = Step()
         self._forward: OpenPhase | None = None  # that of a module which has returned, maybe
         self._in_backward = False
@@ -141,11 +133,9 @@ class StepFinder:
         if self._updated:
             self.end_step()
             self._stopped = self.recorder.finished or self.failure is not None
-        if self._stopped and self.go_on:
-            self.close()
-        elif self._stopped:
-            self._stops += 1
-            if self._stops <= MOST_STOPS:
+        if self._stopped:
+            self._stops -= 1
+            if self._stops >= 0:
                 raise Stop
             self.close()
         elif begins and not self._begun:

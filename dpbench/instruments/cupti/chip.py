@@ -109,13 +109,7 @@ class Chip:
 
 
 class Configuration:
-    """Counters of a chip, chosen to be read together.
-
-    Attributes:
-        names: the counters as a C array of the chip's own names.
-        image: the choice as CUPTI's profiler takes it.
-        passes: how often the work must run.
-    """
+    """Counters of a chip, chosen to be read together: an image that CUPTI's profiler takes."""
 
     def __init__(self, chip: Chip, counters: Iterable[str]) -> None:
         self._counters = list(counters)

@@ -31,21 +31,13 @@ ByPhase = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU whose work is counted: a CUDA context of this process.
-
-    Args:
-        library: the libcupti of this process.
-        device: the GPU's CUDA index.
-        context: the context's handle.
-        synchronize: waits for all work on the GPU.
-        peers: whether this process sees other GPUs.
-    """
+    """The GPU whose work is counted: a CUDA context of this process."""
 
     library: Library
-    device: int
-    context: int
-    synchronize: Callable[[], None]
-    peers: bool = False
+    device: int  # its CUDA index
+    context: int  # the handle
+    synchronize: Callable[[], None]  # waits for all work on the GPU
+    peers: bool = False  # whether this process sees other GPUs
 
     @classmethod
     def of_torch(cls) -> Target:
@@ -74,12 +66,6 @@ class StepCounter:
         target: where.
         rounds: for each round, whether its steps are counted by phase.
         max_ranges: how many ranges a step may have, one for each time that the phase changes.
-
-    Attributes:
-        chip: the GPU's chip.
-        metrics: what is counted.
-        passes: how many steps a round takes.
-        steps: how many steps must be heard.
     """
 
     def __init__(
@@ -95,7 +81,7 @@ class StepCounter:
         self.metrics = chosen(self.chip, names, peers=target.peers)
         self._dram = counters(metric for metric in self.metrics if metric.name in ALWAYS)
         groups = self.chip.spread(counters(self.metrics), self._dram)
-        self.passes = len(groups)
+        self.passes = len(groups)  # steps in a round
         with ExitStack() as opened:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
@@ -104,7 +90,7 @@ class StepCounter:
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
-        self.steps = len(self._plan)
+        self.steps = len(self._plan)  # that must be heard
         self._phases: list[str] = []  # of the ranges of the step that is counted
         self._counted: list[ByPhase] = []
 
