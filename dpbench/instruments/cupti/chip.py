@@ -201,11 +201,7 @@ class RangeProfiler:
     """
 
     def __init__(
-        self,
-        library: Library,
-        context: int,
-        configuration: Configuration,
-        max_ranges: int = MAX_RANGES,
+        self, library: Library, context: int, configuration: Configuration, max_ranges: int
     ) -> None:
         self.configuration = configuration
         self._library = library

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.base import (
@@ -76,7 +77,7 @@ class StepCounter:
         max_ranges: int = MAX_RANGES,
     ) -> None:
         self._target = target
-        self._max_ranges = max_ranges
+        self._open = partial(RangeProfiler, target.library, target.context, max_ranges=max_ranges)
         self.chip = chip_of(target.library, target.device, target.context)
         self.metrics = chosen(self.chip, names, peers=target.peers)
         self._dram = counters(metric for metric in self.metrics if metric.name in ALWAYS)
@@ -114,10 +115,6 @@ class StepCounter:
         for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
             counted[phase] = _sum([counted[phase], values]) if phase in counted else values
         self._counted.append(counted)
-
-    def _open(self, configuration: Configuration) -> RangeProfiler:
-        target = self._target
-        return RangeProfiler(target.library, target.context, configuration, self._max_ranges)
 
     def _begin(self, phase: str) -> None:
         self._target.synchronize()
