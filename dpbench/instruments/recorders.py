@@ -201,16 +201,15 @@ class CuptiRecorder(Recorder):
         super().start_step()
 
     def rows(self, case: Case) -> list[Measurement]:
-        from dpbench.instruments.cupti.instrument import counted_rows
+        from dpbench.instruments.cupti.instrument import cupti_rows
 
-        record = self.timing.record() | {"cupti": ""}
+        record = self.timing.record() | {"cupti": "", "counted": []}
         if record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
-        steps = []
         if self._counter:  # older chips need two passes, and so steps that are alike
-            steps = self._counter.rounds()
+            record["counted"] = self._counter.rounds()
             record["cupti"] = "{}.{}".format(*self._target.library.cuda_version)
-        return list(counted_rows(case, record, steps))
+        return list(cupti_rows(case, record))
 
 
 class NvtxRecorder(Recorder):
