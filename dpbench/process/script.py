@@ -17,7 +17,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -116,13 +115,13 @@ class StepFinder:
 
     def switch(self, phase: str) -> None:
         """Of a step that counts: see `PhaseListener`."""
-        self._tell(partial(self.recorder.switch, phase))
+        self._tell(self.recorder.switch, phase)
 
-    def _tell(self, what: Callable[[], object]) -> None:
+    def _tell(self, method: Callable[..., object], *phase: str) -> None:
         """Let the recorder hear something; its errors are not the script's."""
         if self.failure is None:
             try:
-                what()
+                method(*phase)
             except Exception as error:
                 self.failure = error
 
@@ -178,10 +177,12 @@ class StepFinder:
             return
         if begins and not self._in_backward:
             self._border()
-        resumes = resumes and self._forward is not None and not self.settled
-        if not self.settled:
-            self._end_forward()
         step, before = self._step, (self.settled, self._in_backward)
+        if self._forward and not self.settled:
+            step.leave(self._forward)
+            self._forward = None
+        else:
+            resumes = False
         entered = step.enter(phase) if phase != step.phase else None
         self.settled = self.settled or begins
         self._in_backward = self._in_backward or phase == "backward"
@@ -193,11 +194,6 @@ class StepFinder:
                 step.leave(entered)
             if resumes:
                 self._forward = step.enter("forward")
-
-    def _end_forward(self) -> None:
-        if self._forward is not None:
-            self._step.leave(self._forward)
-            self._forward = None
 
     def begins_forward(self, module: Any) -> bool:
         """Whether a module's call is one of the loop's own; losses have no parameters."""
@@ -287,7 +283,7 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
         return
     path = Path(program[0]).resolve()
     sys.path[0] = str(path.parent)
-    main = ModuleType("__main__")
+    main = ModuleType("__main__")  # which stays, unlike runpy's: what runs at exit may pickle
     main.__dict__.update(__file__=str(path), __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
