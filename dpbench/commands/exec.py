@@ -59,47 +59,47 @@ DECLARED = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.usage = "dpbench exec [options] (SCRIPT | -m MODULE) [ARGUMENT …]"
-    how = parser.add_argument_group("measuring")
-    how.add_argument(
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument(
         "--instrument",
         action="append",
         metavar="NAME",
         help="timing, logical, cupti, ncu or torch_profiler; repeatable; default cupti, without a "
         "GPU logical",
     )
-    how.add_argument(
+    measuring.add_argument(
         "--skip",
         type=int,
         default=3,
         metavar="N",
         help="steps that come before those that count (default %(default)d)",
     )
-    how.add_argument(
+    measuring.add_argument(
         "--steps", type=int, default=5, metavar="N", help="steps that count (default %(default)d)"
     )
-    how.add_argument(
+    measuring.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
         help="let the script go on after these, instead of ending it",
     )
-    how.add_argument(
+    measuring.add_argument(
         "--batch-size",
         type=int,
         default=0,
         metavar="N",
         help="examples in a step, which nothing else says: what samples per second are made of",
     )
-    how.add_argument(
+    measuring.add_argument(
         "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
     )
-    how.add_argument(
+    measuring.add_argument(
         "--baseline",
         metavar="NUM|FILE",
         help="a saved run of another script: what ratios divide by, as the standard trainer",
     )
     for title, names in DECLARED.items():
-        group = how if title == how.title else parser.add_argument_group(title)
+        group = measuring if title == measuring.title else parser.add_argument_group(title)
         declare(group.add_argument, *names)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

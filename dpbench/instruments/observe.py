@@ -115,15 +115,16 @@ class OwnSteps(Running):
 
         from dpbench.process.step import alone
 
-        how, device = self.instrument, torch.device("cuda" if on_cuda() else "cpu")
-        warmup, active = how.steps.warmup, how.steps.active
-        with alone(device, self.case.id), observe(how.name, skip=warmup, steps=active) as seen:
+        name, steps = self.instrument.name, self.instrument.steps
+        device = torch.device("cuda" if on_cuda() else "cpu")
+        taken = observe(name, skip=steps.warmup, steps=steps.active)
+        with alone(device, self.case.id), taken as seen:
             while not seen.recorder.finished:
                 with seen.step():
                     self._take()
         outcome = seen.outcome
         self.operators, self.notes = outcome.operators, outcome.notes
-        if how.name == "logical" and not self.operators:
+        if name == "logical" and not self.operators:
             raise CaseFailed(
                 f"{self.case.id}: the function did nothing that could be counted: it must take one "
                 f"training step each time it is called"

@@ -1,6 +1,6 @@
 """A script's steps by one instrument: a process that runs it and hears them, and its rows.
 
-``python -m dpbench.instruments.script WHAT PROGRAM …`` is that process, which takes all from the
+``python -m dpbench.instruments.script TASK PROGRAM …`` is that process, which takes all from the
 first argument, JSON. The program has the terminal, so what is found goes to a file.
 """
 
@@ -108,8 +108,8 @@ class RunningScript(Running):
         self.script, self.case = script, case
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
         self._record = Path(self._directory.name) / "record.json"
-        what = {"script": asdict(script), "case": asdict(case), "record": self._record}
-        command = [sys.executable, "-m", __name__, json.dumps(what, default=str), *script.program]
+        task = {"script": asdict(script), "case": asdict(case), "record": self._record}
+        command = [sys.executable, "-m", __name__, json.dumps(task, default=str), *script.program]
         if script.ncu:
             report = script.ncu.report(case)
             report.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +313,7 @@ def leave_threads(seconds: float = GRACE_SECONDS) -> None:
 if __name__ == "__main__":
     if sys.platform == "linux":  # this process shall end with its parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    what = json.loads(sys.argv[1])
-    directory = {"directory": Path(what["script"]["directory"] or "")}
-    script, case = ScriptRun(**what["script"] | directory), Case(**what["case"])
-    sys.exit(run(script, case, Path(what["record"]), stopped=leave_threads))
+    task = json.loads(sys.argv[1])
+    directory = {"directory": Path(task["script"]["directory"] or "")}
+    script, case = ScriptRun(**task["script"] | directory), Case(**task["case"])
+    sys.exit(run(script, case, Path(task["record"]), stopped=leave_threads))

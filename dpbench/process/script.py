@@ -33,9 +33,6 @@ MOST_STOPS = 20
 class Stop(SystemExit):
     """Ends a script where its next step would begin, as if it had come to its end."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
-
 
 class StepRecorder(PhaseListener, Protocol):
     """Hears the steps that count."""
@@ -135,7 +132,7 @@ class StepFinder:
         if self._stopped:
             self._stops -= 1
             if self._stops >= 0:
-                raise Stop
+                raise Stop(0)
             self.close()
         elif begins and not self._begun:
             self.start_step()
@@ -292,12 +289,11 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
 def print_error(error: BaseException) -> None:
     """Print a script's traceback as it would be without us."""
     ours = (str(Path(__file__).parents[1]), "<frozen runpy>")
-    shown: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
-    pending = [shown]
+    shown = traceback.TracebackException.from_exception(error)
+    pending: list[traceback.TracebackException | None] = [shown]
     while pending:
-        if (part := pending.pop()) is not None:
+        if part := pending.pop():
             stack = [frame for frame in part.stack if not frame.filename.startswith(ours)]
             part.stack = traceback.StackSummary.from_list(stack)
             pending += [part.__cause__, part.__context__]
-    assert shown
-    print("".join(shown.format()), end="", file=sys.stderr, flush=True)
+    shown.print()
