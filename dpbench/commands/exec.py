@@ -113,14 +113,14 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(device="cuda" if card else "cpu", **declared)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
+    session = Session(settings, scripts, card)
     baseline, standards = None, []
     if options.baseline is not None:
         baseline = saved_run(options.baseline, options.storage)
-        sources = Session(settings, scripts, card).sources
-        standards = _standards(options.baseline, baseline, case, sources)
+        standards = _standards(options.baseline, baseline, case, session.sources)
         # A ratio to another script's is another ratio.
         scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
-    session = Session(settings, scripts, card)
+        session.instruments = [*scripts]
     axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
     session.grid = Grid(case.trainer, **axes)
     cases = [case, *([case.baseline] if standards else [])]
