@@ -102,7 +102,7 @@ def seconds(command: list[str], case: Case, folder: str) -> tuple[float, dict[st
 
 def further_steps(record: dict[str, Any]) -> int:
     """How many steps were counted, after those that were timed."""
-    return int(record["passes"] * (1 + len(record["counted_steps"])))
+    return int(record["passes"] * len(record["counted"]))
 
 
 # --- whether it leaks ----------------------------------------------------------------------------

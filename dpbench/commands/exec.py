@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from dpbench.session import Session
 from dpbench.settings import Settings, declare
 
 DECLARED = {
+    "measuring": ("ncu_path", "ncu_dir", "ncu_metrics", "profile_dir", "profile_threshold"),
     "tables": ("columns", "sort", "expect"),
     "files": ("json", "markdown", "csv"),
     "saved runs": (
@@ -55,55 +56,51 @@ DECLARED = {
 """The options that are those of ``dpbench run``, by group."""
 
 
-HOW = ("ncu_path", "ncu_dir", "ncu_metrics", "profile_dir", "profile_threshold")
-"""Those of measuring by ncu and by torch_profiler."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.usage = "dpbench exec [options] (SCRIPT | -m MODULE) [ARGUMENT …]"
-    how = parser.add_argument_group("measuring")
-    how.add_argument(
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument(
         "--instrument",
         action="append",
         metavar="NAME",
         help="timing, logical, cupti, ncu or torch_profiler; repeatable; default cupti, without a "
         "GPU logical",
     )
-    how.add_argument(
+    measuring.add_argument(
         "--skip",
         type=int,
         default=3,
         metavar="N",
         help="steps that come before those that count (default %(default)d)",
     )
-    how.add_argument(
+    measuring.add_argument(
         "--steps", type=int, default=5, metavar="N", help="steps that count (default %(default)d)"
     )
-    how.add_argument(
+    measuring.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
         help="let the script go on after these, instead of ending it",
     )
-    how.add_argument(
+    measuring.add_argument(
         "--batch-size",
         type=int,
         default=0,
         metavar="N",
         help="examples in a step, which nothing else says: what samples per second are made of",
     )
-    how.add_argument(
+    measuring.add_argument(
         "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
     )
-    how.add_argument(
+    measuring.add_argument(
         "--baseline",
         metavar="NUM|FILE",
         help="a saved run of another script: what ratios divide by, as the standard trainer",
     )
-    declare(how.add_argument, *HOW)
     for title, names in DECLARED.items():
-        declare(parser.add_argument_group(title).add_argument, *names)
+        group = measuring if title == measuring.title else parser.add_argument_group(title)
+        declare(group.add_argument, *names)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -111,42 +108,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
     card = next(iter(gpu.visible_gpus()), None)
-    declared: dict[str, Any] = {
-        name: getattr(options, name) for names in (*DECLARED.values(), HOW) for name in names
-    }
+    declared = {name: getattr(options, name) for names in DECLARED.values() for name in names}
     declared["compare_fail"] = tuple(declared["compare_fail"])
     settings = Settings(device="cuda" if card else "cpu", **declared)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
-    baseline = _baseline(options, case, Session(settings, scripts, card).sources)
-    if baseline:  # a ratio to another script's is another ratio
-        scripts = [replace(script, baseline=baseline[0][1].case.trainer) for script in scripts]
-        baseline = [(run, _as_standard(outcome)) for run, outcome in baseline]
     session = Session(settings, scripts, card)
+    baseline, standards = None, []
+    if options.baseline is not None:
+        baseline = saved_run(options.baseline, options.storage)
+        standards = _standards(options.baseline, baseline, case, session.sources)
+        # A ratio to another script's is another ratio.
+        scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
+        session.instruments = [*scripts]
     axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
     session.grid = Grid(case.trainer, **axes)
-    cases = [case, *(outcome.case for _, outcome in baseline)]
+    cases = [case, *([case.baseline] if standards else [])]
     with closing(session):
         session.comparison.asked = [(c, script.name) for c in cases for script in scripts]
         session.begin()
-        for _, outcome in baseline:
-            session.store.keep(outcome)
+        for outcome in standards:
+            session.store.keep(_as_standard(outcome))
         try:
-            for script in scripts:
-                outcome = session.measure(case, [script])
-                if outcome.error:
-                    print(f"dpbench exec: {outcome.message}", file=sys.stderr)
-                    if outcome.error == ScriptInterrupted.__name__:
-                        raise KeyboardInterrupt  # and not the script once more
-                elif folder := script.folder(case):
-                    session.notes.append(_report(case, folder, settings.profile_threshold))
+            _measure(session, case, scripts)
         finally:  # what was counted until an interruption is kept and shown
             outcomes = session.outcomes()
             measured = {outcome.case for outcome in outcomes}
             failed = any(outcome.error for outcome in outcomes)  # no reference for others
             session.finish(complete={*cases} <= measured and not failed)
-            _show(session, baseline)
+            if baseline:
+                session.notes += _about_baseline(baseline, session.as_run(outcomes))
+            show(session, "exec")
         return 1 if session.failed else 0
+
+
+def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None:
+    """Run the script by one instrument after the other, and say why it failed."""
+    for script in scripts:
+        outcome = session.measure(case, [script])
+        if outcome.error:
+            print(f"dpbench exec: {outcome.message}", file=sys.stderr)
+            if outcome.error == ScriptInterrupted.__name__:
+                raise KeyboardInterrupt  # and not the script once more
+        elif folder := script.folder(case):
+            record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+            write_profile(case, record, folder, session.settings.profile_threshold)
+            report = f"{folder / REPORT}; a trace of each step beside it"
+            session.notes.append(f"operators by time and memory: {report}")
 
 
 def _chosen(
@@ -185,13 +193,10 @@ def _chosen(
     return case, scripts
 
 
-def _baseline(
-    options: argparse.Namespace, case: Case, sources: Sequence[tuple[str, str]]
-) -> list[tuple[Run, Outcome]]:
+def _standards(
+    named: str, run: Run, case: Case, sources: Sequence[tuple[str, str]]
+) -> list[Outcome]:
     """What a saved run has of its script on these devices by these instruments."""
-    if options.baseline is None:
-        return []
-    run = saved_run(options.baseline, options.storage)
     scripts = [
         outcome
         for outcome in run.outcomes
@@ -206,18 +211,17 @@ def _baseline(
         had = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
         needed = " or ".join(f"{device} by {name}" for device, name in sources)
         raise ConfigurationError(
-            f"--baseline {options.baseline}: {run.path} has no script's steps on {needed}; it has "
-            f"{had}"
+            f"--baseline {named}: {run.path} has no script's steps on {needed}; it has {had}"
         )
     if wrong := {outcome.case.batch_size for outcome in shared} - {case.batch_size}:
         there, here = (
             f"--batch-size {size}" if size else "none" for size in (*wrong, case.batch_size)
         )
         raise ConfigurationError(
-            f"--baseline {options.baseline}: the batch size of {shared[0].case.id} was said to be "
+            f"--baseline {named}: the batch size of {shared[0].case.id} was said to be "
             f"{there}, here {here}: say the same for both"
         )
-    return [(run, outcome) for outcome in shared]
+    return shared
 
 
 def _as_standard(outcome: Outcome) -> Outcome:
@@ -231,23 +235,13 @@ def _as_standard(outcome: Outcome) -> Outcome:
     )
 
 
-def _report(case: Case, folder: Path, threshold: float) -> str:
-    """Write the report of a profile, and say where it is."""
-    record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    write_profile(case, record, folder, threshold)
-    return f"operators by time and memory: {folder / REPORT}; a trace of each step beside it"
-
-
-def _show(session: Session, baseline: list[tuple[Run, Outcome]]) -> None:
-    """Print the tables and what there is to say."""
-    for run in {id(run): run for run, _ in baseline}.values():
-        here = session.as_run(session.outcomes())
-        differences = [
-            difference
-            for difference in premise_differences(run, here)
-            if not any(of in difference for of in ("'s program ", "'s baseline "))
-        ]
-        session.notes.append(f"baseline: {run.name}, {run.path}")
-        if differences:
-            session.notes.append(f"different from the baseline: {'; '.join(differences)}")
-    show(session, "exec")
+def _about_baseline(baseline: Run, here: Run) -> Iterator[str]:
+    """Which run the baseline is of, and how that differs from this one but for its script."""
+    yield f"baseline: {baseline.name}, {baseline.path}"
+    differences = [
+        difference
+        for difference in premise_differences(baseline, here)
+        if not any(of in difference for of in ("'s program ", "'s baseline "))
+    ]
+    if differences:
+        yield f"different from the baseline: {'; '.join(differences)}"

@@ -194,7 +194,7 @@ def cupti(settings: Settings) -> Iterator[Finding]:
         f"libcupti {record['cupti']} counts everything on {chip} in {passes} "
         f"step{'s' if passes > 1 else ''} by phase: {', '.join(names)}",
     )
-    copied, idle = (record["counted_phases"][phase] for phase in ("forward", OUTSIDE))
+    copied, idle = (record["counted"][0][phase] for phase in ("forward", OUTSIDE))
     if not {*ALWAYS} <= copied.keys():
         yield Finding(calibration, WARNING, f"not tried: {chip} does not count DRAM bytes")
         return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpbench.case import Case, script_case
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
-from dpbench.instruments.recorders import RECORDERS, Recorder, on_cuda, recorder
+from dpbench.instruments.recorders import RECORDERS, Recorder, on_cuda, recorder_of
 from dpbench.process.messages import Steps
 from dpbench.process.script import StepFinder
 from dpbench.process.watched import watch
@@ -21,14 +21,14 @@ from dpbench.results.rows import Measurement
 class Observed:
     """What `observe` hands out: says where steps are, and has the report."""
 
-    def __init__(self, case: Case, heard: Recorder, finder: StepFinder) -> None:
-        self.case, self.heard, self.finder = case, heard, finder
+    def __init__(self, case: Case, recorder: Recorder, finder: StepFinder) -> None:
+        self.case, self.recorder, self.finder = case, recorder, finder
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One training step; its phases are found, or said by `dpbench.phase`."""
         finder = self.finder
-        finder.begin_step()
+        finder.start_step()
         try:
             yield
         except BaseException as error:
@@ -42,24 +42,18 @@ class Observed:
     @property
     def report(self) -> CaseReport:
         """The report of the steps so far, as a fixture's: ``value``, ``phases``, ``ratio_to``."""
-        if not self.heard.heard:
+        if not self.recorder.heard:
             raise ConfigurationError(
                 f"{self.case.id}: no step was observed: put `with seen.step():` around each, and "
                 f"take more than are skipped"
             )
-        outcome = Outcome(
-            self.case,
-            tuple(self.heard.rows(self.case)),
-            0.0,
-            operators=tuple(self.heard.operators),
-            notes=self.notes,
-        )
-        return CaseReport.of_outcome(outcome)
+        return CaseReport.of_outcome(self.outcome)
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What was assumed."""
-        return *self.heard.notes, *self.finder.notes
+    def outcome(self) -> Outcome:
+        """What became of the steps so far."""
+        outcome = self.recorder.outcome(self.case)
+        return replace(outcome, notes=(*outcome.notes, *self.finder.notes))
 
 
 @contextmanager
@@ -86,25 +80,19 @@ def observe(
     """
     if skip < 0 or (steps is not None and steps < 1):
         raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")
-    heard = recorder(instrument, steps)
-    finder = StepFinder(heard, skip=skip, by_hand=True)
-    with closing(heard), closing(finder):
+    recorder = recorder_of(instrument, RECORDERS)(steps)
+    finder = StepFinder(recorder, skip=skip, by_hand=True)
+    with closing(recorder), closing(finder):
         watch(finder)
-        yield Observed(script_case(name), heard, finder)
+        yield Observed(script_case(name), recorder, finder)
 
 
 @dataclass(frozen=True, eq=False)
 class OwnStep(Instrument):
-    """Takes a step again and again, and hears it as an instrument hears a script's.
+    """Takes a step again and again, and hears it as an instrument hears a script's."""
 
-    Args:
-        name: of the instrument, one of `RECORDERS`.
-        step: does one training step; its phases are found, or said by `dpbench.phase`.
-        steps: those that come before, and those that count.
-    """
-
-    name: str  # type: ignore[misc]
-    step: Callable[[], object]
+    name: str  # type: ignore[misc]  # of the instrument, one of `RECORDERS`
+    step: Callable[[], object]  # its phases are found, or said by `dpbench.phase`
     steps: Steps
 
     @property
@@ -127,19 +115,21 @@ class OwnSteps(Running):
 
         from dpbench.process.step import alone
 
-        how, device = self.instrument, torch.device("cuda" if on_cuda() else "cpu")
-        warmup, active = how.steps.warmup, how.steps.active
-        with alone(device, self.case.id), observe(how.name, skip=warmup, steps=active) as seen:
-            while not seen.heard.finished:
+        name, steps = self.instrument.name, self.instrument.steps
+        device = torch.device("cuda" if on_cuda() else "cpu")
+        taken = observe(name, skip=steps.warmup, steps=steps.active)
+        with alone(device, self.case.id), taken as seen:
+            while not seen.recorder.finished:
                 with seen.step():
                     self._take()
-        self.operators, self.notes = seen.heard.operators, seen.notes
-        if how.name == "logical" and not self.operators:
+        outcome = seen.outcome
+        self.operators, self.notes = outcome.operators, outcome.notes
+        if name == "logical" and not self.operators:
             raise CaseFailed(
                 f"{self.case.id}: the function did nothing that could be counted: it must take one "
                 f"training step each time it is called"
             )
-        return seen.heard.rows(self.case)
+        return list(outcome.rows)
 
     def _take(self) -> None:
         try:

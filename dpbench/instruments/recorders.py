@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import Case
@@ -18,6 +19,7 @@ from dpbench.errors import unknown
 from dpbench.instruments.base import InstrumentError
 from dpbench.process.script import StepRecorder
 from dpbench.results.kernels import OperatorCount
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
@@ -30,25 +32,17 @@ if TYPE_CHECKING:
 
 
 class Recorder(StepRecorder):
-    """Hears the steps of a loop, whoever runs it, and makes rows of those that ended.
-
-    Args:
-        wanted: how many steps it hears; None for as many as there are.
-
-    Attributes:
-        heard: how many it has heard.
-        operators: what each operator did in the last of them, if it sees operators.
-        notes: what was assumed.
-    """
+    """Hears the steps of a loop, whoever runs it, and makes rows of those that ended."""
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
 
-    operators: Sequence[OperatorCount] = ()
-    notes: Sequence[str] = ()
+    directory: Path = Settings.profile_dir  # where it leaves files, if it does
+    operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators
+    notes: Sequence[str] = ()  # what was assumed
 
     def __init__(self, wanted: int | None = None) -> None:
-        self.wanted = wanted
+        self.wanted = wanted  # how many steps; None for as many as there are
         self.heard = 0
         self.held = ExitStack()  # what it holds of this process
 
@@ -75,10 +69,15 @@ class Recorder(StepRecorder):
 
     @abstractmethod
     def rows(self, case: Case) -> list[Measurement]:
-        """What was heard of the steps that are over."""
+        """What was heard of the steps that are over, of which there is one at least."""
+
+    def outcome(self, case: Case) -> Outcome:
+        """What became of the steps, as of those of a case."""
+        rows = tuple(self.rows(case)) if self.heard else ()
+        return Outcome(case, rows, operators=tuple(self.operators), notes=tuple(self.notes))
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Let go of what it holds of this process: modes, counters."""
         self.held.close()
 
     def forked(self) -> None:
@@ -111,8 +110,6 @@ class TimingRecorder(Recorder):
 
     def record(self) -> dict[str, Any]:
         """What `timing_rows` takes."""
-        if not self.heard:
-            return {"device": "cpu", "torch": "", "phase_seconds": [], "peak_memory_bytes": None}
         import torch
 
         return {
@@ -204,16 +201,15 @@ class CuptiRecorder(Recorder):
         super().start_step()
 
     def rows(self, case: Case) -> list[Measurement]:
-        from dpbench.instruments.cupti.instrument import counted_rows
+        from dpbench.instruments.cupti.instrument import cupti_rows
 
-        record = self.timing.record() | {"cupti": ""}
-        if self.heard and record["device"] == "cpu":
+        record = self.timing.record() | {"cupti": "", "counted": []}
+        if record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
-        steps = []
         if self._counter:  # older chips need two passes, and so steps that are alike
-            steps = self._counter.rounds()
+            record["counted"] = self._counter.rounds()
             record["cupti"] = "{}.{}".format(*self._target.library.cuda_version)
-        return list(counted_rows(case, record, steps))
+        return list(cupti_rows(case, record))
 
 
 class NvtxRecorder(Recorder):
@@ -243,16 +239,9 @@ class ProfileRecorder(Recorder):
 
     The profiler is started and stopped around each step that counts, so that nothing else, such
     as an evaluation after the last of them, is in its sums.
-
-    Attributes:
-        directory: where the folder of the profile goes.
     """
 
     name: ClassVar[str] = "torch_profiler"
-
-    def __init__(self, wanted: int | None = None) -> None:
-        super().__init__(wanted)
-        self.directory = Settings.profile_dir
 
     @cached_property
     def listener(self) -> PhaseAnnotations:
@@ -282,8 +271,6 @@ class ProfileRecorder(Recorder):
         save(self._profiler, self.directory, self.heard - 1)
 
     def rows(self, case: Case) -> list[Measurement]:
-        if not self.heard:
-            return []
         import torch
 
         from dpbench.instruments.torch_profiler.files import write_summary
@@ -308,21 +295,17 @@ RECORDERS: dict[str, type[Recorder]] = {
 }
 """Those whose numbers the process that trains has itself, by instrument."""
 
-HEARD: dict[str, type[Recorder]] = RECORDERS | {
+OF_SCRIPTS: dict[str, type[Recorder]] = RECORDERS | {
     recorder.name: recorder for recorder in (NvtxRecorder, ProfileRecorder)
 }
-"""What can hear the steps of a script, by instrument."""
+"""Those of a script, whose process a tool may have started, by instrument."""
 
 
-def recorder(
-    instrument: str,
-    wanted: int | None = None,
-    known: Mapping[str, type[Recorder]] = RECORDERS,
-) -> Recorder:
+def recorder_of(instrument: str, known: Mapping[str, type[Recorder]]) -> type[Recorder]:
     """The recorder of an instrument, by its name."""
     if instrument not in known:
         raise unknown("instrument for running training", instrument, known)
-    return known[instrument](wanted)
+    return known[instrument]
 
 
 def on_cuda() -> bool:

@@ -1,6 +1,6 @@
 """A script's steps by one instrument: a process that runs it and hears them, and its rows.
 
-``python -m dpbench.instruments.script WHAT PROGRAM …`` is that process, which takes all from the
+``python -m dpbench.instruments.script TASK PROGRAM …`` is that process, which takes all from the
 first argument, JSON. The program has the terminal, so what is found goes to a file.
 """
 
@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
@@ -32,12 +32,12 @@ from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import resolve
 from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
-from dpbench.instruments.recorders import HEARD, ProfileRecorder, Recorder, recorder
+from dpbench.instruments.recorders import OF_SCRIPTS, ProfileRecorder, Recorder, recorder_of
 from dpbench.process.messages import WAITING
 from dpbench.process.script import StepFinder, Stop, print_error, run_program
 from dpbench.process.watched import watch
-from dpbench.results.kernels import OperatorCount
-from dpbench.results.rows import Measurement, as_rows
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import Measurement
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -48,31 +48,18 @@ class ScriptInterrupted(CaseFailed):
 
 @dataclass(frozen=True)
 class ScriptRun(Instrument):
-    """Runs a script, unmodified, and hears some of its steps.
+    """Runs a script, unmodified, and hears some of its steps."""
 
-    Args:
-        name: of which instrument.
-        program: a script or module, and its arguments.
-        is_module: whether it is a module.
-        skip: steps that come before those that count.
-        steps: how many count.
-        go_on: whether the script goes on after them; else it is ended.
-        directory: where the report of ncu goes, or the folder of torch_profiler.
-        path: the program ncu, if it is not where it usually is.
-        names: what ncu counts, beside the usual.
-        baseline: the script by whose numbers those of this one are divided, if any.
-    """
-
-    name: str  # type: ignore[misc]
-    program: tuple[str, ...]
+    name: str  # type: ignore[misc]  # of the instrument, one of `OF_SCRIPTS`
+    program: tuple[str, ...]  # a script or module, and its arguments
     is_module: bool = False
-    skip: int = 3
-    steps: int = 5
-    go_on: bool = False
-    directory: Path | None = None
-    path: str | None = None
-    names: tuple[str, ...] | None = None
-    baseline: str | None = None
+    skip: int = 3  # steps that come before those that count
+    steps: int = 5  # that count
+    go_on: bool = False  # after them, instead of being ended
+    directory: Path | None = None  # where the report of ncu goes, or the folder of torch_profiler
+    path: str | None = None  # the program ncu, if it is not where it usually is
+    names: tuple[str, ...] | None = None  # what ncu counts, beside the usual
+    baseline: str | None = None  # the script by whose numbers those of this one are divided
 
     @cached_property
     def ncu(self) -> Ncu | None:
@@ -88,11 +75,11 @@ class ScriptRun(Instrument):
 
     @property
     def hardware(self) -> bool:  # type: ignore[override]
-        return HEARD[self.name].hardware
+        return OF_SCRIPTS[self.name].hardware
 
     def check(self) -> None:
         """There are a script and a number of steps."""
-        recorder(self.name, known=HEARD)
+        recorder_of(self.name, OF_SCRIPTS)
         if self.ncu:
             self.ncu.check()
         if self.name == ProfileRecorder.name and self.directory:
@@ -121,8 +108,8 @@ class RunningScript(Running):
         self.script, self.case = script, case
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
         self._record = Path(self._directory.name) / "record.json"
-        what = {"script": asdict(script), "case": asdict(case), "record": self._record}
-        command = [sys.executable, "-m", __name__, json.dumps(what, default=str), *script.program]
+        task = {"script": asdict(script), "case": asdict(case), "record": self._record}
+        command = [sys.executable, "-m", __name__, json.dumps(task, default=str), *script.program]
         if script.ncu:
             report = script.ncu.report(case)
             report.parent.mkdir(parents=True, exist_ok=True)
@@ -134,24 +121,23 @@ class RunningScript(Running):
 
     def rows(self) -> list[Measurement]:
         code, interrupted = self._wait()
+        ncu = self.script.ncu
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            ncu = None if interrupted else self.script.ncu
-            if ncu and (said := ncu.complaint(self.case, self._log)):
+            if ncu and not interrupted and (said := ncu.complaint(self.case, self._log)):
                 raise said from None
             how = describe_exit(code) if code else "ended at once with exit status 0"
-            record = {"error": f"the script {how}, and nothing was counted"}
-        rows = [Measurement.from_row(row) for row in record.get("rows", ())]
-        error = record.get("error")
+            record = {"message": f"the script {how}, and nothing was counted"}
+        outcome = Outcome.from_json(asdict(self.case) | record)
+        rows, error = list(outcome.rows), outcome.message
         if interrupted:
             error = "interrupted; what was counted until then is kept"
-        if self.script.ncu and record.get("heard"):
+        if ncu and record.get("heard"):
             with suppress(*[InstrumentError] if error else []):  # which came before the report's
-                counted = self.script.ncu.rows(self.case, record, self._log)
+                counted = ncu.rows(self.case, record, self._log)
                 rows = [row for row in counted if row.repeat < record["heard"]]
-        self.operators = tuple(OperatorCount.from_row(row) for row in record.get("operators", ()))
-        self.notes = tuple(record.get("notes", ()))
+        self.operators, self.notes = outcome.operators, outcome.notes
         if error:
             kind = ScriptInterrupted if interrupted else CaseFailed
             failure = kind(f"{self.case.id}: {error}")
@@ -190,17 +176,16 @@ def run(
     """
     process, raised = os.getpid(), ""
     code: int | str | None = 0
-    heard = recorder(script.name, script.steps, HEARD)
-    if isinstance(heard, ProfileRecorder) and (folder := script.folder(case)):
-        heard.directory = folder
-    finder = StepFinder(heard, skip=script.skip, go_on=script.go_on)
+    recorder = OF_SCRIPTS[script.name](script.steps)
+    recorder.directory = script.folder(case) or recorder.directory
+    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on)
     with ExitStack() as held:
         for card in gpu.visible_gpus()[:1]:
             say = partial(print, f"{WAITING} the GPU, held by", file=sys.stderr, flush=True)
             held.enter_context(gpu.exclusive(card, case.id, say))
-        held.callback(heard.close)
+        held.callback(recorder.close)
         watch(finder)
-        write_down = partial(_write_down, record, case, finder, heard)
+        write_down = partial(_write_down, record, case, finder, recorder)
         held.callback(setattr, os, "_exit", os._exit)
         os._exit = _exit_after(partial(write_down, ""))  # type: ignore[assignment]
         try:
@@ -234,45 +219,47 @@ def _exit_after(write_down: Callable[[int], object]) -> Callable[[int], NoReturn
 
 
 def _write_down(
-    path: Path, case: Case, finder: StepFinder, heard: Recorder, raised: str, code: int | str | None
+    path: Path,
+    case: Case,
+    finder: StepFinder,
+    recorder: Recorder,
+    raised: str,
+    code: int | str | None,
 ) -> None:
     """Leave the rows of the steps, and what was wrong, for the process that started this one."""
     finder.close()
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
-    record: dict[str, Any] = {"error": None, "torch": torch, "notes": finder.notes}
-    record["heard"] = heard.heard  # ncu's report may have a further step, which did not end
     try:
-        rows = heard.rows(case)
-        record["rows"] = as_rows(rows)
-        record["operators"] = [count.as_row() for count in heard.operators]
-        record["notes"] = [*heard.notes, *_notes(finder, heard, {row.phase for row in rows})]
-        record["error"] = _what_is_wrong(finder, heard, raised, code)
-    except DpbenchError as error:
-        record["error"] = str(error)
-    write_text(path, json.dumps(record))
-
-
-def _notes(finder: StepFinder, heard: Recorder, phases: Collection[str]) -> list[str]:
-    notes = list(finder.notes)
-    if "backward" in phases and "forward" not in phases:
-        notes.append(
-            f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
+        outcome = recorder.outcome(case)
+        outcome = replace(
+            outcome,
+            notes=(*outcome.notes, *_notes(finder, recorder, {row.phase for row in outcome.rows})),
+            message=_what_is_wrong(finder, recorder, raised, code),
         )
-    if heard.heard and not heard.finished:
-        notes.append(f"steps that count: {heard.heard}, where {heard.wanted} were asked for")
+    except DpbenchError as error:
+        outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
+    # The report of ncu may have a further step, which did not end.
+    write_text(path, json.dumps({**outcome.as_json(), "torch": torch, "heard": recorder.heard}))
+
+
+def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> Iterator[str]:
+    yield from finder.notes
+    if "backward" in phases and "forward" not in phases:
+        yield f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
+    if recorder.heard and not recorder.finished:
+        yield f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for"
     if finder.evaluations:
-        notes.append(
+        yield (
             f"{finder.evaluations} calls of a model without gradients (evaluation) are in "
             f"{OUTSIDE!r}"
         )
-    return notes
 
 
 def _what_is_wrong(
-    finder: StepFinder, heard: Recorder, raised: str, code: int | str | None
-) -> str | None:
-    """Why nothing was counted, or not what was asked for, in one line."""
-    kept = f"; {heard.heard} steps were counted until then" if heard.heard else ""
+    finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
+) -> str:
+    """Why nothing was counted, or not what was asked for, in one line; nothing if all is well."""
+    kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
     if raised:
         return f"the script failed with {raised}{kept}"
     if finder.failure is not None:
@@ -280,19 +267,20 @@ def _what_is_wrong(
     if code:
         kept = kept or ", before a step counted"
         return f"the script ended by itself with exit status {code!r}{kept}"
-    if heard.heard:
-        return None
+    if recorder.heard:
+        return ""
     if finder.steps:
+        enough = max(0, finder.steps - (recorder.wanted or 0))
         return (
             f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
-            f"count: let it take more, or give --skip {max(0, finder.steps - (heard.wanted or 0))}"
+            f"count: let it take more, or give --skip {enough}"
         )
     if finder.steps_elsewhere:
         return (
             f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
             f"outside the main thread, where none can be found; let it train there"
         )
-    if finder.processes:
+    if finder.started_processes:
         return (
             "the script took no step in its own process, but started others: training in them "
             "cannot be seen; let it train in its own, as one rank"
@@ -324,7 +312,7 @@ def leave_threads(seconds: float = GRACE_SECONDS) -> None:
 if __name__ == "__main__":
     if sys.platform == "linux":  # this process shall end with its parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    what = json.loads(sys.argv[1])
-    directory = {"directory": Path(what["script"]["directory"] or "")}
-    script, case = ScriptRun(**what["script"] | directory), Case(**what["case"])
-    sys.exit(run(script, case, Path(what["record"]), stopped=leave_threads))
+    task = json.loads(sys.argv[1])
+    directory = {"directory": Path(task["script"]["directory"] or "")}
+    script, case = ScriptRun(**task["script"] | directory), Case(**task["case"])
+    sys.exit(run(script, case, Path(task["record"]), stopped=leave_threads))

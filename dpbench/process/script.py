@@ -10,13 +10,13 @@ a batch, a forward or a backward. What belongs to no phase is outside: batches, 
 from __future__ import annotations
 
 import builtins
+import resource
 import runpy
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -33,9 +33,6 @@ MOST_STOPS = 20
 class Stop(SystemExit):
     """Ends a script where its next step would begin, as if it had come to its end."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
-
 
 class StepRecorder(PhaseListener, Protocol):
     """Hears the steps that count."""
@@ -43,9 +40,6 @@ class StepRecorder(PhaseListener, Protocol):
     @property
     def finished(self) -> bool:
         """Whether it has heard enough."""
-
-    def close(self) -> None:
-        """Let go of what it holds of this process: modes, counters."""
 
     def forked(self) -> None:
         """Let go of what a fork of this process has of it; counters are its parent's."""
@@ -58,40 +52,32 @@ class StepFinder:
         recorder: hears the steps that count, all if it is never finished.
         skip: steps that come before them.
         go_on: whether the loop goes on when the recorder has finished; else `Stop` ends it.
-        by_hand: whether `begin_step` and `end_step` are called; then only phases are found.
-
-    Attributes:
-        steps: how many are over.
-        failure: what went wrong while recording; the recorder hears nothing any more.
-        steps_elsewhere: steps of optimizers in other threads, which are not seen.
-        processes: how many others were started.
-        evaluations: calls of modules without gradients, within steps that count.
-        notes: what a reader should know.
-        settled: whether a module, a backward or a batch is under way: modules begin nothing.
-        idle: whether no step that counts is under way; then only borders are looked for.
-        quiet: whether a step is under way that does not count and no optimizer has stepped: then
-            none can begin or end, and watching costs nothing.
-        undo: what `close` takes back.
+        by_hand: whether `start_step` and `end_step` are called; then only phases are found.
     """
 
     def __init__(
         self, recorder: StepRecorder, *, skip: int = 0, go_on: bool = False, by_hand: bool = False
     ) -> None:
         self.recorder = recorder
-        self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
-        self.steps = self.steps_elsewhere = self.processes = self.evaluations = 0
-        self.failure: Exception | None = None
-        self.notes: list[str] = []
-        self.settled = False
-        self.idle = True
+        self.skip, self.by_hand = skip, by_hand
+        self.steps = 0  # that are over
+        self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
+        self.evaluations = 0  # calls of modules without gradients, within steps that count
+        self.failure: Exception | None = None  # after it the recorder hears nothing any more
+        self.notes: list[str] = []  # what a reader should know
+        self.settled = False  # in a module, a backward or a batch: modules begin nothing
+        self.idle = True  # in no step that counts: only borders are looked for
+        # In a step that does not count, before an optimizer has stepped: none can begin or end,
+        # and watching costs nothing.
         self.quiet = False
-        self.undo = ExitStack()
+        self.undo = ExitStack()  # what `close` takes back
         self._thread = threading.get_ident()
+        self._children = page_faults_of_children()
         self._closed = False
         self._begun = False  # a step
         self._updated = False  # an optimizer has stepped: what begins next is another step
-        self._stops = 0
         self._stopped = False
+        self._stops = 0 if go_on else MOST_STOPS  # how often it is still told to end
         self._step = Step()
         self._forward: OpenPhase | None = None  # that of a module which has returned, maybe
         self._in_backward = False
@@ -99,7 +85,7 @@ class StepFinder:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         """A step begins; from here on its phases are heard, if it counts."""
         self._begun = True
         counts = self.steps >= self.skip and not (self.recorder.finished or self.failure)
@@ -126,16 +112,13 @@ class StepFinder:
 
     def switch(self, phase: str) -> None:
         """Of a step that counts: see `PhaseListener`."""
-        self._tell(partial(self.recorder.switch, phase))
+        self._tell(self.recorder.switch, phase)
 
-    def start_step(self) -> None:
-        """See `PhaseListener`; steps begin with `begin_step`."""
-
-    def _tell(self, what: Callable[[], object]) -> None:
+    def _tell(self, method: Callable[..., object], *phase: str) -> None:
         """Let the recorder hear something; its errors are not the script's."""
         if self.failure is None:
             try:
-                what()
+                method(*phase)
             except Exception as error:
                 self.failure = error
 
@@ -146,15 +129,13 @@ class StepFinder:
         if self._updated:
             self.end_step()
             self._stopped = self.recorder.finished or self.failure is not None
-        if self._stopped and self.go_on:
-            self.close()
-        elif self._stopped:
-            self._stops += 1
-            if self._stops <= MOST_STOPS:
-                raise Stop
+        if self._stopped:
+            self._stops -= 1
+            if self._stops >= 0:
+                raise Stop(0)
             self.close()
         elif begins and not self._begun:
-            self.begin_step()
+            self.start_step()
 
     def begin(self, *, in_backward: bool, trains: bool = True) -> tuple[bool, bool] | None:
         """A batch, a backward or a module begins while no step that counts is under way.
@@ -193,10 +174,12 @@ class StepFinder:
             return
         if begins and not self._in_backward:
             self._border()
-        resumes = resumes and self._forward is not None and not self.settled
-        if not self.settled:
-            self._end_forward()
         step, before = self._step, (self.settled, self._in_backward)
+        if self._forward and not self.settled:
+            step.leave(self._forward)
+            self._forward = None
+        else:
+            resumes = False
         entered = step.enter(phase) if phase != step.phase else None
         self.settled = self.settled or begins
         self._in_backward = self._in_backward or phase == "backward"
@@ -208,11 +191,6 @@ class StepFinder:
                 step.leave(entered)
             if resumes:
                 self._forward = step.enter("forward")
-
-    def _end_forward(self) -> None:
-        if self._forward is not None:
-            self._step.leave(self._forward)
-            self._forward = None
 
     def begins_forward(self, module: Any) -> bool:
         """Whether a module's call is one of the loop's own; losses have no parameters."""
@@ -276,9 +254,10 @@ class StepFinder:
             hear(None)
             self.undo.close()
 
-    def note_process(self) -> None:
-        """Another process was started, or is about to be."""
-        self.processes += 1
+    @property
+    def started_processes(self) -> bool:
+        """Whether this process has meanwhile started others, and waited for them."""
+        return page_faults_of_children() > self._children
 
     def forget(self) -> None:
         """Hear nothing more: this process is a fork of the one that trains."""
@@ -286,6 +265,11 @@ class StepFinder:
         hear(None)
         if self._step.listener:
             self.recorder.forked()
+
+
+def page_faults_of_children() -> int:
+    """A number that grows with each process that this one starts, once it has waited for it."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 def run_program(program: Sequence[str], *, is_module: bool) -> None:
@@ -296,7 +280,7 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
         return
     path = Path(program[0]).resolve()
     sys.path[0] = str(path.parent)
-    main = ModuleType("__main__")
+    main = ModuleType("__main__")  # which stays, unlike runpy's: what runs at exit may pickle
     main.__dict__.update(__file__=str(path), __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
@@ -305,12 +289,11 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
 def print_error(error: BaseException) -> None:
     """Print a script's traceback as it would be without us."""
     ours = (str(Path(__file__).parents[1]), "<frozen runpy>")
-    shown: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
-    pending = [shown]
+    shown = traceback.TracebackException.from_exception(error)
+    pending: list[traceback.TracebackException | None] = [shown]
     while pending:
-        if (part := pending.pop()) is not None:
+        if part := pending.pop():
             stack = [frame for frame in part.stack if not frame.filename.startswith(ours)]
             part.stack = traceback.StackSummary.from_list(stack)
             pending += [part.__cause__, part.__context__]
-    assert shown
-    print("".join(shown.format()), end="", file=sys.stderr, flush=True)
+    shown.print()

@@ -8,19 +8,42 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import reduce, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
 from dpbench.case import OUTSIDE
 from dpbench.process.script import StepFinder
+
+FUNCTIONS: dict[str, dict[str, str]] = {
+    "torch": {
+        "autograd.backward": "backward",
+        "autograd.grad": "backward",
+        "Tensor.backward": "backward",
+        "utils.data.dataloader._BaseDataLoaderIter.__next__": OUTSIDE,
+        "utils.data.dataloader.DataLoader.__iter__": OUTSIDE,
+        "nn.utils.clip_grad_norm_": "clip",
+        "nn.utils.clip_grad_value_": "clip",
+        "nn.utils.clip_grad.clip_grad_norm_": "clip",
+        "nn.utils.clip_grad.clip_grad_value_": "clip",
+        "amp.GradScaler.unscale_": "optimizer",
+        "amp.GradScaler.update": "optimizer",
+        "optim.Optimizer.zero_grad": "optimizer",
+    },
+    # A loss that runs backward twice, of which autograd hears only the parts.
+    "opacus.utils.fast_gradient_clipping_utils": {
+        "DPTensorFastGradientClipping.backward": "backward",
+    },
+    # Book-keeping clips within backward, and adds noise before the optimizer's own step.
+    "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
+    "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
+}
+"""The phases of functions, by the library after whose import they are there."""
 
 OPACUS = {
     "clip_and_accumulate": "clip",
@@ -36,6 +59,9 @@ OPACUS = {
 }
 """The phases of the methods of Opacus's optimizers."""
 
+BEGIN_STEPS = ("backward", OUTSIDE)
+"""The phases with whose functions, a backward and a batch, a step may begin."""
+
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes of a function one that does the same, and tells of it."""
 
@@ -43,32 +69,18 @@ Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 def watch(finder: StepFinder) -> None:
     """Let a finder hear of PyTorch and Opacus, each once it is imported, until it is closed."""
     watching = _Watching(finder)
-    for owner, name in ((BaseProcess, "start"), (subprocess.Popen, "__init__")):
-        watching.replace(owner, name, watching.process)
-    libraries: dict[str, Callable[[Any], None]] = {
-        "torch": watching.torch,
-        "opacus.optimizers.optimizer": watching.opacus,
-        "opacus.utils.fast_gradient_clipping_utils": watching.ghost_clipping,
-        "opacus.grad_sample.grad_sample_module_fast_gradient_clipping": watching.norms,
-        "fastDP.autograd_grad_sample": watching.fastdp,
-        "fastDP.privacy_engine": watching.fastdp_engine,
-    }
-    later: dict[str, Callable[[Any], None]] = {}
-    for name, library in libraries.items():
-        told = partial(watching.library, name, library)
+    later = set()
+    for name in {*FUNCTIONS, *watching.further}:
         if name in sys.modules:
-            told(sys.modules[name])
+            watching.library(sys.modules[name])
         else:
-            later[name] = told
-    after_import = _AfterImport(later)
+            later.add(name)
+    after_import = _AfterImport(later, watching.library)
     sys.meta_path.insert(0, after_import)
     finder.undo.callback(sys.meta_path.remove, after_import)
     # A data loader's workers are forks of this process and train nothing.
-    forked, started = weakref.WeakMethod(finder.forget), weakref.WeakMethod(finder.note_process)
-    os.register_at_fork(
-        after_in_child=lambda: (forget := forked()) and forget(),
-        after_in_parent=lambda: (note := started()) and note(),
-    )
+    forked = weakref.WeakMethod(finder.forget)
+    os.register_at_fork(after_in_child=lambda: (forget := forked()) and forget())
 
 
 class _Watching:
@@ -77,11 +89,21 @@ class _Watching:
     def __init__(self, finder: StepFinder) -> None:
         self.finder = finder
         self._updates: list[tuple[Any, Any]] = []
+        self.further: dict[str, Callable[[Any], None]] = {
+            "torch": self.torch,
+            "opacus.optimizers.optimizer": self.opacus,
+            "opacus.grad_sample.grad_sample_module_fast_gradient_clipping": self.norms,
+        }
 
-    def library(self, name: str, watch: Callable[[Any], None], module: ModuleType) -> None:
+    def library(self, module: ModuleType) -> None:
         """Watch a library; one that has changed shall not break the script."""
+        name = module.__name__
         try:
-            watch(module)
+            if name in self.further:
+                self.further[name](module)
+            for path, phase in FUNCTIONS.get(name, {}).items():
+                *owner, function = path.split(".")
+                self.replace(reduce(getattr, owner, module), function, self.phase(phase))
         except (AttributeError, ImportError, KeyError) as error:
             self.finder.notes.append(f"{name} lacks {error}: not all phases were found")
 
@@ -93,9 +115,9 @@ class _Watching:
 
     # --- functions ---------------------------------------------------------------------------
 
-    def phase(self, phase: str, *, begins: bool = False) -> Replacement:
+    def phase(self, phase: str) -> Replacement:
         """Its calls are in one phase; see `StepFinder.within`."""
-        finder, is_backward = self.finder, phase == "backward"
+        finder, is_backward, begins = self.finder, phase == "backward", phase in BEGIN_STEPS
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **options: Any) -> Any:
@@ -125,15 +147,6 @@ class _Watching:
                 self.finder.end_update(update)
 
         return called
-
-    def process(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        """Starts another process."""
-
-        def started(*args: Any, **options: Any) -> Any:
-            self.finder.note_process()
-            return start(*args, **options)
-
-        return started
 
     def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call of every module, of which most are inside another's."""
@@ -168,26 +181,11 @@ class _Watching:
     # --- libraries ---------------------------------------------------------------------------
 
     def torch(self, torch: Any) -> None:
-        """Modules, backward, batches, optimizers, clipping of whole gradients, scalers."""
-        from torch.nn.utils import clip_grad
+        """Modules, optimizers, and scalers, which may step or not."""
         from torch.optim import optimizer
-        from torch.utils.data import dataloader
 
         self.replace(torch.nn.Module, "__call__", self.module)
-        backward = self.phase("backward", begins=True)
-        self.replace(torch.autograd, "backward", backward)
-        self.replace(torch.autograd, "grad", backward)
-        self.replace(torch.Tensor, "backward", backward)
-        batch = self.phase(OUTSIDE, begins=True)
-        self.replace(dataloader._BaseDataLoaderIter, "__next__", batch)
-        self.replace(dataloader.DataLoader, "__iter__", batch)
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            for place in (clip_grad, torch.nn.utils):
-                self.replace(place, name, self.phase("clip"))
-        for name in ("unscale_", "update"):
-            self.replace(torch.amp.GradScaler, name, self.phase("optimizer"))
         self.replace(torch.amp.GradScaler, "step", self.outer_update)
-        self.replace(torch.optim.Optimizer, "zero_grad", self.phase("optimizer"))
         before = optimizer.register_optimizer_step_pre_hook(self._before_update)
         after = optimizer.register_optimizer_step_post_hook(self._after_update)
         self.finder.undo.callback(before.remove)
@@ -216,25 +214,11 @@ class _Watching:
         watch_all()
         self.replace(module.DPOptimizer, "__init__", made)
 
-    def ghost_clipping(self, module: ModuleType) -> None:
-        """A loss that runs backward twice, of which autograd hears only the parts."""
-        backward = self.phase("backward", begins=True)
-        self.replace(module.DPTensorFastGradientClipping, "backward", backward)
-
     def norms(self, module: ModuleType) -> None:
         """Clipping factors from the norms of gradients that are never made."""
         for cls in vars(module).values():
             if isinstance(cls, type) and "get_clipping_coef" in vars(cls):
                 self.replace(cls, "get_clipping_coef", self.phase("clip"))
-
-    def fastdp(self, module: ModuleType) -> None:
-        """Book-keeping, which clips within backward."""
-        self.replace(module, "_per_block_clip_grad", self.phase("clip"))
-
-    def fastdp_engine(self, module: ModuleType) -> None:
-        """Its noise, which a method puts on the optimizer adds before the optimizer's own step."""
-        engine = module.PrivacyEngine
-        self.replace(engine, "_create_noisy_clipped_gradient", self.phase("noise"))
 
 
 def _derived(cls: type[Any]) -> Iterator[type[Any]]:
@@ -244,16 +228,16 @@ def _derived(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function with each module that was named, as soon as it has been imported."""
+    """Calls a function with each module of these names, as soon as it has been imported."""
 
-    def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
-        self._functions = functions
+    def __init__(self, names: set[str], function: Callable[[ModuleType], None]) -> None:
+        self._names, self._function = names, function
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Let the others find it, and have it executed with its function after that."""
-        if name not in self._functions:
+        """Let the others find it, and have it executed with the function after that."""
+        if name not in self._names:
             return None
-        function = self._functions.pop(name)
+        self._names.remove(name)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -261,7 +245,7 @@ class _AfterImport(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            function(module)
+            self._function(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

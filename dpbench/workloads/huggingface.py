@@ -60,8 +60,10 @@ class HuggingFace(Workload):
                 raise ConfigurationError(
                     f"the configuration of {model_type} has no {name!r}; see {near}"
                 )
-        drops = [n for n, v in vars(known).items() if _is_dropout(n) and isinstance(v, float)]
-        fields |= dict.fromkeys(drops, 0.0) | overrides
+        for name, value in vars(known).items():
+            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+                fields[name] = 0.0
+        fields |= overrides
         self.config: Any = transformers.AutoConfig.for_model(model_type, **fields)
 
     def model(self) -> nn.Module:
@@ -168,10 +170,6 @@ class ImageEmbeddings(nn.Module):
         embedded = torch.cat((self.first(torch.zeros_like(ids[:, :1])), patches), dim=1)
         dropped: Tensor = self.dropout(embedded + self.positions(ids))
         return dropped
-
-
-def _is_dropout(name: str) -> bool:
-    return "dropout" in name or name.endswith("_pdrop")
 
 
 def _fields_of(path: Path) -> dict[str, Any]:

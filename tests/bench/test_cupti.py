@@ -32,10 +32,10 @@ def by_cupti(case: Case, phases: float = 1e9) -> list[Measurement]:
         "cupti": "13.0",
         "peak_memory_bytes": 1e9,
         "phase_seconds": [{"forward": 0.2, "backward": 0.3}] * 2,
-        "counted_phases": {
-            name: {**counted(phases), "range_time_seconds": 0.25} for name in ("forward", "clip")
-        },
-        "counted_steps": [counted(2e9)],
+        "counted": [
+            {name: {**counted(phases), "range_time_seconds": 0.25} for name in ("forward", "clip")},
+            {"step": counted(2e9)},
+        ],
     }
     return list(cupti_rows(case, record))
 
@@ -137,7 +137,7 @@ def test_busy_shares_of_steps_must_agree(busy: float, status: int, tmp_path: Pat
 
 
 def test_counted_steps_are_those_of_all_passes() -> None:
-    assert cupti.further_steps({"passes": 2, "counted_steps": [{}, {}, {}]}) == 8
+    assert cupti.further_steps({"passes": 2, "counted": [{}, {}, {}, {}]}) == 8
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(1.1, 0), (1.2, 1)])
@@ -147,7 +147,7 @@ def test_a_counted_case_may_cost_little_more_than_a_plain_one(
     """The plain process takes as many steps in a second."""
     record = {
         "passes": 1,
-        "counted_steps": [{}],
+        "counted": [{}, {}],
         "phase_seconds": [{"forward": 0.1}],
         "spent_seconds": {"after": 0.3},
     }

@@ -154,7 +154,7 @@ def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
     exec(scripts.TRAINING, {"__name__": "__main__"})
     alone = capsys.readouterr().out
     found = script_here("training.py", "--lr", steps=2, go_on=True)
-    assert (capsys.readouterr().out, found["error"]) == (alone, None)
+    assert (capsys.readouterr().out, found["message"]) == (alone, "")
     assert "['--lr'] __main__" in alone
     times = {(row["phase"], row["repeat"]): row["value"] for row in found["rows"]}
     parts = ("forward", "backward", "optimizer", "outside")
@@ -179,8 +179,8 @@ def test_what_cannot_be_measured_is_said_in_a_line(
     script_here: Callable[..., dict[str, Any]], program: list[str], words: str, counted: int
 ) -> None:
     found = script_here(*program)
-    assert words in found["error"]
-    assert "\n" not in found["error"]
+    assert words in found["message"]
+    assert "\n" not in found["message"]
     assert len({row["repeat"] for row in found["rows"]}) == counted
 
 
@@ -265,7 +265,7 @@ with open("arguments.json", "w") as stream:
     json.dump([arguments, what["script"]], stream)
 shutil.copy("recorded.ncu-rep", arguments[arguments.index("--export") + 1])
 with open(what["record"], "w") as stream:
-    json.dump({"torch": "2.11.0", "notes": [], "error": None, "heard": 1}, stream)
+    json.dump({"torch": "2.11.0", "notes": [], "message": "", "heard": 1}, stream)
 """
 
 
@@ -280,15 +280,15 @@ sys.exit(9)
 """
 
 
-@pytest.mark.parametrize("error", [None, "the script failed with KeyError"])
+@pytest.mark.parametrize("error", ["", "the script failed with KeyError"])
 def test_script_under_ncu_has_the_rows_of_its_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str | None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str
 ) -> None:
     gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
     monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [gpu])
     recorded = Path(__file__).parents[1] / "data/tiny-fp32/report_dpsgd_bs4_seq64.ncu-rep"
     Path("recorded.ncu-rep").write_bytes(recorded.read_bytes())
-    program(Path("ncu"), NCU.replace("None", repr(error)))
+    program(Path("ncu"), NCU.replace('""', repr(error)))
     read = Ncu.rows
 
     def further_step(ncu: Ncu, *of: Any) -> list[Measurement]:
@@ -299,7 +299,7 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == bool(error)
     said = capsys.readouterr()
     assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in said.out
-    assert (error or "") in said.err
+    assert error in said.err
     arguments, script = json.loads(Path("arguments.json").read_text())
     report = "ncu_reports/script/report_training"
     under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
@@ -348,7 +348,7 @@ def test_script_that_profiles_itself_is_not_profiled(
     lines = f"with torch.autograd.profiler.profile():\n{indent(scripts.TRAINING, '    ')}"
     Path("profiled.py").write_text(f"import torch\n{lines}", encoding="utf-8")
     found = script_here("profiled.py", instrument="torch_profiler")
-    assert "the script runs the PyTorch profiler itself; there is only one" in found["error"]
+    assert "the script runs the PyTorch profiler itself; there is only one" in found["message"]
 
 
 def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:

@@ -29,7 +29,7 @@ def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str
     counted = {"forward": bytes_of(share * COPIED), "outside": bytes_of(resting * COPIED)}
     names = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_total_bytes": ["lts__t_bytes.sum"]}
     made = {"cupti": "13.0", "chip": "GH100", "passes": 1, "counters": names}
-    return made | {"counted_phases": counted} | changed
+    return made | {"counted": [counted]} | changed
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_other_bytes_fail_the_calibration(share: float, resting: float, examined
 
 
 def test_a_chip_without_dram_counters_is_no_failure(examined: Any) -> None:
-    found = examined(record(counted_phases={"forward": {}, "outside": {}}))
+    found = examined(record(counted=[{"forward": {}, "outside": {}}]))
     assert [finding.status for finding in found] == [OK, WARNING]
     assert "GH100 does not count DRAM bytes" in found[1].detail
 

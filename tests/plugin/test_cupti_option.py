@@ -30,7 +30,7 @@ forward |= {"gpu_busy_cycles": 9.0, "gpu_elapsed_cycles": 10.0, "range_time_seco
 print_record(
     case=vars(case), device="NVIDIA H200", torch="2.11", cupti="13.0", chip="GH100", passes=1,
     phase_seconds=[{"forward": 0.5}, {"forward": 0.5}], peak_memory_bytes=3e9,
-    counted_phases={"forward": forward}, counted_steps=[forward],
+    counted=[{"forward": forward}, {"step": forward}],
 )
 """
 

@@ -46,10 +46,8 @@ class Trace:
         if not self.heard.endswith(letter := LETTERS[phase]):
             self.heard += letter
 
-    def close(self) -> None:
+    def forked(self) -> None:
         pass
-
-    forked = close
 
     def end_step(self) -> None:
         self.steps.append(self.heard.replace(".", ""))

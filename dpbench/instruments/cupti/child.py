@@ -13,7 +13,6 @@ from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.steps import StepCounter, Target
 from dpbench.process.build import pick_device
 from dpbench.process.step import run_case
-from dpbench.results.rows import STEP
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import observed_step
 
@@ -40,8 +39,8 @@ def count_case(
 
     Returns:
         The record of `run_case`, with libcupti's version as ``cupti``, ``chip``, ``passes``, the
-        ``counters`` of each metric, and the metrics by phase as ``counted_phases`` and of each
-        whole step as ``counted_steps``.
+        ``counters`` of each metric, and as ``counted`` the metrics of a step by phase and of whole
+        steps, as `StepCounter.rounds` has them.
     """
     if find_target is None:
         pick_device(device)
@@ -58,14 +57,13 @@ def count_case(
             for batch in islice(cycle(batches), counter.steps):
                 with observed_step(counter):
                     trainer.train_step(batch)
-            by_phase, *whole = counter.rounds()
+            counted = counter.rounds()
         return {
             "cupti": "{}.{}".format(*target.library.cuda_version),
             "chip": counter.chip.name,
             "passes": counter.passes,
             "counters": {metric.name: metric.counters for metric in counter.metrics},
-            "counted_phases": by_phase,
-            "counted_steps": [step[STEP] for step in whole],
+            "counted": counted,
         }
 
     return run_case(case, device=device, warmup=warmup, active=active, after=count)

@@ -110,13 +110,7 @@ class Chip:
 
 
 class Configuration:
-    """Counters of a chip, chosen to be read together.
-
-    Attributes:
-        names: the counters as a C array of the chip's own names.
-        image: the choice as CUPTI's profiler takes it.
-        passes: how often the work must run.
-    """
+    """Counters of a chip, chosen to be read together: an image that CUPTI's profiler takes."""
 
     def __init__(self, chip: Chip, counters: Iterable[str]) -> None:
         self._counters = list(counters)
@@ -208,11 +202,7 @@ class RangeProfiler:
     """
 
     def __init__(
-        self,
-        library: Library,
-        context: int,
-        configuration: Configuration,
-        max_ranges: int = MAX_RANGES,
+        self, library: Library, context: int, configuration: Configuration, max_ranges: int
     ) -> None:
         self.configuration = configuration
         self._library = library

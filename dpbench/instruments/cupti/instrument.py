@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, ClassVar, Self
@@ -40,20 +40,12 @@ class Cupti(Timing):
 
 
 def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
-    """The rows of one record of ``dpbench step --cupti``."""
-    whole = ({STEP: values} for values in record["counted_steps"])
-    return counted_rows(case, record, [record["counted_phases"], *whole])
-
-
-def counted_rows(
-    case: Case, record: Mapping[str, Any], steps: Iterable[Mapping[str, Mapping[str, float]]]
-) -> Iterator[Measurement]:
-    """The rows of timed steps, and of steps that were counted, by phase or as a whole."""
+    """The rows of timed steps, and of those that were counted, by phase or as a whole."""
     device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
     for row in timing_rows(case, dict(record)):
         yield replace(row, instrument=Cupti.name, tool=tool)
     repeats = {True: count(), False: count()}  # of the steps that were counted as a whole, or not
-    for step in steps:
+    for step in record["counted"]:
         where = (next(repeats[STEP in step]), device, tool)
         for phase, values in step.items():
             for metric, value in values.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.base import ProfilerNotLoaded
@@ -28,21 +29,13 @@ ByPhase = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU whose work is counted: a CUDA context of this process.
-
-    Args:
-        library: the libcupti of this process.
-        device: the GPU's CUDA index.
-        context: the context's handle.
-        synchronize: waits for all work on the GPU.
-        peers: whether this process sees other GPUs.
-    """
+    """The GPU whose work is counted: a CUDA context of this process."""
 
     library: Library
-    device: int
-    context: int
-    synchronize: Callable[[], None]
-    peers: bool = False
+    device: int  # its CUDA index
+    context: int  # the handle
+    synchronize: Callable[[], None]  # waits for all work on the GPU
+    peers: bool = False  # whether this process sees other GPUs
 
     @classmethod
     def of_torch(cls) -> Target:
@@ -71,12 +64,6 @@ class StepCounter:
         target: where.
         rounds: for each round, whether its steps are counted by phase.
         max_ranges: how many ranges a step may have, one for each time that the phase changes.
-
-    Attributes:
-        chip: the GPU's chip.
-        metrics: what is counted.
-        passes: how many steps a round takes.
-        steps: how many steps must be heard.
     """
 
     def __init__(
@@ -87,12 +74,12 @@ class StepCounter:
         max_ranges: int = MAX_RANGES,
     ) -> None:
         self._target = target
-        self._max_ranges = max_ranges
+        self._open = partial(RangeProfiler, target.library, target.context, max_ranges=max_ranges)
         self.chip = chip_of(target.library, target.device, target.context)
         self.metrics = chosen(self.chip, names, peers=target.peers)
         self._dram = counters(metric for metric in self.metrics if metric.name in ALWAYS)
         groups = self.chip.spread(counters(self.metrics), self._dram)
-        self.passes = len(groups)
+        self.passes = len(groups)  # steps in a round
         with ExitStack() as opened:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
@@ -101,7 +88,7 @@ class StepCounter:
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
-        self.steps = len(self._plan)
+        self.steps = len(self._plan)  # that must be heard
         self._phases: list[str] = []  # of the ranges of the step that is counted
         self._counted: list[ByPhase] = []
 
@@ -125,10 +112,6 @@ class StepCounter:
         for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
             counted[phase] = _sum([counted[phase], values]) if phase in counted else values
         self._counted.append(counted)
-
-    def _open(self, configuration: Configuration) -> RangeProfiler:
-        target = self._target
-        return RangeProfiler(target.library, target.context, configuration, self._max_ranges)
 
     def _begin(self, phase: str) -> None:
         self._target.synchronize()

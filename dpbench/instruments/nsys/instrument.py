@@ -181,26 +181,22 @@ def _candidates() -> Iterator[str]:
 @cache
 def nsys_version(path: str) -> str:
     """The version that an ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
-    match = re.search(r"version (\d+\.\d+\.\d+)", _run([path, "--version"], ANSWER_SECONDS)[1])
+    match = re.search(
+        r"version (\d+\.\d+\.\d+)", run([path, "--version"], timeout=ANSWER_SECONDS)[1]
+    )
     return match[1] if match else "unknown"
-
-
-def find_importer(nsys: str) -> Path | None:
-    """The importer that belongs to an ``nsys``: beside the collector's folder, in the host's."""
-    collector = Path(nsys).resolve()
-    return next(iter(sorted(collector.parents[1].glob("*/QdstrmImporter"))), None)
 
 
 def imported(nsys: str, raw: Path, *, timeout: float) -> Path:
     """The report made of what a collector without importer left."""
-    importer = find_importer(nsys)
+    hosts = Path(nsys).resolve().parents[1]  # the importer's folder is beside the collector's
+    importer = min(hosts.glob("*/QdstrmImporter"), default=None)
     if importer is None:
         raise ImporterMissing(f"{nsys} left {raw}, and there is no QdstrmImporter beside it")
     report = raw.with_suffix(REPORT)
     command = [str(importer), "--force-overwrite", "--input-file", str(raw)]
-    code, said = _run([*command, "--output-file", str(report)], timeout)
-    if code or not report.exists():
-        raise ImporterMissing(f"{importer} made no report of {raw} ({said or f'exit code {code}'})")
+    if why := _failure([*command, "--output-file", str(report)], report, timeout):
+        raise ImporterMissing(f"{importer} made no report of {raw} ({why})")
     raw.unlink()  # ten times the report's size
     return report
 
@@ -209,16 +205,16 @@ def exported(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
     """A report as a SQLite file."""
     target.unlink(missing_ok=True)
     command = [nsys, "export", "--type", "sqlite", "--force-overwrite", "true", "--quiet", "true"]
-    code, said = _run([*command, "--output", str(target), str(report)], timeout)
-    if code or not target.exists():
+    if why := _failure([*command, "--output", str(target), str(report)], target, timeout):
         version = nsys_version(nsys)
-        why = said or f"exit code {code}"
         raise ExportFailed(f"nsys {version} made no SQLite file of {report} ({why})")
     return target
 
 
-def _run(command: Sequence[str], timeout: float) -> tuple[int, str]:
-    """Exit code and last line of a program."""
+def _failure(command: Sequence[str], target: Path, timeout: float) -> str:
+    """Why a program did not make a file, by its last line; nothing if it did."""
     code, output = run(command, timeout=timeout)
-    lines = [line.strip() for line in output.replace("\r", "\n").splitlines() if line.strip()]
-    return code, lines[-1] if lines else ""
+    if not code and target.exists():
+        return ""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {code}"

@@ -48,7 +48,7 @@ def record() -> dict[str, Any]:
         found = child.count_case(
             CASE, device="cpu", warmup=1, active=2, find_target=lambda: target(cupti)
         )
-    took = found["counted_steps"][0]["range_time_seconds"]  # as long as the fake GPU's steps
+    took = found["counted"][1][STEP]["range_time_seconds"]  # as long as the fake GPU's steps
     for step in found["phase_seconds"]:
         whole = sum(step.values())
         step.update({phase: seconds * took / whole for phase, seconds in step.items()})
@@ -63,9 +63,10 @@ def said(record: dict[str, Any]) -> str:
 def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any]) -> None:
     assert (record["cupti"], record["chip"], record["passes"]) == ("13.0", "GH100", 1)
     assert len(record["phase_seconds"]) == record["active"] == 2
-    assert record["counted_phases"]["forward"]["dram_read_bytes"] == 5 * GB
-    assert {"clip", "noise", "backward"} < record["counted_phases"].keys()
-    assert [step["dram_read_bytes"] for step in record["counted_steps"]] == 3 * [5 * GB]
+    by_phase, *whole = record["counted"]
+    assert by_phase["forward"]["dram_read_bytes"] == 5 * GB
+    assert {"clip", "noise", "backward"} < by_phase.keys()
+    assert [step[STEP]["dram_read_bytes"] for step in whole] == 3 * [5 * GB]
 
 
 def test_a_long_step_is_counted_once_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +74,8 @@ def test_a_long_step_is_counted_once_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     found = child.count_case(
         CASE, [], device="cpu", warmup=0, active=1, find_target=lambda: target(FakeCupti())
     )
-    assert len(found["counted_steps"]) == 1
-    assert "l2_total_bytes" not in found["counted_steps"][0]
+    _, whole = found["counted"]
+    assert "l2_total_bytes" not in whole[STEP]
 
 
 def test_the_report_has_times_and_bytes_of_the_step_and_its_phases(record: dict[str, Any]) -> None:
@@ -90,9 +91,9 @@ def test_the_report_has_times_and_bytes_of_the_step_and_its_phases(record: dict[
 
 
 def test_the_busy_share_of_a_step_is_that_of_the_middle_one(record: dict[str, Any]) -> None:
-    whole = record["counted_steps"]
-    paused = [{**whole[0], "gpu_elapsed_cycles": 10 * GB}, *whole[1:]]
-    rows = cupti_rows(CASE, {**record, "counted_steps": paused})
+    by_phase, first, *others = record["counted"]
+    paused = {STEP: {**first[STEP], "gpu_elapsed_cycles": 10 * GB}}
+    rows = cupti_rows(CASE, {**record, "counted": [by_phase, paused, *others]})
     summary = summarise(to_frame(rows)).set_index(["metric", "phase"])
     assert summary.value["gpu_busy_share", STEP] == pytest.approx(BUSY)
     assert summary.spread["gpu_busy_share", STEP] == pytest.approx(0.5)
@@ -114,8 +115,9 @@ def test_tables_show_how_busy_the_gpu_was_and_say_that_a_step_waits(record: dict
 
 
 def test_a_busy_step_needs_no_word(record: dict[str, Any]) -> None:
-    busy = [{**step, "gpu_busy_cycles": 4.5 * GB} for step in record["counted_steps"]]
-    text = as_text(tables(to_frame(cupti_rows(CASE, {**record, "counted_steps": busy}))))
+    by_phase, *whole = record["counted"]
+    busy = [{STEP: {**step[STEP], "gpu_busy_cycles": 4.5 * GB}} for step in whole]
+    text = as_text(tables(to_frame(cupti_rows(CASE, {**record, "counted": [by_phase, *busy]}))))
     assert "90%" in text
     assert "waits for its launches" not in text
 
@@ -132,7 +134,7 @@ def test_where_ncu_counted_too_the_tables_show_its_bytes(record: dict[str, Any])
     both = CaseReport.of(CASE, [*rows, *by_ncu])
     assert both.dram_bytes == both.phases.dram_bytes["forward"] == 20 * GB
     assert both.value("gpu_busy_share") == pytest.approx(BUSY)
-    assert len(both.phases) == len(record["counted_phases"])
+    assert len(both.phases) == len(record["counted"][0])
     rates = throughputs(summarise(both.frame))
     assert {*rates.instrument} == {
         "ncu bytes / cupti seconds",
