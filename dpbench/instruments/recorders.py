@@ -192,10 +192,11 @@ class CuptiRecorder(Recorder):
 
     def start_step(self) -> None:
         if self.timing.finished and self._counter is None:
-            from dpbench.instruments.cupti.steps import StepCounter, Target
+            from dpbench.instruments.cupti.steps import StepCounter, Target, enough_ranges
 
             self._target = Target.of_torch()
-            self.listener = self._counter = StepCounter((), self._target, self._by_phase)
+            most = enough_ranges(self.timing.listener.ranges)
+            self.listener = self._counter = StepCounter((), self._target, self._by_phase, most)
             self.held.callback(self._counter.close)
             self.wanted = self.timing.heard + self._counter.steps
         super().start_step()

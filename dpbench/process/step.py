@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -95,6 +95,11 @@ class PhaseTimes:
     def end_step(self) -> None:
         self.switch("")
 
+    @property
+    def ranges(self) -> int:
+        """How many ranges, from one change of phase to the next, a step had at most."""
+        return max(Counter(step for step, phase, _ in self.marks if phase).values(), default=0)
+
     def seconds(self) -> list[dict[str, float]]:
         """For each step, the time in each phase; their sum is the step's time."""
         steps: list[dict[str, float]] = [defaultdict(float) for _ in range(self.step + 1)]
@@ -152,6 +157,7 @@ def run_case(
         record = describe(case, target, trainer, loss)
         record |= {"warmup": warmup, "active": active}
         record["phase_seconds"] = None if nvtx else times.seconds()
+        record["ranges"] = times.ranges
         record["peak_memory_bytes"] = torch.cuda.max_memory_allocated() if times.on_cuda else None
         spent.switch("after")
         record |= after(trainer, batches, record) if after else {}

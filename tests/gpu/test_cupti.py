@@ -29,8 +29,9 @@ def test_a_process_counts_its_own_ranges() -> None:
     assert " passed" in done.stdout
 
 
-def test_the_instrument_measures_a_case_in_one_process(tmp_path: Path) -> None:
-    case = Case("dpsgd", 4, 64, "tiny")
+@pytest.mark.parametrize("micro_batches", [1, 16])
+def test_the_instrument_measures_a_case_in_one_process(tmp_path: Path, micro_batches: int) -> None:
+    case = Case("dpsgd", 4 * micro_batches, 64, "tiny", micro_batches=micro_batches)
     report = CaseReport.of(case, Cupti(tmp_path).measure(case))
     whole = report.value("l2_total_bytes")
     assert report.phases.l2_total_bytes.sum() == pytest.approx(whole, rel=0.1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.instruments.cupti.library import load_library
-from dpbench.instruments.cupti.steps import StepCounter, Target
+from dpbench.instruments.cupti.steps import StepCounter, Target, enough_ranges
 from dpbench.process.build import pick_device
 from dpbench.process.step import run_case
 from dpbench.training.base import Batch, TrainerBase
@@ -53,7 +53,8 @@ def count_case(
         seconds = median(sum(step.values()) for step in record["phase_seconds"])
         whole_steps = WHOLE_STEPS if seconds < SHORT_SECONDS else 1
         target = find_target()
-        with closing(StepCounter(metrics, target, [True, *[False] * whole_steps])) as counter:
+        rounds, most = [True, *[False] * whole_steps], enough_ranges(record["ranges"])
+        with closing(StepCounter(metrics, target, rounds, most)) as counter:
             for batch in islice(cycle(batches), counter.steps):
                 with observed_step(counter):
                     trainer.train_step(batch)

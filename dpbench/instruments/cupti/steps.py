@@ -51,6 +51,14 @@ class Target:
         return cls(library, device, context, torch.cuda.synchronize, peers)
 
 
+def enough_ranges(seen: int) -> int:
+    """How many ranges to make room for, where a step that was timed had so many.
+
+    Under accumulation each micro-batch of a private trainer has 8.
+    """
+    return max(MAX_RANGES, 2 * seen)
+
+
 class StepCounter:
     """A `PhaseListener` that counts the steps it hears, in rounds.
 

@@ -15,6 +15,7 @@ from dpbench.cli import main
 from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, CountersForbidden, InstrumentError
 from dpbench.instruments.cupti import child
+from dpbench.instruments.cupti.chip import MAX_RANGES
 from dpbench.instruments.cupti.errors import CuptiUnusable
 from dpbench.instruments.cupti.instrument import Cupti, cupti_rows
 from dpbench.results.frame import summarise, throughputs, to_frame
@@ -67,6 +68,15 @@ def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any])
     assert by_phase["forward"]["dram_read_bytes"] == 5 * GB
     assert {"clip", "noise", "backward"} < by_phase.keys()
     assert [step[STEP]["dram_read_bytes"] for step in whole] == 3 * [5 * GB]
+
+
+def test_a_step_of_many_micro_batches_has_room_for_all_its_ranges() -> None:
+    case = replace(CASE, batch_size=16, micro_batches=16)
+    record = child.count_case(
+        case, [], device="cpu", warmup=0, active=1, find_target=lambda: target(FakeCupti())
+    )
+    assert record["ranges"] > 2 * MAX_RANGES
+    assert {"forward", "clip", "noise"} < record["counted"][0].keys()
 
 
 def test_a_long_step_is_counted_once_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
