@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from ctypes import c_uint8
@@ -11,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from dpbench.errors import unknown
-from dpbench.instruments.base import CounterUnknown
+from dpbench.instruments.base import CountersBusy, CounterUnknown
 from dpbench.instruments.cupti.errors import CountersDoNotCombine, RangesLost
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import COUNTER, USER_RANGE, USER_REPLAY
@@ -21,6 +22,10 @@ Image = ctypes.Array[c_uint8]
 
 MAY_LACK = ("nvlrx__", "nvltx__", "pcie__")
 """Counters of links, which have no value where there is no such link."""
+
+BUSY_SECONDS = 10.0
+"""For how long counters that somebody holds are asked for again: Nsight Compute still has them for
+a moment when its program, and with it the lock of the GPU, has ended."""
 
 MAX_RANGES = 64
 """How many ranges there may be between start and stop, unless told otherwise.
@@ -181,15 +186,26 @@ def chip_of(library: Library, device: int, context: int) -> Chip:
     """The chip of a GPU, by its CUDA index, with the counters that a context on it can read."""
     library.initialize()
     name = library.call("Device_GetChipName", deviceIndex=device).pChipName.decode()
+    patient_until = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            return Chip(library, name, _availability(library, context))
+        except CountersBusy:
+            if time.monotonic() > patient_until:
+                raise
+            time.sleep(0.1)
+
+
+def _availability(library: Library, context: int) -> Image:
     asked = library.call("Profiler_GetCounterAvailability", ctx=context)
-    image = (c_uint8 * asked.counterAvailabilityImageSize)()
+    image: Image = (c_uint8 * asked.counterAvailabilityImageSize)()
     library.call(
         "Profiler_GetCounterAvailability",
         ctx=context,
         counterAvailabilityImageSize=len(image),
         pCounterAvailabilityImage=ctypes.addressof(image),
     )
-    return Chip(library, name, image)
+    return image
 
 
 class RangeProfiler:

@@ -11,6 +11,7 @@ import torch
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.base import CountersBusy, CounterUnknown, ProfilerNotLoaded
+from dpbench.instruments.cupti import chip
 from dpbench.instruments.cupti.errors import CountersDoNotCombine, RangesLost, StepsDiffer
 from dpbench.instruments.cupti.metrics import LINKS
 from dpbench.instruments.cupti.steps import StepCounter, count_ranges
@@ -203,6 +204,19 @@ def test_counters_in_use_are_an_error_that_leaves_nothing_open(function: str) ->
     with pytest.raises(CountersBusy, match="dcgmi profile --pause"):
         count_steps(cupti, [1])
     assert (cupti.state, cupti.hosts) == ("initialized", {})
+
+
+def test_counters_that_become_free_within_seconds_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nsight Compute holds them for a moment longer than the lock of the GPU is held."""
+    cupti = FakeCupti(fails={"cuptiProfilerGetCounterAvailability": 26})
+    monkeypatch.setattr(chip.time, "sleep", lambda seconds: cupti.fails.clear())
+    assert read_bytes(count_steps(cupti, [1, 1]))[1] == {STEP: 15 * GB}
+    busy = FakeCupti(fails={"cuptiProfilerGetCounterAvailability": 26})
+    monkeypatch.setattr(chip, "BUSY_SECONDS", -1.0)
+    with pytest.raises(CountersBusy, match="dcgmi profile --pause"):
+        count_steps(busy, [1])
 
 
 def test_a_block_is_counted_by_phase_and_in_all() -> None:
