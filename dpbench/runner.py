@@ -78,9 +78,11 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
                 ending.callback(running[-1].cancel)  # each, even if another's is interrupted
             check_fits(case, gpu)  # takes about as long as their imports
             for measurement in running:
-                rows += measurement.rows()
-                for part, entries in seen.items():
-                    entries += getattr(measurement, part)
+                try:
+                    rows += measurement.rows()
+                finally:  # what it saw until it failed
+                    for part, entries in seen.items():
+                        entries += getattr(measurement, part)
     except DpbenchError as error:
         failure = {"error": type(error).__name__, "message": str(error)}
         rows += getattr(error, "rows", ())

@@ -14,7 +14,8 @@ import pytest
 from dpbench import Case
 from dpbench.files import locked
 from dpbench.gpu import Gpu
-from dpbench.instruments.base import Instrument, Running
+from dpbench.instruments.base import CaseFailed, Instrument, Running
+from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 from dpbench.runner import measure
 
@@ -50,6 +51,29 @@ class Written(Running):
 
     def cancel(self) -> None:
         self.file.with_suffix(".ended").touch()
+
+
+class Failing(Writing):
+    """Fails after it has seen something."""
+
+    def start(self, case: Case) -> Running:
+        return Seen(self.directory / case.id)
+
+
+class Seen(Written):
+    """A script that takes a step and then fails."""
+
+    def rows(self) -> list[Measurement]:
+        self.operators = (OperatorCount("clip", "aten.clone", 1, 8, 8, 0),)
+        self.notes = ("operators were counted as they ran",)
+        raise CaseFailed("the script failed; 1 step was counted until then")
+
+
+def test_what_was_seen_until_a_failure_is_kept(tmp_path: Path) -> None:
+    outcome = measure(CASE, [Failing(tmp_path)])
+    assert outcome.error == "CaseFailed"
+    assert [count.operator for count in outcome.operators] == ["aten.clone"]
+    assert outcome.notes == ("operators were counted as they ran",)
 
 
 def test_a_case_waits_for_the_session_that_writes_the_same_files(
