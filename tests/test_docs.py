@@ -23,6 +23,8 @@ from tests.recorded import unpacked
 
 imports = sessions.imports  # a fixture: what a session imported stays
 
+parser_of = cache(build_parser)
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", "docs/results/README.md")
 COUNTED = "(no hardware)"
@@ -116,7 +118,7 @@ def assert_printed(block: str, printed: str) -> None:
     ("where", "arguments"), commands("dpbench"), ids=lambda part: part if type(part) is str else ""
 )
 def test_a_command_of_the_documents_is_understood(where: str, arguments: list[str]) -> None:
-    build_parser(arguments[0]).parse_args(arguments)
+    parser_of(arguments[0]).parse_args(arguments)
 
 
 @pytest.mark.parametrize(

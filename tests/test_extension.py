@@ -90,19 +90,18 @@ def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: ownmetrics\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[dpbench.metrics]\nmoved = ownmetrics:MOVED\n")
 
-    def dpbench(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "dpbench", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(tmp_path), "COLUMNS": "80"},
-        )
-
-    shown = dpbench("show", str(GRID1), "--columns=l2_read_bytes,l2_write_bytes,l2_moved_bytes")
-    standard = next(line for line in shown.stdout.splitlines() if line.startswith("standard"))
+    show = ["show", str(GRID1), "--columns=l2_read_bytes,l2_write_bytes,l2_moved_bytes"]
+    compare = ["compare", str(GRID1), str(GRID1), "--fail=l2_moved_ratio@backward:1%"]
+    both = f"import sys; from dpbench.cli import main; sys.exit(main({show}) or main({compare}))"
+    done = subprocess.run(
+        [sys.executable, "-c", both],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "COLUMNS": "80"},
+    )
+    assert done.returncode == 0, done.stderr
+    standard = next(line for line in done.stdout.splitlines() if line.startswith("standard"))
     read, write, moved = map(float, standard.split()[1:])
-    assert moved == pytest.approx(read + write, abs=0.11), shown.stderr
-    compared = dpbench("compare", str(GRID1), str(GRID1), "--fail=l2_moved_ratio@backward:1%")
-    assert compared.returncode == 0, compared.stderr
+    assert moved == pytest.approx(read + write, abs=0.11)

@@ -25,6 +25,16 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return case_in_name(nodeid, self.cases) or nodeid
 
+    def _reschedule(self, node: Any) -> None:
+        """Give a worker the next cases; it begins a test when it has another one or is to end.
+
+        xdist hands out one scope at a time. One that takes a dead worker's place would wait for
+        ever with a single test, or with a scope of which the dead one had finished all.
+        """
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
+
     def remove_node(self, node: Any) -> str | None:
         """Let go of a worker; xdist would give the test that killed it to the next one, too."""
         for tests in self.assigned_work[node].values():

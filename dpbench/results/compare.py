@@ -18,6 +18,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, RATIO, Metric
+from dpbench.results.frame import as_tuples
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 
@@ -50,7 +51,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     old, new = before.numbers, after.numbers
     if other_baseline(before, after):
         old, new = (side[~side.metric.str.endswith(RATIO)] for side in (old, new))
-    if old.duplicated(keys).any() or new.duplicated(keys).any():
+    if any(len({*as_tuples(side, keys)}) < len(side) for side in (old, new)):
         raise ConfigurationError("a run has one case on several devices: no one value of it")
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
     both = both.rename(columns={"value": "before", "value_new": "after"})
@@ -58,8 +59,8 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     if across:
         was, now = both.device.fillna(both.device_new), both.device_new.fillna(both.device)
         both["device"] = was.where(was == now, was + " -> " + now)
-    sides = both.groupby(measured, dropna=False)[["before", "after"]]
-    both["shared"] = sides.transform("count").all(axis=1)
+    cases = {*as_tuples(old, measured)} & {*as_tuples(new, measured)}
+    both["shared"] = [case in cases for case in as_tuples(both, measured)]
     both["change"] = both.after - both.before
     both["relative"] = both.change / both.before.abs().where(both.before != 0)
     both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0

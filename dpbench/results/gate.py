@@ -19,7 +19,7 @@ from dpbench.case import AXES, SCRIPT, Case
 from dpbench.metrics import RATIO
 from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
-from dpbench.results.frame import CONFIGURATION
+from dpbench.results.frame import CONFIGURATION, as_tuples
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
@@ -125,8 +125,9 @@ class Gate:
         """The numbers that were asked for."""
         if self.asked is None:
             return self.pairs
-        asked = [(*(getattr(case, axis) for axis in AXES), name) for case, name in self.asked]
-        return self.pairs[pd.MultiIndex.from_frame(self.pairs[[*AXES, "instrument"]]).isin(asked)]
+        asked = {(*(getattr(case, axis) for axis in AXES), name) for case, name in self.asked}
+        names = as_tuples(self.pairs, [*AXES, "instrument"])
+        return self.pairs.loc[[name in asked for name in names]]
 
     def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
         """What a limit had to judge and did not, by reason, or that it judged nothing at all."""
@@ -276,8 +277,9 @@ def _baseline(run: Run, case: Case) -> Case:
 
 
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:
-    for row in rows.to_dict("records"):
-        yield Case.from_row(row), {str(key): value for key, value in row.items()}
+    for values in as_tuples(rows, rows.columns):
+        row = dict(zip(rows.columns, values, strict=True))
+        yield Case.from_row(row), row
 
 
 def _missing(mine: Sequence[tuple[Case, str]], others: Collection[tuple[Case, str]]) -> list[str]:

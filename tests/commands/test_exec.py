@@ -68,7 +68,8 @@ class ProcessHere:
         what = json.loads(command[command.index("-m") + 2])
         with as_left_before():
             sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
-            script, case = ScriptRun(**what["script"]), Case(**what["case"])
+            directory = {"directory": Path(what["script"]["directory"] or "")}
+            script, case = ScriptRun(**what["script"] | directory), Case(**what["case"])
             self.status = run(script, case, Path(what["record"]))
 
     def wait(self) -> int | str | None:
@@ -77,11 +78,16 @@ class ProcessHere:
     poll = wait
 
 
-def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def processes_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(Popen=ProcessHere)
     monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
+
+
+@pytest.mark.usefixtures("processes_here")
+def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     plain = ["exec", "--save=plain", "--skip=1", "--steps=2", "training.py"]
     assert main(plain) == 0
     told = ["--name=private", "--baseline=1", "--json=private.json", "--skip=1", "--steps=2"]
@@ -322,6 +328,7 @@ def test_script_that_ncu_ended_fails_with_what_ncu_says(
     assert "run as root or with CAP_SYS_ADMIN" in said
 
 
+@pytest.mark.usefixtures("processes_here")
 def test_script_under_the_profiler_has_a_trace_of_each_step_and_a_report(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from dpbench.errors import ConfigurationError
 from dpbench.results.report import CaseReport
 from dpbench.results.run import Run
 from tests.logical.layers import count_by_layers
@@ -48,4 +49,9 @@ def test_the_examples_print_what_comes_close_to_an_h200_and_two_shallow_models_t
 
         extrapolated = count_by_layers(outcome.case)
         assert set(extrapolated.operator_counts) == set(outcome.operators)
-        assert extrapolated.logical_bytes == counted.logical_bytes
+        for metric in ("logical_read_bytes", "logical_write_bytes"):
+            assert extrapolated.value(metric) == counted.value(metric)
+            by_phase = counted.phases[metric]
+            assert dict(extrapolated.phases[metric]) == dict(by_phase[by_phase > 0])
+        with pytest.raises(ConfigurationError, match="'peak_memory_bytes' was not measured"):
+            extrapolated.value("peak_memory_bytes")

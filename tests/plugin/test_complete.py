@@ -44,12 +44,11 @@ def test_a_session_whose_worker_may_not_restart_is_interrupted(
     assert (run.status, run.cases_asked, len(run.outcomes)) == ("interrupted", 4, 2)
 
 
-@pytest.mark.parametrize("workers", ["-n0", "-n1"])
 def test_a_case_that_no_test_measured_has_a_reason(
-    project: RunSuite, pytester: pytest.Pytester, workers: str
+    project: RunSuite, pytester: pytest.Pytester
 ) -> None:
     pytester.makepyfile(test_suite=SUITE.format(last=DPSGD, ending="pytest.skip('too slow')"))
-    project(workers, "--dpbench-save=skips").assert_outcomes(passed=1, skipped=1)
+    project("-n0", "--dpbench-save=skips").assert_outcomes(passed=1, skipped=1)
     run = saved(pytester.path, 1)
     assert (run.status, run.cases_asked, len(run.outcomes)) == ("complete", 2, 1)
     [(case, reason)] = run.session["not_measured"].items()
@@ -57,15 +56,24 @@ def test_a_case_that_no_test_measured_has_a_reason(
     assert reason.endswith(f"[{case}]: Skipped: too slow")
 
 
-@pytest.mark.parametrize("limit", [[], ["--dpbench-compare-fail=l2_total_bytes:5%"]])
 def test_a_case_whose_worker_died_was_asked_for_and_is_not_judged(
-    project: RunSuite, pytester: pytest.Pytester, limit: list[str]
+    project: RunSuite, pytester: pytest.Pytester
 ) -> None:
+    """And the reason why one that a worker skipped was not measured comes from there."""
     save(pytester.path, "good", recorded_document())
-    pytester.makepyfile(test_suite=SUITE.format(last=DPSGD, ending="os._exit(1)"))
-    result = project("-n1", "--dpbench-save=died", "--dpbench-compare", *limit, alone=True)
-    result.assert_outcomes(passed=1, failed=1)
+    ending = f"os._exit(1) if {DPSGD} else pytest.skip('too slow')"
+    pytester.makepyfile(
+        test_suite=SUITE.format(last="dpbench_case.trainer != 'standard'", ending=ending)
+    )
+    trainers = [f"--dpbench-trainer={name}" for name in ("standard", "dpsgd", "dpsgd_ghost")]
+    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    result = project("-n1", "--dpbench-save=died", limit, *trainers, alone=True)
+    result.assert_outcomes(passed=1, failed=1, skipped=1)
     result.stdout.fnmatch_lines(["dpbench: not in this session: dpsgd-bs4-seq64-tiny-fp32"])
     result.stdout.no_fnmatch_line("*not asked for*")
     run = saved(pytester.path, 2)
-    assert (run.status, run.regressed) == ("complete", bool(limit))
+    assert (run.status, run.regressed) == ("complete", True)
+    died, skipped = (f"{name}-bs4-seq64-tiny-fp32" for name in ("dpsgd", "dpsgd_ghost"))
+    reasons = run.session["not_measured"]
+    assert set(reasons) == {died, skipped}
+    assert reasons[skipped].endswith("Skipped: too slow")

@@ -19,7 +19,7 @@ CELL = {"batch_size": 4, "seq_len": 64, "model_size": "tiny"}
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd"])
 @pytest.mark.parametrize("budget", [8])
 def test_budget(ncu, trainer, budget):
-    ncu(trainer, **CELL)
+    ncu(trainer, **CELL).extra_info["epsilon"] = budget
 
 def test_both(ncu):
     ncu("dpsgd", **CELL)
@@ -52,7 +52,10 @@ def test_a_case_stands_in_the_group_of_each_test_that_asked_for_it(
     ]
     assert rows[:4] == ["dpsgd", "standard", "dpsgd", "standard"], "by name"
     cases = json.loads((pytester.path / "run.json").read_text())["cases"]
-    [asked] = [case["tests"] for case in cases if case["trainer"] == "dpsgd"]
+    [(asked, added)] = [
+        (case["tests"], case["extra_info"]) for case in cases if case["trainer"] == "dpsgd"
+    ]
+    assert added == {"epsilon": 8}
     assert asked[0] == {
         "test": "test_suite.py::test_budget[8-dpsgd]",
         "params": {"trainer": "dpsgd", "budget": "8"},

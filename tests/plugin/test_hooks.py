@@ -23,10 +23,10 @@ def pytest_dpbench_group_stats(config, summary, tables):
 """
 
 
-@pytest.mark.parametrize("mode", [["-n0"], ["-n1"]], ids=str)
 def test_a_project_adds_to_document_and_tables(
-    project: RunSuite, pytester: pytest.Pytester, mode: list[str]
+    project: RunSuite, pytester: pytest.Pytester
 ) -> None:
+    """For what a worker's test adds see `test_group_by.py`."""
     pytester.makeconftest(CONFTEST + HOOKS)
     pytester.makepyfile(
         test_suite="""
@@ -36,7 +36,7 @@ def test_a_project_adds_to_document_and_tables(
             report.extra_info["where"] = __import__("pathlib").Path("here")
         """
     )
-    result = project(*mode, "--dpbench-json=run.json")
+    result = project("-n0", "--dpbench-json=run.json")
     result.stdout.fnmatch_lines(["Largest"])
     document = json.loads((pytester.path / "run.json").read_text())
     assert document["environment"]["rack"] == "B7"

@@ -58,7 +58,9 @@ def test_auto_workers_have_a_gpu_each_and_one_that_dies_takes_nothing_with_it(
 
     document = json.loads((pytester.path / "run.json").read_text())
     assert {row["batch_size"] for row in document["rows"]} == {2, 3, 4}
-    assert {outcome.case.batch_size for outcome in saved(pytester.path, 1).outcomes} == {2, 3, 4}
+    run = saved(pytester.path, 1)
+    assert {outcome.case.batch_size for outcome in run.outcomes} == {2, 3, 4}
+    assert (run.status, run.regressed) == ("complete", False)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 2), (4, 8), (12, 16)])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
+
+from hypothesis import strategies as st
 
 from dpbench.case import Case
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import Table
 from dpbench.show.tables import tables
+
+any_text = partial(st.text, st.characters(exclude_categories=["Cs"]))
+"""Any text: what Hypothesis makes by itself, for which it tries a million characters first."""
 
 GB = 1e9
 UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}

@@ -13,6 +13,7 @@ from dpbench.case import ATTENTIONS, AXES, MODEL_SIZES, PHASES, PRECISIONS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
+from tests.results.figures import any_text
 
 CASES = st.builds(
     Case,
@@ -28,12 +29,12 @@ MEASUREMENTS = st.builds(
     case=CASES,
     instrument=st.sampled_from(["ncu", "timing"]),
     phase=st.sampled_from([STEP, *PHASES]),
-    metric=st.text(min_size=1),
+    metric=any_text(min_size=1),
     value=st.floats(allow_nan=False),
     unit=st.sampled_from(["B", "s", "1/s", ""]),
     repeat=st.integers(0, 100),
-    device=st.text(),
-    tool=st.text(),
+    device=any_text(),
+    tool=any_text(),
 )
 MEASUREMENT = Measurement(
     Case("dpsgd", 8, 256), "ncu", STEP, "dram_read_bytes", 5.0, "B", 0, "H200", "ncu 2025.3"

@@ -14,10 +14,12 @@ from dpbench.case import Case
 from dpbench.instruments.logical.as_on_cuda import LOWER, SUMS, WIDEST
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.instrument import Logical
+from dpbench.results.rows import STEP
 from dpbench.training.base import Batch
 from dpbench.training.phases import observed_step
 from dpbench.training.standard import StandardTrainer
 from tests.instruments.logical.cases import count, tiny
+from tests.instruments.logical.cases import moved as moved_in
 from tests.instruments.logical.test_rules import moved
 
 B, I, O = 8, 32, 16  # noqa: E741  # examples, features in, features out
@@ -161,8 +163,6 @@ def test_what_runs_again_in_backward_is_cast_as_before() -> None:
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc"])
 def test_autocast_moves_less_than_single_precision_and_more_than_half(trainer: str) -> None:
     def moved_by(precision: str) -> float:
-        rows = Logical().count(Case(trainer, 4, 64, "100x64x1x2", precision=precision)).rows
-        sums = [row.value for row in rows if row.phase == "step" and row.unit == "B"]
-        return sum(sums[:2])
+        return sum(moved_in(count(tiny(trainer, precision=precision)), STEP))
 
     assert moved_by("bf16") < moved_by("bf16-amp") < moved_by("fp32")
