@@ -109,17 +109,17 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
     number = _numbered(frame, keys)
     summary = frame.loc[~number.duplicated(), keys].reset_index(drop=True)
-    found = frame.value.groupby(number)
-    mean, count, smallest = found.mean(), found.count(), found.min()
+    values = frame.value.groupby(number)
+    mean, count, smallest = values.mean(), values.count(), values.min()
     middle = [metric.name for metric in METRICS.values() if metric.middle]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
-    value = mean.where(~summary.metric.isin(middle), found.median())
+    value = mean.where(~summary.metric.isin(middle), values.median())
     # Apart, for whole steps can be counted more often.
     like = summary.assign(phase=summary.phase == STEP)
     steps = count.groupby(_numbered(like, keys)).transform("max")
     partial = (count < steps) & ~summary.metric.isin(whole)
     value = value.mask(partial, mean * count / steps)
-    spread = (found.max() - smallest.mask(partial, 0.0)) / value
+    spread = (values.max() - smallest.mask(partial, 0.0)) / value
     return summary.assign(
         value=value, spread=spread.fillna(0.0), repeats=steps.where(partial, count)
     )
