@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES
+from dpbench.case import AXES, SCRIPT
 from dpbench.metrics import METRICS, expectations
 from dpbench.results.frame import of_one_instrument, summarise, with_logical, with_ratios
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -152,7 +152,7 @@ def _subject(summary: pd.DataFrame) -> pd.DataFrame:
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     """What tells a row's configuration from the others on the page, without batch and sequence."""
     axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
-    parts = [", ".join(title_parts(row)) for row in rows[axes].to_dict("records")]
+    parts = [", ".join(title_parts(row)) or SCRIPT for row in rows[axes].to_dict("records")]
     title = pd.Series(parts, index=rows.index, dtype=object)
     subject = _subject(summary)
     devices = set(subject.device)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.case import Case, script_case
 from dpbench.results.frame import with_logical
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
@@ -192,6 +192,28 @@ def test_failed_case_is_counted_and_named_with_its_error() -> None:
     assert [line[:3] for line in page.trainers(of).cells] == [
         ["standard", "1", "0"],
         ["dpsgd", "1", "1"],
+    ]
+
+
+def test_trainers_from_outside_come_after_the_known_ones_as_they_came() -> None:
+    names = ["zeroing", "dpsgd", "adding", "standard"]
+    case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
+    cases = [{**case, "trainer": name, "error": None, "message": ""} for name in names]
+    document = {"rows": [row for name in names for row in dram(name, 2e9)], "cases": cases}
+    table = page.trainers(Material(labelled([("run", document)])))
+    assert [line[0] for line in table.cells] == ["standard", "dpsgd", "zeroing", "adding"]
+
+
+def test_a_script_has_no_batch_size_but_the_one_it_was_given() -> None:
+    rows = dram("train", 4e9, phase="forward") + dram("train", 5e9)
+    of = material(
+        a=[row | vars(script_case("train")) for row in rows],
+        b=[row | vars(script_case("train", 8)) for row in rows],
+    )
+    assert [*drawn(charts.phases(of)).panels] == ["script", "script, batch 8"]
+    assert [line[1:4] for line in page.cases(of).cells] == [
+        ["script", "-", "-"],
+        ["script", "8", "-"],
     ]
 
 
