@@ -167,6 +167,13 @@ def test_case_in_two_runs_is_told_apart_by_the_run() -> None:
     assert apart.step_bytes(data.MEASURED).title.tolist() == ["1b fp32", "1b bf16"]
 
 
+def test_case_counted_twice_is_told_apart_where_it_was_timed_once() -> None:
+    counted = logical("standard", 3e9) + logical("standard", 3e9, phase="forward")
+    timed = [row("standard", "step_time_seconds", 0.1, instrument="timing", unit="s")]
+    panels = drawn(charts.phases(material(timed=timed, a=counted, b=counted))).panels
+    assert [*panels] == [f"1b fp32, {run}, batch 8 × sequence 256" for run in "ab"]
+
+
 def test_same_label_twice_is_numbered() -> None:
     found = labelled([("run", GRID1), ("run", GRID1)])
     assert [run.name for run in found] == ["run", "run (2)"]
