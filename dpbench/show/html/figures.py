@@ -197,7 +197,7 @@ def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows by cell of the grid, in the order in which they come, with the title of each."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
         size = [f"{name} {n}" for name, n in (("batch", batch), ("sequence", seq)) if n]
-        yield ", ".join(filter(None, (title, " × ".join(size)))), group
+        yield ", ".join(filter(None, (str(title), " × ".join(size)))), group
 
 
 def plain(text: str) -> str:
