@@ -221,16 +221,19 @@ def title_parts(shared: Mapping[Any, Any]) -> list[str]:
 def _columns(group: Group, view: View) -> list[Metric]:
     """The columns that were asked for, or else those of the group's instrument.
 
-    A group of one phase leaves out what is known of whole steps only, and a group that has
-    none of what was asked for (logical bytes of hardware, say) all of it.
+    A group of one phase leaves out what is known of whole steps only, a group of which no bytes
+    were counted all that it has not, and a group that has none of what was asked for (logical
+    bytes of hardware, say) all of it.
     """
     logical = "logical_bytes" in set(group.shown.metric)
     chosen = view.columns or shown_by_default(logical=logical)
     filled = [shown for shown in chosen if group.texts(shown)]
     if view.columns:
         return list(chosen) if filled else []
+    if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
+        return filled
     # Not every chip and instrument says how busy the GPU was.
-    return [c for c in chosen if c in filled or not ("phase" in view.group_by or c.name == BUSY)]
+    return [c for c in chosen if c in filled or c.name != BUSY]
 
 
 def _header(shown: Metric, view: View) -> str:

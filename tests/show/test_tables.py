@@ -247,7 +247,7 @@ def test_throughput_table_fits_a_terminal() -> None:
 
 
 def test_counter_asked_for_by_its_own_name_is_shown_as_the_tool_gives_it() -> None:
-    table = tables_of(rows("dpsgd", {"lts__t_sectors.sum": 1234567.0}))[-1]
+    [table] = tables_of(rows("dpsgd", {"lts__t_sectors.sum": 1234567.0}))
     assert table.title == "Other counters, per step"
     assert table.cells == [
         ["dpsgd-bs16-seq1024-1b-fp32", "lts__t_sectors.sum", "1.23457e+06 sector"]
@@ -262,6 +262,9 @@ def test_script_has_a_table_of_times_by_phase_and_its_place_alone_as_title() -> 
         "peak_memory_bytes": None,
     }
     listed = tables(to_frame(timing_rows(script_case("private"), record)))
+    step = listed[0]
+    assert step.title == "cpu: per step"
+    assert step.headers == ["trainer", "step\nms"]  # no bytes were counted
     times = next(table for table in listed if "by phase" in table.title)
     assert times.title == "cpu: ms by phase (÷ standard)"
     assert times.headers == ["trainer", "forward", "backward", "outside"]

@@ -138,9 +138,10 @@ def profile_rows(
             raise DeviceActivityMissing(f"{case.id}: the trace holds no GPU activity")
         for step, cpu_seconds in enumerate(recorded.cpu_seconds):
             repeat = next(repeats)
+            grown = recorded.memory_growth[step].items()
             metrics: dict[str, Mapping[str, float]] = {
                 "cpu_time_seconds": cpu_seconds,
-                "memory_growth_bytes": recorded.memory_growth[step],
+                "memory_growth_bytes": {phase: max(0, more) for phase, more in grown},
             }
             if on_cuda:
                 metrics |= _device_metrics(recorded, step)

@@ -65,7 +65,8 @@ class Trace:
     """A recorded trace, by step and phase.
 
     Memory is what PyTorch's allocator of the measured device has handed out, in bytes. It grows by
-    as much as there was, at most while the step was in a phase, beyond what there was at its start.
+    as much as there was, at most while the step was in a phase, beyond what there was at its start;
+    below 0 where the step had freed more than it took.
     """
 
     launches: list[Launch]  # in the order of the launches; empty on the CPU
@@ -207,5 +208,6 @@ def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[st
         if step != current:
             before[step], current = level, step
         level += int(event.get("args", {}).get("Bytes", 0))
-        growth[step][phase] = max(growth[step].get(phase, 0), level - before[step])
+        grown = level - before[step]
+        growth[step][phase] = max(growth[step].get(phase, grown), grown)
     return {"memory_before": before if changes else [], "memory_growth": growth}

@@ -203,7 +203,7 @@ def roofline(material: Material) -> Chart | None:
     how_to_read = (
         "A mark is a phase of a trainer; rings about one centre are trainers at the same place. "
         "Operations are those of matrix products and attention. Phases without any have no place "
-        "here; how much of its roof every phase reaches is in the table."
+        "here; how much of its roof each reaches is in the table."
     )
     notes = [*refusals, *cards, how_to_read]
     as_text = Table.of("Roofline by phase", table, {**NAMES, **columns}, notes)

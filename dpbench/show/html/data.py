@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES
+from dpbench.case import AXES, SCRIPT
 from dpbench.metrics import METRICS, expectations
 from dpbench.results.frame import of_one_instrument, summarise, with_logical, with_ratios
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -98,8 +98,7 @@ class Material:
     @cached_property
     def premise(self) -> str:
         """Whether the bytes of the page were measured, or counted because there are no others."""
-        there = set(self.summary.metric)
-        return COUNTED if BYTES[COUNTED] in there and BYTES[MEASURED] not in there else MEASURED
+        return _premise(self.summary)
 
     @property
     def bytes_name(self) -> str:
@@ -143,16 +142,20 @@ def pivot(rows: pd.DataFrame, columns: str) -> pd.DataFrame:
     return unique[KEYS].drop_duplicates().join(wide, on=KEYS).reset_index(drop=True)
 
 
+def _premise(summary: pd.DataFrame) -> str:
+    there = set(summary.metric)
+    return COUNTED if BYTES[COUNTED] in there and BYTES[MEASURED] not in there else MEASURED
+
+
 def _subject(summary: pd.DataFrame) -> pd.DataFrame:
-    """What the page is about: measured rows where there are any."""
-    measured = summary[summary.premise == MEASURED]
-    return summary if measured.empty else measured
+    """What the page is about: rows with the premise of its bytes."""
+    return summary[summary.premise == _premise(summary)]
 
 
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     """What tells a row's configuration from the others on the page, without batch and sequence."""
     axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
-    parts = [", ".join(title_parts(row)) for row in rows[axes].to_dict("records")]
+    parts = [", ".join(title_parts(row)) or SCRIPT for row in rows[axes].to_dict("records")]
     title = pd.Series(parts, index=rows.index, dtype=object)
     subject = _subject(summary)
     devices = set(subject.device)

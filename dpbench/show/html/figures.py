@@ -19,15 +19,15 @@ import pandas as pd
 from dpbench.case import OUTSIDE
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import STEP
-from dpbench.show.layout import Shown, Table, gigabytes
+from dpbench.show.layout import ABSENT, Shown, Table, gigabytes
 
 NAMES: Mapping[str, Shown] = {
     "configuration": ("title", str),
-    "batch": ("batch_size", str),
-    "sequence": ("seq_len", str),
+    "batch": ("batch_size", lambda size: str(size or ABSENT)),
+    "sequence": ("seq_len", lambda length: str(length or ABSENT)),
     "trainer": ("trainer", str),
 }
-"""The columns of a table that name a case."""
+"""The columns of a table that name a case; a script has no batch size but the one it was given."""
 
 UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "GB": (1e9, gigabytes),
@@ -196,7 +196,8 @@ def log_axis(title: str, seen: list[float]) -> Json:
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows by cell of the grid, in the order in which they come, with the title of each."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
-        yield f"{title}, batch {batch}{f' × sequence {seq}' if seq else ''}", group
+        size = [f"{name} {n}" for name, n in (("batch", batch), ("sequence", seq)) if n]
+        yield ", ".join(filter(None, (str(title), " × ".join(size)))), group
 
 
 def plain(text: str) -> str:

@@ -102,7 +102,7 @@ def headline(material: Material) -> list[str]:
 def trainers(material: Material) -> Table:
     """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
     failed = material.outcomes.groupby(list(AXES), sort=False).error.any()
-    counts = failed.groupby("trainer").agg(cases="size", failed="sum")
+    counts = failed.groupby("trainer", sort=False).agg(cases="size", failed="sum")
     extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
     peaks = material.peaks.groupby("trainer").value.max().rename("peak")
     table = ordered(counts.join(extremes).join(peaks).reset_index(), ["trainer"])

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import MODEL_SIZES, OUTSIDE
+from dpbench.case import MODEL_SIZES, OUTSIDE, Case
 from dpbench.instruments.torch_profiler import trace
+from dpbench.instruments.torch_profiler.files import profile_rows
 from dpbench.instruments.torch_profiler.trace import Trace, TraceUnreadable, read
 
 DATA = Path(__file__).parents[2] / "data" / "profile"
@@ -75,6 +76,47 @@ def test_memory_grows_to_the_peaks_that_the_allocator_saw() -> None:
     (peaks,) = record["phase_peaks"]
     assert {phase: before + grown for phase, grown in growth.items()} == peaks
     assert before > FLOAT * parameters()
+
+
+STEPS = (
+    [("forward", 70), ("backward", -20)],
+    [(OUTSIDE, -60), ("forward", 10), ("backward", 20), ("forward", -5), ("backward", 8)],
+)
+"""Phases of two steps, and by how much the memory in use changes in the middle of each."""
+
+
+def test_peaks_are_right_of_steps_that_free_before_they_take(tmp_path: Path) -> None:
+    """Scripts free the last step's gradients first; micro-batches come to a phase twice."""
+    events = [{"cat": "kernel", "name": "void sum()", "ts": 1, "dur": 1}]
+    now, level = 0, 100
+    for step, phases in enumerate(STEPS):
+        mark = {"cat": "user_annotation", "dur": 9}
+        events.append({**mark, "name": f"ProfilerStep#{step}", "ts": now})
+        for phase, change in phases:
+            level += change
+            args = {"Device Type": 1, "Bytes": change, "Total Allocated": level}
+            events.append({**mark, "name": f"dpbench.{phase}", "ts": now})
+            memory = {"cat": "cpu_instant_event", "name": "[memory]", "ts": now + 5, "args": args}
+            events.append(memory)
+            now += 10
+    path = tmp_path / "trace_0.json.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as stream:
+        json.dump({"traceEvents": events}, stream)
+    record = {"device": "a GPU", "torch": "2"}
+    value = {
+        (row.repeat, row.metric, row.phase): row.value
+        for row in profile_rows(Case("standard", 4, 64, "tiny"), record, [read(path)])
+        if "memory" in row.metric
+    }
+    peak, growth = "phase_peak_memory_bytes", "memory_growth_bytes"
+    assert value == {
+        **{(0, peak, phase): 170 for phase in ("forward", "backward", "step")},
+        **{(0, growth, phase): 70 for phase in ("forward", "backward", "step")},
+        **{(1, peak, phase): 150 for phase in (OUTSIDE, "step")},
+        (1, peak, "forward"): 120,
+        (1, peak, "backward"): 123,
+        **{(1, growth, phase): 0 for phase in (OUTSIDE, "forward", "backward", "step")},
+    }
 
 
 def test_phases_take_the_time_of_the_training_thread() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.case import Case, script_case
 from dpbench.results.frame import with_logical
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
@@ -167,6 +167,13 @@ def test_case_in_two_runs_is_told_apart_by_the_run() -> None:
     assert apart.step_bytes(data.MEASURED).title.tolist() == ["1b fp32", "1b bf16"]
 
 
+def test_case_counted_twice_is_told_apart_where_it_was_timed_once() -> None:
+    counted = logical("standard", 3e9) + logical("standard", 3e9, phase="forward")
+    timed = [row("standard", "step_time_seconds", 0.1, instrument="timing", unit="s")]
+    panels = drawn(charts.phases(material(timed=timed, a=counted, b=counted))).panels
+    assert [*panels] == [f"1b fp32, {run}, batch 8 × sequence 256" for run in "ab"]
+
+
 def test_same_label_twice_is_numbered() -> None:
     found = labelled([("run", GRID1), ("run", GRID1)])
     assert [run.name for run in found] == ["run", "run (2)"]
@@ -192,6 +199,28 @@ def test_failed_case_is_counted_and_named_with_its_error() -> None:
     assert [line[:3] for line in page.trainers(of).cells] == [
         ["standard", "1", "0"],
         ["dpsgd", "1", "1"],
+    ]
+
+
+def test_trainers_from_outside_come_after_the_known_ones_as_they_came() -> None:
+    names = ["zeroing", "dpsgd", "adding", "standard"]
+    case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
+    cases = [{**case, "trainer": name, "error": None, "message": ""} for name in names]
+    document = {"rows": [row for name in names for row in dram(name, 2e9)], "cases": cases}
+    table = page.trainers(Material(labelled([("run", document)])))
+    assert [line[0] for line in table.cells] == ["standard", "dpsgd", "zeroing", "adding"]
+
+
+def test_a_script_has_no_batch_size_but_the_one_it_was_given() -> None:
+    rows = dram("train", 4e9, phase="forward") + dram("train", 5e9)
+    of = material(
+        a=[row | vars(script_case("train")) for row in rows],
+        b=[row | vars(script_case("train", 8)) for row in rows],
+    )
+    assert [*drawn(charts.phases(of)).panels] == ["script", "script, batch 8"]
+    assert [line[1:4] for line in page.cases(of).cells] == [
+        ["script", "-", "-"],
+        ["script", "8", "-"],
     ]
 
 
