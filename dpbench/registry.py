@@ -151,6 +151,13 @@ class Registry(Mapping[str, Any]):
         name = self.canonical(name)
         return name if name in self._builtin else f"{name}={self._targets[name]}"
 
+    def import_path(self, name: str) -> Path | None:
+        """The directory from which this process imported what a name means, if it has."""
+        module = self._targets[self.canonical(name)].partition(":")[0]
+        if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
+            return None
+        return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
+
 
 _PACKAGES = {
     "opacus": "Opacus: pip install opacus",
@@ -310,12 +317,15 @@ def arguments(case: Case) -> list[str]:
 def python_path(case: Case) -> str | None:
     """``PYTHONPATH`` with which a child imports what this process can; None of dpbench's own.
 
-    It is what was put before the standard library: pytest, for one, extends ``sys.path``.
+    It is what was put before the standard library: pytest, for one, extends ``sys.path``. And it is
+    where what the case names came from, be that at the end of ``sys.path``, or nowhere in it.
     """
     if is_builtin(case):
         return None
     own = sysconfig.get_paths()
     added = takewhile(lambda entry: entry != own["stdlib"], sys.path)
-    entries = [*added, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    wanted = [e for e in entries if e and e != own["scripts"] and Path(e).exists()]
+    others = [(known, name) for _, known, name in _named(case) if not known.is_builtin(name)]
+    imported = [str(path) for known, name in others if (path := known.import_path(name))]
+    entries = [*added, *imported, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    wanted = [e for e in entries if e and e not in own.values() and Path(e).exists()]
     return os.pathsep.join(dict.fromkeys(wanted))

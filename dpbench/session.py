@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import SCRIPT
 from dpbench.comparison import Comparison, asked_for
 from dpbench.errors import ConfigurationError
-from dpbench.files import in_words, printable, write_text
+from dpbench.files import check_writable, in_words, printable, write_text
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.show.view import View
 
@@ -143,6 +143,7 @@ class Session:
             self.notes += skipped
         with ExitStack() as held:
             if path is not None:
+                check_writable(path.parent)
                 held.enter_context(storage.writing(path))  # before it is read
                 run = Run.load(path)
                 self.begun = resumed(run, self.begun)
@@ -354,12 +355,12 @@ class Session:
         from dpbench.results.run import Run
 
         cases, holds = 0, ""
-        with self._held, suppress(ConfigurationError):  # gone, or out of reach
+        with self._held, suppress(ConfigurationError, OSError):  # gone, or out of reach
             cases = len(Run.load_head(path).document.get("cases", ()))
             holds = f"; the file holds {cases} case{'s' if cases > 1 else ''}"
             if not cases:
-                path.unlink()
                 holds = "; nothing is saved"
+                path.unlink()
         if self._file_error is not None:
             self.problem(f"{in_words(self._file_error)}{holds}")
         elif cases:

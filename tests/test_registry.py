@@ -296,6 +296,27 @@ def test_child_finds_what_this_process_was_told_where_to_find(
     assert python_path(Case("dpsgd", 4, 64)) is None
 
 
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("own_module.py", "own_module:Mine"),
+        ("own_package/__init__.py", "own_package:Mine"),
+        ("own_namespace/inner.py", "own_namespace.inner:Mine"),
+    ],
+)
+def test_child_finds_an_own_class_wherever_this_process_imported_it_from(
+    write_module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, path: str, target: str
+) -> None:
+    """Also from a directory at the end of sys.path, or as pytest's importlib mode does it."""
+    directory = str(write_module(path))
+    case = resolve(Case(target, 4, 64))
+    assert TRAINERS[case.trainer].__name__ == "Mine"
+    monkeypatch.setattr(sys, "path", [e for e in sys.path if e != directory] + [directory])
+    assert directory in str(python_path(case)).split(os.pathsep)
+    monkeypatch.setattr(sys, "path", sys.path[:-1])
+    assert directory in str(python_path(case)).split(os.pathsep)
+
+
 # --- whether it is there -----------------------------------------------------------------------
 
 

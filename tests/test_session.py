@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -82,6 +84,11 @@ def broken_off(begin: Begin) -> Run:
     return Run.load(file_of(session))
 
 
+def failing(*_: object, **__: object) -> None:
+    """What any change comes to where a file system has become read-only."""
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
 def saved(session: Session) -> tuple[str, list[Case]]:
     """How the run's file says that its session ended, and the cases in it."""
     run = Run.load(file_of(session))
@@ -117,6 +124,16 @@ def test_run_that_cannot_be_resumed_is_let_go_of(begin: Begin, storage: Storage)
         begin(resume=True, grid="grid2")
     with storage.writing(path):
         assert path.read_bytes() == held
+
+
+def test_storage_that_cannot_be_written_any_more_is_found_out_before_a_run_goes_on(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off(begin)
+
+    monkeypatch.setattr("tempfile.TemporaryFile", failing)
+    with pytest.raises(ConfigurationError, match=r"cannot be written: Read-only file system"):
+        begin(resume=True)
 
 
 def test_full_disk_leaves_what_the_file_held(begin: Begin, storage: Storage) -> None:
@@ -157,3 +174,14 @@ def test_file_in_which_nothing_stands_is_removed(begin: Begin, storage: Storage)
     session.finish(complete=True)
     assert storage.paths() == []
     assert (session.notes, session.problems) == ([], [])
+
+
+def test_file_that_cannot_be_removed_does_not_end_the_session(
+    begin: Begin, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = begin(save="first")
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", failing)
+        session.finish(complete=True)
+    with storage.writing(file_of(session)):
+        assert saved(session) == ("interrupted", [])

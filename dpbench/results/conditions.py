@@ -98,7 +98,7 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
         "GPU": gpu.get("name"),
         "driver": gpu.get("driver"),
         "commit": code.get("commit"),
-        "uncommitted changes": changes and changes[:12],
+        "uncommitted changes": changes and str(changes)[:12],
     }
     named |= {f"grid's {axis}": values for axis, values in session.get("grid", {}).items()}
     for instrument, settings in session.get("settings", {}).items():

@@ -51,8 +51,6 @@ class Run:
         """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
         with _naming(path):
             run = cls(path, _parsed(path.read_bytes()))
-            for case in run.document.get("cases", ()):
-                Case.from_row(case)
             for part in PARTS:
                 for entry in run.document.get(part, ()):
                     LISTS[part].from_row(entry)
@@ -200,6 +198,22 @@ def _naming(path: Path) -> Iterator[None]:
         raise ConfigurationError(f"run file {path} cannot be read: {why}") from error
 
 
+_KINDS: dict[str, Any] = {
+    "rows": list,
+    "cases": list,
+    "environment": dict,
+    "environment.versions": dict,
+    "environment.gpu": dict | None,
+    "environment.code": dict | None,
+    "session": dict,
+    "session.grid": dict,
+    "session.settings": dict,
+    "session.cases_asked": int,
+    "session.seconds": int | float,
+}
+"""What parts of a document are, if it has them."""
+
+
 def _parsed(data: bytes) -> dict[str, Any]:
     """The document in a file, if its schema is one that this version knows."""
     text = _CONTROL.sub(lambda match: match[1] or "\N{REPLACEMENT CHARACTER}", data.decode())
@@ -209,14 +223,21 @@ def _parsed(data: bytes) -> dict[str, Any]:
         raise ValueError("no document of dpbench")
     if schema > SCHEMA:
         raise ValueError(f"schema {schema}, this dpbench reads up to {SCHEMA}; upgrade dpbench")
-    for part, kind in (("environment", dict), ("session", dict), ("rows", list), ("cases", list)):
-        if not isinstance(document.get(part, kind()), kind):
-            raise TypeError(f"{part} cannot be {document[part]!r:.40}")
+    for place, kind in _KINDS.items():
+        around, _, name = place.rpartition(".")
+        part = document.get(around, {}) if around else document
+        if name in part and not isinstance(part[name], kind):
+            raise TypeError(f"{place} cannot be {part[name]!r:.40}")
+    for instrument, options in document.get("session", {}).get("settings", {}).items():
+        if not isinstance(options, dict):
+            raise TypeError(f"session.settings.{instrument} cannot be {options!r:.40}")
     if (status := document.get("session", {}).get("status", COMPLETE)) not in STATUSES:
         raise ValueError(f"session.status cannot be {status!r}")
     for part in ("cases", *LISTS):
         for entry in document.get(part, ()):
             entry.update(ADDED | entry)
+    for case in document.get("cases", ()):
+        Case.from_row(case)
     return dict(document)
 
 

@@ -135,6 +135,12 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data["cases"][0].pop("seq_len"),
         lambda data: data["cases"][0].update(precision="fp3"),
         lambda data: data["session"].update(status="half"),
+        lambda data: data["session"].update(grid=None),
+        lambda data: data["session"].update(cases_asked="two"),
+        lambda data: data["session"].update(settings={"ncu": 5}),
+        lambda data: data["environment"].update(versions=[]),
+        lambda data: data["environment"].update(gpu="H200"),
+        lambda data: data["cases"][0].update(trainer=["dpsgd"]),
         lambda data: data["cases"][0].update(model_size=5),
         lambda data: data["operators"][0].pop("flops"),
         lambda data: data["rows"][1].update(value=10**400),
@@ -151,6 +157,16 @@ def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(
     saved.write_text(json.dumps(data))
     with pytest.raises(ConfigurationError, match=r"0001_before\.json cannot be read"):
         Run.load(saved)
+
+
+def test_damage_in_what_a_list_says_is_found_by_reading_the_head(
+    saved: Path,
+) -> None:
+    data = json.loads(saved.read_text())
+    data["session"]["cases_asked"] = None
+    write_document(saved, data)
+    with pytest.raises(ConfigurationError, match=r"session\.cases_asked cannot be None"):
+        Run.load_head(saved)
 
 
 def test_refusal_says_which_row_is_wrong(saved: Path) -> None:
