@@ -198,12 +198,14 @@ class EachTest:
         names += ["logical"] if takes(item, ["logical_io"]) else []
         return [(case, name) for name in names] if case else []
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """What a test asks for, its fixtures included, belongs to it."""
-        self._test = nodeid
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """What a test asks for, its fixtures included, belongs to it, each time that it runs."""
+        self._test = item.nodeid
         self._steps.clear()
         self._measured.clear()
         self._told = 0
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
