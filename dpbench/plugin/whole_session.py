@@ -35,6 +35,9 @@ SHARED = "dpbench"
 ASKED = "asked"
 """What a worker collected, in the session's directory."""
 
+CRASHED = "???"
+"""When a test ended, in xdist's own report of one whose worker died."""
+
 WORKERS_PER_GPU = 2
 """One sets up while the other measures; a third would only wait for the GPU's lock."""
 
@@ -93,7 +96,9 @@ class WholeSession:
         )
         self.each_test = EachTest(config, self.session)
         self.ended: dict[str, pytest.TestReport] = {}
-        """The report of each test that has come to its end, by its id."""
+        """The report of how each test ended, by its id; until then that of its latest subtest."""
+        self.over: set[str] = set()
+        """The ids of the tests that have come to their end, what they tear down included."""
         self.limited: list[tuple[Case, str]] | None = None
         """What the command line's limits are for; None while no test that they are for is known."""
         if self.is_worker:
@@ -164,8 +169,10 @@ class WholeSession:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end, and what their processes tell of them."""
-        if report.when == "call" or not report.passed:
-            self.ended.setdefault(report.nodeid, report)
+        if report.when in ("teardown", CRASHED):
+            self.over.add(report.nodeid)
+        if report.when != "teardown" and (report.when == "call" or not report.passed):
+            self.ended[report.nodeid] = report
         if not (told := getattr(report, "dpbench", None)):
             return
         for test in told["tests"]:
@@ -239,15 +246,15 @@ class WholeSession:
             case: _how_it_ended(report) for case, report in ended if case in lacking
         }
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
-        complete = len(self.ended) >= session.testscollected and not stopped
+        complete = len(self.over) >= session.testscollected and not stopped
         comparison, limited = self.session.comparison, self.limited
         if complete and comparison.limits and limited is None:
             comparison.limits = []
             self.session.notes.append(
                 "--dpbench-compare-fail judged nothing: no test it is for measures"
             )
-        # The process of a test that tells nothing died before it said what the test asked for.
-        died = {case for case, report in ended if not hasattr(report, "dpbench")}
+        # Their processes died before they said what their tests asked for.
+        died = {case for case, report in ended if report.when == CRASHED}
         limited = [*(limited or ()), *(key for key in comparison.asked if key[0].id in died)]
         self.session.finish(complete=complete, limited=limited)
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):

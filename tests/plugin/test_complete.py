@@ -44,6 +44,35 @@ def test_a_session_whose_worker_may_not_restart_is_interrupted(
     assert (run.status, run.cases_asked, len(run.outcomes)) == ("interrupted", 4, 2)
 
 
+AFTER = """
+import pytest
+
+@pytest.fixture
+def ends():
+    yield
+    {teardown}
+
+def test_measures(ncu, subtests, ends):
+    with subtests.test():  # whose report says "call", too
+        pass
+    ncu("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
+    {call}
+"""
+
+
+@pytest.mark.parametrize("when", ["call", "teardown"])
+def test_a_test_has_not_ended_before_all_of_it_has(
+    project: RunSuite, pytester: pytest.Pytester, when: str
+) -> None:
+    save(pytester.path, "good", recorded_document())
+    endings = {"call": "", "teardown": "", when: "pytest.exit('enough', returncode=0)"}
+    pytester.makepyfile(test_suite=AFTER.format(**endings))
+    result = project("-n0", "--dpbench-save=ended", "--dpbench-compare-fail=l2_total_bytes:5%")
+    assert result.ret != 0
+    run = saved(pytester.path, 2)
+    assert (run.status, len(run.outcomes)) == ("interrupted", 1)
+
+
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
 def test_a_case_that_no_test_measured_has_a_reason(
     project: RunSuite, pytester: pytest.Pytester, workers: str
