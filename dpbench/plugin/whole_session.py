@@ -259,9 +259,16 @@ class WholeSession:
         self.session.finish(complete=complete, limited=limited)
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
+        # What was judged for a test stands also where it is no failure of pytest's: one that was
+        # skipped while another measured its case, or whose outcome a plugin has changed.
         worse = {Case.from_row(row).id for row in self.session.regressions}
-        if worse:  # its own test was skipped, and one without these limits measured it
+        if worse:
             self.session.problem(f"{', '.join(sorted(worse))} got worse by more than it may")
+        if self.session.unjudged:
+            from dpbench.results.gate import Unjudged  # loads pandas
+
+            for row in self.session.unjudged:
+                self.session.problem(f"{Unjudged(**row)}{self.session.comparison.remedy}")
         if self.measures and not self.session.problems:
             self._check_measured()
         if self.session.problems:
