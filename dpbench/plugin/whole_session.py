@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.case import Case
+from dpbench.comparison import asked_for
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable, write_text
 from dpbench.gpu import visible_gpus
@@ -248,15 +249,17 @@ class WholeSession:
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         complete = len(self.over) >= session.testscollected and not stopped
         comparison, limited = self.session.comparison, self.limited
+        # A process that died has not said what its test asked for, nor what it had measured of it.
+        if died := {case for case, report in ended if report.when == CRASHED}:
+            untold = [outcome for outcome in self.session.outcomes() if not outcome.tests]
+            named = [key for key in comparison.asked if key[0].id in died]
+            limited = [*(limited or ()), *named, *asked_for(untold)]
         if complete and comparison.limits and limited is None:
             comparison.limits = []
             self.session.notes.append(
                 "--dpbench-compare-fail judged nothing: no test it is for measures"
             )
-        # Their processes died before they said what their tests asked for.
-        died = {case for case, report in ended if report.when == CRASHED}
-        limited = [*(limited or ()), *(key for key in comparison.asked if key[0].id in died)]
-        self.session.finish(complete=complete, limited=limited)
+        self.session.finish(complete=complete, limited=limited or ())
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
         # What was judged for a test stands also where it is no failure of pytest's: one that was

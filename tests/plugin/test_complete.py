@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plugin.conftest import RunSuite
-from tests.plugin.saved_runs import recorded_document, save, saved
+from tests.plugin.saved_runs import less, recorded_document, save, saved
 
 ENDS_BEFORE = {
     "exit": "pytest.exit('enough', returncode=1)",
@@ -98,3 +98,21 @@ def test_a_case_whose_worker_died_was_asked_for_and_is_not_judged(
     result.stdout.no_fnmatch_line("*not asked for*")
     run = saved(pytester.path, 2)
     assert (run.status, run.regressed) == ("complete", bool(limit))
+
+
+def test_what_a_worker_measured_before_it_died_is_judged(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    save(pytester.path, "good", recorded_document(less))
+    pytester.makepyfile(
+        test_suite="""
+        import os
+
+        def test_dies(ncu):
+            ncu("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
+            os._exit(1)
+        """
+    )
+    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    project("-n1", "--max-worker-restart=0", "--dpbench-save=died", limit)
+    assert saved(pytester.path, 2).regressed
