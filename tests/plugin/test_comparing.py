@@ -377,8 +377,7 @@ def test_nobody_forgives_what_a_limit_did_not_judge(
     pytester.makeconftest(FORGIVES)
     pytester.makepyfile(test_suite=SUITE + FORGIVEN)
     project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
-    arguments = ["-n0", "-rA", "--junitxml=report.xml", "--dpbench-save=worse"]
-    result = project(*arguments, replayed=False)
+    result = project("-n0", "--junitxml=report.xml", "--dpbench-save=worse", replayed=False)
     result.assert_outcomes(passed=2, failed=3, skipped=1)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     told = "dpbench: {} judged nothing: neither 0001_good nor this session has*"
