@@ -198,12 +198,14 @@ class EachTest:
         names += ["logical"] if takes(item, ["logical_io"]) else []
         return [(case, name) for name in names] if case else []
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """What a test asks for, its fixtures included, belongs to it."""
-        self._test = nodeid
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """What a test asks for, its fixtures included, belongs to it, each time that it runs."""
+        self._test = item.nodeid
         self._steps.clear()
         self._measured.clear()
         self._told = 0
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -244,14 +246,16 @@ class EachTest:
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
         vars(report)["dpbench"] = told  # plain types, which survive the way from a worker
-        if judged.excinfo and not _is_skip(judged):
-            report.outcome = "failed"  # also where an xfail mark expects another failure
+        if judged.excinfo and not (_is_skip(judged) or report.failed):
+            # Also where an xfail mark, or another plugin, expects another failure.
+            report.outcome, report.longrepr = "failed", item.repr_failure(judged.excinfo)
             vars(report).pop("wasxfail", None)
         return report
 
     def _judge(self, item: pytest.Item, call: pytest.CallInfo[None], told: dict[str, Any]) -> None:
         """Fail a test if what it measured got worse by more than it may, or was not judged."""
-        passed = call.when == "call" and call.excinfo is None
+        failure = call.excinfo or getattr(item, "_excinfo", None)  # where a TestCase has its own
+        passed = call.when == "call" and not failure
         if not (self._measured or passed):
             return
         own = _limits_of(item)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.case import Case
+from dpbench.comparison import asked_for
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable, write_text
 from dpbench.gpu import visible_gpus
@@ -34,6 +35,9 @@ SHARED = "dpbench"
 
 ASKED = "asked"
 """What a worker collected, in the session's directory."""
+
+CRASHED = "???"
+"""When a test ended, in xdist's own report of one whose worker died."""
 
 WORKERS_PER_GPU = 2
 """One sets up while the other measures; a third would only wait for the GPU's lock."""
@@ -93,7 +97,9 @@ class WholeSession:
         )
         self.each_test = EachTest(config, self.session)
         self.ended: dict[str, pytest.TestReport] = {}
-        """The report of each test that has come to its end, by its id."""
+        """The report of how each test ended, by its id; until then that of its latest subtest."""
+        self.over: set[str] = set()
+        """The ids of the tests that have come to their end, what they tear down included."""
         self.limited: list[tuple[Case, str]] | None = None
         """What the command line's limits are for; None while no test that they are for is known."""
         if self.is_worker:
@@ -164,8 +170,10 @@ class WholeSession:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end, and what their processes tell of them."""
-        if report.when == "call" or not report.passed:
-            self.ended.setdefault(report.nodeid, report)
+        if report.when in ("teardown", CRASHED):
+            self.over.add(report.nodeid)
+        if report.when != "teardown" and (report.when == "call" or not report.passed):
+            self.ended[report.nodeid] = report
         if not (told := getattr(report, "dpbench", None)):
             return
         for test in told["tests"]:
@@ -239,22 +247,31 @@ class WholeSession:
             case: _how_it_ended(report) for case, report in ended if case in lacking
         }
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
-        complete = len(self.ended) >= session.testscollected and not stopped
+        complete = len(self.over) >= session.testscollected and not stopped
         comparison, limited = self.session.comparison, self.limited
+        # A process that died has not said what its test asked for, nor what it had measured of it.
+        if died := {case for case, report in ended if report.when == CRASHED}:
+            untold = [outcome for outcome in self.session.outcomes() if not outcome.tests]
+            named = [key for key in comparison.asked if key[0].id in died]
+            limited = [*(limited or ()), *named, *asked_for(untold)]
         if complete and comparison.limits and limited is None:
             comparison.limits = []
             self.session.notes.append(
                 "--dpbench-compare-fail judged nothing: no test it is for measures"
             )
-        # The process of a test that tells nothing died before it said what the test asked for.
-        died = {case for case, report in ended if not hasattr(report, "dpbench")}
-        limited = [*(limited or ()), *(key for key in comparison.asked if key[0].id in died)]
-        self.session.finish(complete=complete, limited=limited)
+        self.session.finish(complete=complete, limited=limited or ())
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
+        # What was judged for a test stands also where it is no failure of pytest's: one that was
+        # skipped while another measured its case, or whose outcome a plugin has changed.
         worse = {Case.from_row(row).id for row in self.session.regressions}
-        if worse:  # its own test was skipped, and one without these limits measured it
+        if worse:
             self.session.problem(f"{', '.join(sorted(worse))} got worse by more than it may")
+        if self.session.unjudged:
+            from dpbench.results.gate import Unjudged  # loads pandas
+
+            for row in self.session.unjudged:
+                self.session.problem(f"{Unjudged(**row)}{self.session.comparison.remedy}")
         if self.measures and not self.session.problems:
             self._check_measured()
         if self.session.problems:

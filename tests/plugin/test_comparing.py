@@ -286,7 +286,10 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
         result.stdout.no_fnmatch_line("What changed most:")  # the operators are the same
         assert result.ret == pytest.ExitCode.TESTS_FAILED
         path = next((pytester.path / ".dpbench").rglob("*_worse.json"))
-        assert json.loads(path.read_text())["session"]["regressed"]
+        document = json.loads(path.read_text())
+        assert document["session"]["regressed"]
+        noted = [by["test"] for case in document["cases"] for by in case["tests"]]
+        assert any(test.removeprefix("not TestMarked and ") in name for name in noted)
         path.unlink()
 
 
@@ -305,10 +308,93 @@ def test_a_case_that_another_test_measured_is_judged_for_the_test_that_was_skipp
         @pytest.mark.skip
         def test_limited(dpbench_case, ncu):
             ncu(dpbench_case)
+
+        def test_has_the_parameter_alone(dpbench_case):
+            pass
+
+        def test_of_what_is_as_it_was(ncu):
+            ncu("standard", batch_size=4, seq_len=64, model_size="tiny")
         """
     )
-    result = project("-n0", "--dpbench-save=worse", "--dpbench-compare-fail=l2_total_bytes:5%")
-    result.assert_outcomes(passed=2, skipped=2)
+    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    assert project("-n0", "-k", "not test_limited", limit).ret == 0
+    result = project("-n0", "--dpbench-save=worse", limit)
+    result.assert_outcomes(passed=5, skipped=2)
     assert saved(pytester.path, 2).regressed
     assert result.ret != 0
     result.stdout.fnmatch_lines(["ERROR: dpbench: dpsgd-bs4-seq64-tiny-fp32 got worse by more *"])
+
+
+FORGIVEN = """
+import unittest
+
+@pytest.mark.dpbench(compare_fail=["dram_bytes:1%"])
+@pytest.mark.xfail
+def test_takes_no_fixture():
+    pass
+
+@pytest.mark.dpbench(compare_fail=["l2_total_bytes:1%"])
+@pytest.mark.xfail
+def test_fails_as_expected(logical_io):
+    logical_io(case)
+    assert False
+
+@pytest.mark.dpbench(compare_fail=["l2_read_bytes:1%"])
+def test_of_a_plugin(logical_io):
+    logical_io(case)
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+class TestSkips(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def counts(self, logical_io):
+        pass
+
+    def test_before_it_measures(self):
+        self.skipTest("not today")
+"""
+
+FORGIVES = """
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if item.name == "test_of_a_plugin":
+        report.outcome, report.longrepr = "passed", None
+    return report
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    result = yield
+    session.testsfailed = 0
+    return result
+"""
+
+
+def test_nobody_forgives_what_a_limit_did_not_judge(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makeconftest(FORGIVES)
+    pytester.makepyfile(test_suite=SUITE + FORGIVEN)
+    project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
+    result = project("-n0", "--junitxml=report.xml", "--dpbench-save=worse", replayed=False)
+    result.assert_outcomes(passed=2, failed=3, skipped=1)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    told = "dpbench: {} judged nothing: neither 0001_good nor this session has*"
+    metrics = ["dram_bytes:1%", "l2_total_bytes:1%", "l2_read_bytes:1%"]
+    result.stdout.fnmatch_lines([f"ERROR: {told.format(metric)}" for metric in metrics])
+    result.stdout.fnmatch_lines([told.format(metric) for metric in metrics])
+    result.stdout.fnmatch_lines(["FAILED*test_fails_as_expected - Failed: dpbench: l2_total*"])
+    assert len(saved(pytester.path, 2).session["unjudged"]) == 3
+
+
+def test_an_error_while_judging_is_no_failure_that_a_test_expects(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    test = "@pytest.mark.xfail\n@pytest.mark.dpbench(compare_fail=['logical_bytes:1%'])\n"
+    test += "def test_marked(logical_io): logical_io('standard', batch_size=2, workload='layer')"
+    pytester.makepyfile(test_suite=f"import pytest\n{test}")
+    (pytester.path / ".dpbench").touch()
+    result = project("-n0", replayed=False)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*ConfigurationError: storage cannot be read: *"])

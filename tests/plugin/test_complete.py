@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plugin.conftest import RunSuite
-from tests.plugin.saved_runs import recorded_document, save, saved
+from tests.plugin.saved_runs import less, recorded_document, save, saved
 
 ENDS_BEFORE = {
     "exit": "pytest.exit('enough', returncode=1)",
@@ -44,6 +44,35 @@ def test_a_session_whose_worker_may_not_restart_is_interrupted(
     assert (run.status, run.cases_asked, len(run.outcomes)) == ("interrupted", 4, 2)
 
 
+AFTER = """
+import pytest
+
+@pytest.fixture
+def ends():
+    yield
+    {teardown}
+
+def test_measures(ncu, subtests, ends):
+    with subtests.test():  # whose report says "call", too
+        pass
+    ncu("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
+    {call}
+"""
+
+
+@pytest.mark.parametrize("when", ["call", "teardown"])
+def test_a_test_has_not_ended_before_all_of_it_has(
+    project: RunSuite, pytester: pytest.Pytester, when: str
+) -> None:
+    save(pytester.path, "good", recorded_document())
+    endings = {"call": "", "teardown": "", when: "pytest.exit('enough', returncode=0)"}
+    pytester.makepyfile(test_suite=AFTER.format(**endings))
+    result = project("-n0", "--dpbench-save=ended", "--dpbench-compare-fail=l2_total_bytes:5%")
+    assert result.ret != 0
+    run = saved(pytester.path, 2)
+    assert (run.status, len(run.outcomes)) == ("interrupted", 1)
+
+
 def test_a_case_that_no_test_measured_has_a_reason(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:
@@ -77,3 +106,21 @@ def test_a_case_whose_worker_died_was_asked_for_and_is_not_judged(
     reasons = run.session["not_measured"]
     assert set(reasons) == {died, skipped}
     assert reasons[skipped].endswith("Skipped: too slow")
+
+
+def test_what_a_worker_measured_before_it_died_is_judged(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    save(pytester.path, "good", recorded_document(less))
+    pytester.makepyfile(
+        test_suite="""
+        import os
+
+        def test_dies(ncu):
+            ncu("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
+            os._exit(1)
+        """
+    )
+    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    project("-n1", "--max-worker-restart=0", "--dpbench-save=died", limit)
+    assert saved(pytester.path, 2).regressed

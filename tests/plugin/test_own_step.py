@@ -109,3 +109,30 @@ def test_ncu_cannot_have_it(project: RunSuite, pytester: pytest.Pytester) -> Non
     result.stdout.fnmatch_lines(
         ["dpbench: ncu cannot measure a step of this process*take logical_io(step), *"]
     )
+
+
+RUNS_TWICE = """
+from _pytest.runner import runtestprotocol
+
+def pytest_runtest_protocol(item, nextitem):
+    for _ in range(2):
+        item._initrequest()
+        runtestprotocol(item, nextitem=nextitem)
+    return True
+"""
+
+
+def test_that_runs_again_has_the_same_steps(project: RunSuite, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(RUNS_TWICE)
+    pytester.makepyfile(
+        test_suite=SUITE
+        + """
+def test_again(logical_io):
+    def step():
+        private()
+    assert logical_io(step).logical_bytes
+"""
+    )
+    project("-n0", "--dpbench-json=run.json", replayed=False).assert_outcomes(passed=2)
+    document = json.loads((pytester.path / "run.json").read_text())
+    assert [case["trainer"] for case in document["cases"]] == ["test_suite.py::test_again:step"]
