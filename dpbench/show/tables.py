@@ -225,7 +225,7 @@ def _columns(group: Group, view: View) -> list[Metric]:
     were counted all that it has not, and a group that has none of what was asked for (logical
     bytes of hardware, say) all of it.
     """
-    logical = "logical_bytes" in set(group.shown.metric)
+    logical = bool(group.shown.metric.str.startswith("logical_").any())
     chosen = view.columns or shown_by_default(logical=logical)
     filled = [shown for shown in chosen if group.texts(shown)]
     if view.columns:
