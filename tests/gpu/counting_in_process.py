@@ -69,8 +69,10 @@ def count_training(names: list[str] | None = None) -> list[ByPhase]:
     """Squares of 1 GB, which move the same bytes in each step, and their backward."""
     weights = torch.ones(1 << 28, device="cuda", requires_grad=True)
     (weights * weights).sum().backward()  # the first launches load the kernels
-    with closing(StepCounter(names, Target.of_torch())) as counter:
-        assert names is not None or counter.passes == 1 or counter.chip.name != "GH100"
+    target = Target.of_torch()
+    with closing(StepCounter(names, target)) as counter:
+        expected = 2 if target.peers else 1  # links need a pass of their own
+        assert names is not None or counter.passes == expected or counter.chip.name != "GH100"
         for _ in range(counter.steps):
             weights.grad = None
             with observed_step(counter):
@@ -100,7 +102,7 @@ def test_metrics_of_several_passes_are_counted_in_as_many_steps() -> None:
 
 
 @pytest.mark.usefixtures("alone_on_the_gpu")
-def test_a_copy_to_another_gpu_is_counted_on_its_way_or_not_at_all() -> None:
+def test_a_copy_to_another_gpu_is_counted_on_its_way() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
     source = torch.ones(COPIED // 4, device="cuda:0")
@@ -110,9 +112,11 @@ def test_a_copy_to_another_gpu_is_counted_on_its_way_or_not_at_all() -> None:
             with observed_step(counter), phase("forward"):
                 copy.copy_(source)
     [by_phase] = counter.rounds()
-    # A virtual machine keeps the counters of NVLink to itself: no row then, and no zero.
-    if (sent := by_phase["forward"].get("nvlink_sent_bytes")) is not None:
-        assert max(sent, by_phase["forward"]["pcie_write_bytes"]) > 0.95 * COPIED
+    sent = by_phase["forward"]
+    # With the headers of packets in it; without NVLink there is no such row, and no zero.
+    assert max(sent.get("nvlink_sent_bytes", 0), sent["pcie_write_bytes"]) == pytest.approx(
+        1.065 * COPIED, rel=0.02
+    )
 
 
 @pytest.mark.usefixtures("alone_on_the_gpu")

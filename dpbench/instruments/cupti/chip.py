@@ -54,9 +54,14 @@ class Chip:
         self._availability = availability
 
     @contextmanager
-    def host(self) -> Iterator[int]:
-        """A host object, as long as it is needed."""
-        image = self._availability
+    def host(self, counters: Iterable[str] = ()) -> Iterator[int]:
+        """A host object for these counters, as long as it is needed.
+
+        Counters of links are chosen without the availability image: that of a virtual machine
+        leaves NVLink's out, which can be read all the same.
+        """
+        linked = any(counter.startswith(MAY_LACK) for counter in counters)
+        image = None if linked else self._availability
         answer = self.library.call(
             "Profiler_Host_Initialize",
             pChipName=self.name.encode(),
@@ -125,7 +130,7 @@ class Configuration:
         self.names = (ctypes.c_char_p * len(encoded))(*encoded)
         self._chip = chip
         with ExitStack() as opened:
-            self._host = opened.enter_context(chip.host())
+            self._host = opened.enter_context(chip.host(self._counters))
             self.image = self._choose(chip.library, self._host)
             self.passes = int(
                 chip.library.call(

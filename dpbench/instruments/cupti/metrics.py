@@ -24,16 +24,11 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
     Args:
         chip: the GPU's.
         names: of ours, of nvprof, or of counters.
-        peers: whether there are other GPUs, so that everything includes `LINKS` where this
-            machine lets them be read (a virtual one may not).
+        peers: whether there are other GPUs, so that everything includes `LINKS`.
     """
     ours = having(chip.has, "cupti")
     if names is None:
-        return [
-            metric
-            for metric in ours.values()
-            if metric.name not in LINKS or (peers and chip.reads(metric.counters))
-        ]
+        return [metric for metric in ours.values() if peers or metric.name not in LINKS]
     parts = [part for name in names for part in _parts(name)]
     return resolve([*(name for name in BASIC if name in ours), *parts], chip.name, ours)
 

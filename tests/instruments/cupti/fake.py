@@ -72,6 +72,7 @@ class FakeCupti:
         self.now: dict[str, float] = {}  # what the GPU has done so far, by counter
         self.calls: list[str] = []
         self.hosts: dict[int, list[str]] = {}  # open host objects, and their counters
+        self.restricted: set[int] = set()  # hosts that know what the machine calls unavailable
         self.configurations: list[list[str]] = []
         self.ranges: list[tuple[bytes, dict[str, float]]] = []
         self.chosen: list[str] | None = None  # the counters of the configuration that is set
@@ -131,6 +132,8 @@ class FakeCupti:
     def _Profiler_Host_Initialize(self, p: Any) -> None:  # noqa: N802
         p.pHostObject = 1000 + len(self.calls)
         self.hosts[p.pHostObject] = []
+        if p.pCounterAvailabilityImage:
+            self.restricted.add(p.pHostObject)
 
     def _Profiler_Host_Deinitialize(self, p: Any) -> None:  # noqa: N802
         del self.hosts[p.pHostObject]
@@ -141,7 +144,7 @@ class FakeCupti:
     def _Profiler_Host_ConfigAddMetrics(self, p: Any) -> int:  # noqa: N802
         names = self._counters(p.ppMetricNames, p.numMetrics)
         self.hosts[p.pHostObject] += names
-        if self.hidden & {*names}:
+        if p.pHostObject in self.restricted and self.hidden & {*names}:
             return NOT_AVAILABLE
         if {*names} & {*OF_LINKS} and {*names} - {*OF_LINKS}:
             return DO_NOT_COMBINE
