@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from dpbench.show.layout import Table
 
 
+DERIVE_SECONDS = 60.0
+"""How often ratios and tables are written before a session's end."""
+
+
 class Session:
     """A session, in each process that takes part in it.
 
@@ -69,7 +73,7 @@ class Session:
         """The run's file in the storage, whole at any moment."""
         self._held = ExitStack()
         """What keeps other sessions from that file."""
-        self.began = time.monotonic()  # the clock that nobody sets
+        self.began = self._derived = time.monotonic()  # the clock that nobody sets
         self.comparison = Comparison(settings, self.sources)
         self.regressions: list[dict[str, Any]] = []
         """What got worse by more than it may, as plain rows."""
@@ -226,9 +230,14 @@ class Session:
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Bring the run and the files that were asked for up to date; the page at the last."""
+        """Bring the run and the files that were asked for up to date; the page at the last.
+
+        What follows from the rows is worked out seldom before that: it takes as long as dozens of
+        cases that are counted, and a killed session needs its rows.
+        """
         settings = self.settings
         page = settings.html if last else None
+        derive = last or time.monotonic() - self._derived > DERIVE_SECONDS
         wanted = (self.path, settings.json, settings.markdown, settings.csv, page)
         if not (any(wanted) and self.outcomes()):
             return
@@ -237,7 +246,7 @@ class Session:
 
         with self.store.lock():
             outcomes = self.outcomes()
-            document = self._document(outcomes, complete)
+            document = self._document(outcomes, complete, derive=derive)
             self.update_document(document)
             if self.path:
                 self._file_error = None
@@ -249,15 +258,19 @@ class Session:
                 if settings.json:
                     write_document(settings.json, document)
             with self.reporting_problems():
-                asked = 0 if complete else document["session"]["cases_asked"]
-                missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                files = {"markdown": settings.markdown, "csv": settings.csv}
-                write_renderings(outcomes, self.view, **files, missing=missing)
+                if derive:
+                    asked = 0 if complete else document["session"]["cases_asked"]
+                    missing = max(0, asked - len({outcome.case for outcome in outcomes}))
+                    files = {"markdown": settings.markdown, "csv": settings.csv}
+                    write_renderings(outcomes, self.view, **files, missing=missing)
+                    self._derived = time.monotonic()
             with self.reporting_problems():
                 if page:
                     self._write_page(page, document)
 
-    def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
+    def _document(
+        self, outcomes: Sequence[Outcome], complete: bool, *, derive: bool = False
+    ) -> dict[str, Any]:
         """The session so far; it says ``interrupted`` until it is over."""
         from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
 
@@ -271,7 +284,7 @@ class Session:
             "unjudged": list(self.unjudged),
             "not_measured": dict(self.not_measured),
         }
-        return document(outcomes, self.begun.environment, session)
+        return document(outcomes, self.begun.environment, session, derive=derive)
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
         """How many cases are asked for, as far as is known, or are of the grid and measured."""

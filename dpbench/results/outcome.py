@@ -89,8 +89,13 @@ def document(
     outcomes: Sequence[Outcome],
     environment: Mapping[str, Any],
     session: Mapping[str, Any] | None = None,
+    *,
+    derive: bool = True,
 ) -> dict[str, Any]:
-    """A run as plain JSON types, every measurement under ``rows``; ``session`` says how it came."""
+    """A run as plain JSON types, every measurement under ``rows``.
+
+    ``session`` says how it came; ``derive`` adds what follows from the rows (ratios, throughputs).
+    """
     rows = [row for outcome in outcomes for row in outcome.rows]
     cases = [outcome.as_json() for outcome in outcomes]
     lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
@@ -107,7 +112,7 @@ def document(
         "cases": cases,
         "devices": sorted({row.device for row in rows}),
         **lists,
-        **_derived(rows, baseline_of(session or {})),
+        **(_derived(rows, baseline_of(session or {})) if derive else {}),
     }
 
 
@@ -177,8 +182,18 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write what `document` made; `dpbench.results.run.Run.load_head` relies on its line breaks."""
-    write_text(path, json.dumps(document, indent=1) + "\n")
+    """Write what `document` made, a line for each field and for each entry of a list.
+
+    `dpbench.results.run.Run.load_head` relies on the line breaks.
+    """
+    fields = [f" {json.dumps(name)}: {_lines(value)}" for name, value in document.items()]
+    write_text(path, "{\n" + ",\n".join(fields) + "\n}\n")
+
+
+def _lines(value: object) -> str:
+    if not (isinstance(value, list) and value):
+        return json.dumps(value)
+    return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n ]"
 
 
 class OutcomeStore:
