@@ -165,7 +165,7 @@ def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
     if (rows.busy < LAUNCH_BOUND).any():
         yield (
             f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time (in "
-            f"brackets); neither bytes nor arithmetic explain it."
+            f"brackets); no bound explains the rest."
         )
     timed = rows[(rows.phase == STEP) & rows.seconds.notna()]
     if unknown := [*dict.fromkeys(timed[timed.busy.isna()].trainer)]:

@@ -11,22 +11,27 @@ from dpbench.results.roofline import Roofs
 from dpbench.results.rows import STEP
 from dpbench.results.times import PARTS, additional
 from dpbench.show.kernels import launch_bound_notes, phase_lines, roofs_in_words
-from dpbench.show.layout import Shown, Table, step_milliseconds
+from dpbench.show.layout import Shown, Table
 from dpbench.show.tables import in_order, titled
 
+
+def _tenths(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
 TIME_COLUMNS: dict[str, Shown] = {
-    "time\nms": ("seconds", step_milliseconds),
-    "arithm.\n>= ms": ("arithmetic_seconds", step_milliseconds),
-    "bytes\n>= ms": ("bytes_seconds", step_milliseconds),
-    "idle\nms": ("idle_seconds", step_milliseconds),
-    "left\nms": ("left_seconds", step_milliseconds),
+    "time\nms": ("seconds", _tenths),
+    "arithm.\n>= ms": ("arithmetic_seconds", _tenths),
+    "bytes\n>= ms": ("bytes_seconds", _tenths),
+    "idle\nms": ("idle_seconds", _tenths),
+    "left\nms": ("left_seconds", _tenths),
     "bound": ("bound", str),
 }
 """Of a phase: its time, and what it is made of."""
 
 ADDED_COLUMNS: dict[str, Shown] = {
-    "more\nms": ("more_seconds", step_milliseconds),
-    **{part: (f"{part}_share", "{:.0%}".format) for part in PARTS},
+    "more\nms": ("more_seconds", _tenths),
+    **{part: (f"{part}_share", lambda x: f"{round(x, 2) + 0.0:.0%}") for part in PARTS},  # no -0%
 }
 """Of a step: how much longer it takes than the baseline's, and which shares explain that."""
 

@@ -43,9 +43,9 @@ def test_each_phase_is_held_against_its_bounds_and_its_idle_time(
 ) -> None:
     text = shown(capsys, short_fp32, COUNTED, "--time", "--markdown", tmp_path / "time.md")
     lines = {line[:11].strip(): line.split() for line in text.splitlines() if line}
-    assert "time    arithm.    bytes     idle    left" in text
-    assert lines["standard"][1:] == ["329.5", "312.5", "21.3", "0", "13.3", "arithmetic"]
-    assert "· noise        30.5          0      8.3     16.0     6.1  launch-bound (47%)" in text
+    assert "time    arithm.    bytes    idle    left" in text
+    assert lines["standard"][1:] == ["329.5", "312.5", "21.3", "0.0", "13.3", "arithmetic"]
+    assert "· noise        30.5        0.0      8.3    16.0     6.1  launch-bound (47%)" in text
     assert "two bounds, which overlap" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     assert "| · noise" in (tmp_path / "time.md").read_text(encoding="utf-8")
