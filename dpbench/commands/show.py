@@ -10,7 +10,7 @@ counted the operations: dpbench run --instrument logical.
 
 With --time the time of each phase is held against the least time for its arithmetic and for its
 bytes, and the part in which the GPU was idle; and of a private step, the time that it takes more
-than the standard one. The ceilings are measured ones, of this card or of a FILE.
+than the standard one. The ceilings are measured ones, of this card or of a FILE, also with --html.
 
 The reports are Nsight Compute's. Of ranges, they are those that dpbench made: the case is read off
 the path, .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. Of kernels (in each configuration's
@@ -211,8 +211,9 @@ def _draw(options: argparse.Namespace, view: View) -> None:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
     named = labelled((run.name, run.document) for run in runs)
+    ceilings = read_ceilings(Path(options.time)) if options.time else None
     try:
-        write_text(options.html, render(Material(named, view.expected)))
+        write_text(options.html, render(Material(named, view.expected, ceilings)))
     except OSError as error:
         raise ConfigurationError(in_words(error)) from error
     print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")

@@ -171,7 +171,7 @@ def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
     if unknown := [*dict.fromkeys(timed[timed.busy.isna()].trainer)]:
         yield (
             f"How busy the GPU was with {', '.join(unknown)} is not known: some of it may be "
-            f"launch-bound. dpbench run --instrument cupti measures it."
+            f"launch-bound. --instrument cupti measures it."
         )
 
 

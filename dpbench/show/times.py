@@ -70,12 +70,12 @@ def lacking(rows: pd.DataFrame) -> Iterator[str]:
     """Which premise is missing for which trainers, or contradicts the others; what would help."""
     steps = rows[rows.phase == STEP]
     no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
-    for missing, what in (
-        (steps.flops.isna(), "operations counted for {}: dpbench run --instrument logical counts"),
-        (steps.bytes.isna(), "DRAM bytes measured for {}: dpbench run --instrument cupti measures"),
+    for missing, what, by in (
+        (steps.flops.isna(), "operations were counted", "logical counts them, without a GPU"),
+        (steps.bytes.isna(), "DRAM bytes were measured", "cupti or ncu measures them"),
     ):
         if missing.any():
-            yield f"No {what.format(_names(steps[missing].trainer))} them."
+            yield f"No {what} for {_names(steps[missing].trainer)}: --instrument {by}."
     for precision in dict.fromkeys(steps[no_ceiling].precision):
         known = precision in PRODUCTS or precision.endswith("-amp")
         help = "python bench/ceilings.py measures it, --time FILE takes it"

@@ -70,7 +70,7 @@ def test_a_missing_premise_is_named_with_what_would_give_it(
 ) -> None:
     dpsgd = of_cell(GRID1, tmp_path / "run.json", trainer="dpsgd", batch_size=8, seq_len=256)
     text = " ".join(shown(capsys, dpsgd, "--time").split())
-    assert "No operations counted for dpsgd: dpbench run --instrument logical counts them." in text
+    assert "No operations were counted for dpsgd: --instrument logical counts them" in text
     assert "How busy the GPU was with dpsgd is not known" in text
     assert "--instrument cupti measures it" in text
     assert "beyond standard's" not in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
@@ -136,6 +136,7 @@ def test_the_ceilings_that_dpbench_knows_are_those_of_the_recorded_run() -> None
 amount = st.floats(0, 1e14)
 
 
+@settings(max_examples=10, deadline=None)
 @given(amount, amount, st.floats(0.1, 10), st.floats(0, 1))
 def test_time_is_its_idle_part_the_longer_bound_and_what_is_left(
     flops: float, moved: float, took: float, busy: float

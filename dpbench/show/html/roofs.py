@@ -205,11 +205,11 @@ def _times(material: Material) -> tuple[pd.DataFrame, list[str], list[str]]:
         if not {"step_time_seconds", "dram_read_bytes"} <= set(measured):
             continue
         try:
-            roofs = find_ceilings(device)
+            roofs = material.ceilings or find_ceilings(device)
+            table = account(frame, roofs)
         except ConfigurationError as error:
             refusals.append(f"{device}: {error}.")
             continue
-        table = account(frame, roofs)
         added = additional(table, run.baseline).assign(phase=STEP)
         table = table.merge(added, "left", [*AXES, "device", "phase"])
         tables.append(table.assign(run=run.name))

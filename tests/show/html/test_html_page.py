@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import plotly.graph_objects as go
 import pytest
 
 from dpbench.errors import ConfigurationError
+from dpbench.results.roofline import Roofs
 from dpbench.results.run import Run
 from dpbench.show.html import charts, check_libraries, roofs
 from dpbench.show.html.data import Material, labelled
@@ -204,6 +206,9 @@ def test_bounds_of_time_need_the_ceilings_of_the_card() -> None:
     chart = drawn(roofs.time, material(document, COUNTED))
     assert [*chart.panels, *chart.table.cells] == []
     assert "nobody has measured what NVIDIA L4 reaches" in chart.table.notes[0]
+    of_l4 = Roofs.of(["NVIDIA L4"], 3e11, {"fp32": 3e13, "tf32": 6e13, "bf16": 1e14}, "a test")
+    own = replace(material(document, COUNTED), ceilings=of_l4)
+    assert len(drawn(roofs.time, own).panels) == 1
 
 
 def test_two_runs_of_one_cell_are_drawn_apart() -> None:
