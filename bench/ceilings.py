@@ -2,7 +2,7 @@
 
 Times a copy far larger than the L2 cache, and a large matrix product at each precision, while no
 dpbench process measures on this GPU. What it prints serves ``dpbench show --roofline FILE`` as
-roofs in place of those in the data sheet.
+roofs in place of those in the data sheet, and ``dpbench show --time FILE``.
 
     python bench/ceilings.py > ceilings.json
 """
@@ -18,10 +18,17 @@ import torch
 from torch.utils.benchmark import Timer
 
 from dpbench import gpu
-from dpbench.case import PRODUCTS
 from dpbench.process.build import pick_device
 from dpbench.process.step import alone
 from dpbench.results.rows import SCHEMA
+
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,  # which autocast makes
+}
+"""Of the operands of a product, by precision."""
 
 
 def measure_ceilings(
@@ -52,7 +59,7 @@ def measure_ceilings(
             "device": card.name if card else target.type,
             "bandwidth": _copy(copy_bytes, target, seconds),
             "copy_bytes": copy_bytes,
-            "flops": {name: _product(name, target, matrix, seconds) for name in PRODUCTS},
+            "flops": {name: _product(name, target, matrix, seconds) for name in DTYPES},
             "matrix": matrix,
             "torch": torch.__version__,
         }
@@ -67,7 +74,7 @@ def _copy(size: int, device: torch.device, seconds: float) -> float:
 
 def _product(precision: str, device: torch.device, side: int, seconds: float) -> float:
     """FLOP/s of a square matrix product, a multiply-add counting as two."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = DTYPES[precision]
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     try:

@@ -8,6 +8,10 @@ With --roofline the operations and bytes of each phase are held against the roof
 they were measured on, of a CARD, or of a FILE of bench/ceilings.py. One of the runs must have
 counted the operations: dpbench run --instrument logical.
 
+With --time the time of each phase is held against the least time for its arithmetic and for its
+bytes, and the part in which the GPU was idle; and of a private step, the time that it takes more
+than the standard one. The ceilings are measured ones, of this card or of a FILE, also with --html.
+
 The reports are Nsight Compute's. Of ranges, they are those that dpbench made: the case is read off
 the path, .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. Of kernels (in each configuration's
 folder kernels, or of any program profiled in kernel replay with the same metrics), they say which
@@ -21,6 +25,7 @@ Examples:
   dpbench show run.json other.json --html report.html
   dpbench show run.json counted.json --roofline
   dpbench show counted.json --roofline h200
+  dpbench show run.json counted.json --time
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
   dpbench show ncu_reports/1b-fp32/kernels/*.ncu-rep --phase clip --top 20
@@ -47,8 +52,18 @@ from dpbench.instruments.nsys.instrument import timeline_of
 from dpbench.instruments.torch_profiler.files import with_operators
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount, fold
-from dpbench.results.roofline import CARDS, find_card, intensities, read_ceilings, under
+from dpbench.results.roofline import (
+    CARDS,
+    Roofs,
+    find_card,
+    find_ceilings,
+    intensities,
+    read_ceilings,
+    under,
+)
+from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
+from dpbench.results.times import account
 from dpbench.settings import declare
 from dpbench.show.export import summary_tables
 from dpbench.show.html import check_libraries
@@ -57,6 +72,7 @@ from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
 from dpbench.show.profile import whole_timeline
 from dpbench.show.tables import tables
+from dpbench.show.times import time_tables
 from dpbench.show.view import View
 
 REPORT = ".ncu-rep"
@@ -83,6 +99,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"which roof of a card bounds each phase: {', '.join(CARDS)}, its name in nvidia-smi, "
         "or measured roofs; without a value the card of the rows",
     )
+    parser.add_argument(
+        "--time",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="what time is made of: arithmetic, bytes, idleness; by what the card is known to "
+        "reach, or by a FILE of bench/ceilings.py",
+    )
     declare(parser.add_argument, "markdown", called="--markdown")
     parser.add_argument("--html", type=Path, metavar="FILE", help="draw the runs as a page here")
 
@@ -105,15 +129,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tables(options: argparse.Namespace, view: View) -> list[Table]:
-    if options.roofline is not None:
-        return _roofline([saved_run(name, options.storage) for name in options.files], options)
+    if options.roofline is not None and options.time is not None:
+        raise ConfigurationError("--roofline and --time are two tables: ask for one")
+    if options.roofline is not None or options.time is not None:
+        runs = [saved_run(name, options.storage) for name in options.files]
+        return list((_roofline if options.time is None else _times)(runs, options))
     alone = next((name for name in options.files if Path(name).suffix != REPORT), None)
     if alone is None:
         return list(_of_reports(map(Path, options.files), view, options))
     if len(options.files) > 1:
         raise ConfigurationError(
             f"show {alone} alone: only reports of Nsight Compute share tables; dpbench compare "
-            f"takes more runs, and so do --html and --roofline"
+            f"takes more runs, and so do --html, --roofline and --time"
         )
     path = Path(alone)
     if path.suffix in TIMELINES:
@@ -123,22 +150,45 @@ def _tables(options: argparse.Namespace, view: View) -> list[Table]:
     return summary_tables(run.outcomes, View.of(options, run.baseline))
 
 
-def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> list[Table]:
-    """The phases of the runs under the roofs of the card that was named, or of their own."""
+def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
     frame = pd.concat([run.frame for run in runs], ignore_index=True)
     if frame.duplicated([*AXES, "instrument", "phase", "metric", "repeat", "device"]).any():
         names = ", ".join(options.files)
         raise ConfigurationError(f"{names}: the same case is in two of them; name one")
+    return frame
+
+
+def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
+    """The phases of the runs under the roofs of the card that was named, or of their own."""
+    frame = _together(runs, options)
     measured_on = sorted(set(frame[frame.instrument != "logical"].device))
-    shown: list[Table] = []
     for device, rows in intensities(frame).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
         if options.roofline.endswith(".json"):
             roofs = read_ceilings(Path(options.roofline))
         else:
             roofs = find_card(options.roofline or card or _card_here())
-        shown += roofline_tables(under(rows, roofs), roofs)
-    return shown
+        yield from roofline_tables(under(rows, roofs), roofs)
+
+
+def _times(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
+    """What the time of the runs' cases is made of, by device."""
+    frame = _together(runs, options)
+    counted = frame.device == NO_HARDWARE
+    if not (timed := frame.metric == "step_time_seconds").any():
+        raise ConfigurationError(
+            f"{', '.join(options.files)}: no step was timed; dpbench run --instrument cupti times "
+            f"steps, counts their bytes and says how busy the GPU was"
+        )
+    baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
+    for device in dict.fromkeys(frame[timed].device):
+        roofs = _ceilings(options, device)
+        times = account(frame[counted | (frame.device == device)], roofs)
+        yield from time_tables(times, roofs, *baselines)
+
+
+def _ceilings(options: argparse.Namespace, device: str) -> Roofs:
+    return read_ceilings(Path(options.time)) if options.time else find_ceilings(device)
 
 
 def _card_here() -> str:
@@ -161,8 +211,9 @@ def _draw(options: argparse.Namespace, view: View) -> None:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
     named = labelled((run.name, run.document) for run in runs)
+    ceilings = read_ceilings(Path(options.time)) if options.time else None
     try:
-        write_text(options.html, render(Material(named, view.expected)))
+        write_text(options.html, render(Material(named, view.expected, ceilings)))
     except OSError as error:
         raise ConfigurationError(in_words(error)) from error
     print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")

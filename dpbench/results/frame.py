@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -74,19 +74,21 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
 def _of_timed_steps(
     shares: pd.Series[float], spans: pd.Series[float], steps: pd.DataFrame, frame: pd.DataFrame
 ) -> pd.Series[float]:
-    """Busy shares of ranges; of whole steps, as parts of the time of steps that were timed.
+    """The shares of ranges, as parts of the time that a step or phase takes when it is not counted.
 
-    A step that is counted starts with an idle GPU and is waited for; while steps are timed the CPU
-    launches the next one's work during the last. Where launches take long, that is a large part of
-    a counted step's time, and none of its busy time. Where no step was timed, nobody knows.
+    What is counted starts with an idle GPU and is waited for; while steps are timed the CPU
+    launches the next work during the last. Where launches take long, that is a large part of a
+    range's time, and none of its busy time. Where nothing was timed, a step's share is unknown, and
+    a phase's that of its range.
     """
-    case = [*AXES, "instrument", "device"]
-    timed = frame[(frame.metric == "step_time_seconds") & (frame.phase == STEP)]
+    case = [*AXES, "instrument", "device", "phase"]
+    timed = frame[frame.metric == "step_time_seconds"]
     number = _numbered(timed, case)
     timed = timed.assign(value=timed.value.groupby(number).transform("median"))
     times = _beside(steps, timed[~number.duplicated()], case)
     # Two different steps: what is all busy may come out as a little more.
-    return shares.where(steps.phase != STEP, (shares * spans / times).clip(upper=1.0))
+    of_timed = (shares * spans / times.where(times > 0)).clip(upper=1.0)
+    return of_timed.fillna(shares.where(steps.phase != STEP))
 
 
 def _numbered(frame: pd.DataFrame, keys: Iterable[str]) -> pd.Series[int]:
@@ -125,9 +127,9 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def of_one_instrument(summary: pd.DataFrame) -> pd.DataFrame:
-    """The summary with one number a case, device, phase and metric: of `PREFERRED`, the first's."""
-    places = summary.instrument.map({name: place for place, name in enumerate(PREFERRED)})
+def of_one_instrument(summary: pd.DataFrame, preferred: Sequence[str] = PREFERRED) -> pd.DataFrame:
+    """The summary with one number a case, device, phase and metric: the first ``preferred``."""
+    places = summary.instrument.map({name: place for place, name in enumerate(preferred)})
     best_first = summary.loc[places.sort_values(kind="stable").index]
     return best_first.drop_duplicates([*AXES, "device", "phase", "metric"]).sort_index()
 

@@ -8,7 +8,7 @@ Operations are counted, not measured: those of matrix products and attention, by
 counter. Bytes are DRAM bytes where they were measured, logical bytes elsewhere; the two never
 share a table.
 
-The roofs of a card come from NVIDIA's documents (``cards.toml``), or were measured.
+The roofs of a card come from NVIDIA's documents, or were measured (``cards.toml`` has both).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES, MIXED, PRODUCTS, Case
+from dpbench.case import AXES, PRODUCTS, Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.results.rows import STEP
 
@@ -40,34 +40,35 @@ class Roofs:
     flops: Mapping[str, float]  # dense FLOP/s by precision; a multiply-add counts as two
     premise: str  # what the figures are, e.g. NVIDIA H200 Tensor Core GPU data sheet
 
-    def __post_init__(self) -> None:
-        """Under autocast products are in 16 bits; tensor cores do both kinds at the same rate."""
-        mixed = dict.fromkeys(MIXED, self.flops["bf16"])
-        object.__setattr__(self, "flops", {**self.flops, **mixed})
+    @classmethod
+    def of(
+        cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], premise: str
+    ) -> Roofs:
+        """The roofs of devices, and under autocast those of the 16-bit products that it makes."""
+        names = tuple(devices)
+        known = {name: float(flops[name]) for name in PRODUCTS}
+        known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
+        return cls(names[0], names, float(bandwidth), known, premise)
 
     def ridge(self, precision: str) -> float:
         """FLOP per byte above which arithmetic, not bandwidth, bounds the card."""
         return self.flops[precision] / self.bandwidth
 
 
-def _read_cards() -> dict[str, Roofs]:
-    text = (resources.files("dpbench.results") / "cards.toml").read_text(encoding="utf-8")
-    document = tomllib.loads(text)
-    cards = {}
-    for key, sheet in document["cards"].items():
+def _read_cards() -> Iterator[tuple[str, Roofs]]:
+    for key, sheet in _CARDS_TOML["cards"].items():
         sparse = {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
-        tflops = {**sheet["tflops"], **sparse}
-        cards[key] = Roofs(
-            name=sheet["devices"][0],
-            devices=tuple(sheet["devices"]),
-            bandwidth=sheet["bandwidth"] * 1e9,
-            flops={precision: tflops[precision] * 1e12 for precision in PRODUCTS},
-            premise=document["sources"][sheet["source"]]["title"],
-        )
-    return cards
+        flops = {name: peak * 1e12 for name, peak in {**sheet["tflops"], **sparse}.items()}
+        flops["fp16"] = flops["bf16"]  # the data sheets print one figure for both
+        premise = _CARDS_TOML["sources"][sheet["source"]]["title"]
+        yield key, Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, premise)
 
 
-CARDS = _read_cards()
+_CARDS_TOML = tomllib.loads(
+    (resources.files("dpbench.results") / "cards.toml").read_text(encoding="utf-8")
+)
+
+CARDS = dict(_read_cards())
 """By short name, a card's peaks, which no program exceeds and few reach."""
 
 
@@ -89,14 +90,26 @@ def _plain(name: str) -> str:
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
 
 
+def _ceilings(found: Mapping[str, Any]) -> Roofs:
+    premise = f"measured, torch {found['torch']}"
+    return Roofs.of([found["device"]], found["bandwidth"], found["flops"], premise)
+
+
+def find_ceilings(device: str) -> Roofs:
+    """What was measured that a device reaches; an error if dpbench holds no such figures."""
+    for found in map(_ceilings, _CARDS_TOML["ceilings"]):
+        if device in found.devices:
+            return found
+    raise ConfigurationError(
+        f"nobody has measured what {device or 'this device'} reaches: there, "
+        f"python bench/ceilings.py > FILE, then --time FILE"
+    )
+
+
 def read_ceilings(path: Path) -> Roofs:
     """The roofs that ``bench/ceilings.py`` measured on one device."""
     try:
-        ceilings = json.loads(path.read_bytes())["ceilings"]
-        flops = {name: float(ceilings["flops"][name]) for name in PRODUCTS}
-        device = ceilings["device"]
-        bandwidth, premise = float(ceilings["bandwidth"]), f"measured, torch {ceilings['torch']}"
-        return Roofs(device, (device,), bandwidth, flops, premise)
+        return _ceilings(json.loads(path.read_bytes())["ceilings"])
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -113,15 +126,32 @@ COUNTED_BYTES = "logical bytes"
 BUSY = "gpu_busy_share"
 
 LAUNCH_BOUND = 0.7
-"""A phase whose GPU is busy for less than this part of its time waits for its launches."""
+"""A phase whose GPU is busy for less than this part of its time is launch-bound."""
 
 
-def intensities(frame: pd.DataFrame, *, complete: bool = True) -> pd.DataFrame:
-    """Operations, bytes and, if it was measured, time of each phase and of the step.
+def intensities(frame: pd.DataFrame) -> pd.DataFrame:
+    """What `phases` returns, of cases whose operations were all counted: others are an error."""
+    known = frame[frame.precision != ""]
+    if known.empty and not frame.empty:
+        raise ConfigurationError("nobody says at which precision a script computes: no roofline")
+    table = phases(known)
+    missing = table[table.flops.isna()].sort_values(
+        "phase", key=lambda phase: phase != STEP, kind="stable"
+    )
+    for row in missing.head(1).to_dict("records"):
+        raise ConfigurationError(  # never zero
+            f"no operations were counted for {Case.from_row(row).id}, phase {row['phase']}: "
+            f"count the same case with the logical instrument"
+        )
+    return table
 
-    Each case of the long table needs rows of the ``logical`` instrument, for the operations; a
-    case without is an error, or left out if the table need not be ``complete``. DRAM bytes and
-    times are those of the instrument that comes first in `PREFERRED`.
+
+def phases(frame: pd.DataFrame) -> pd.DataFrame:
+    """Operations, bytes and time of each phase and of the step, as far as they are known.
+
+    Operations are in rows of the ``logical`` instrument. DRAM bytes are those of the instrument
+    that comes first in `PREFERRED`; times are CUPTI's where it timed the case, whose busy shares
+    are of these times.
 
     Returns:
         One row per case, device and phase: the case's fields, ``device``, ``phase``,
@@ -133,18 +163,18 @@ def intensities(frame: pd.DataFrame, *, complete: bool = True) -> pd.DataFrame:
     from dpbench.results.frame import of_one_instrument, summarise
 
     case, place = list(AXES), [*AXES, "device", "phase"]
-    known = frame[frame.precision != ""]
-    if complete and known.empty and not frame.empty:
-        raise ConfigurationError("nobody says at which precision a script computes: no roofline")
-    summary = of_one_instrument(summarise(known))
+    everything = summarise(frame)
+    summary = of_one_instrument(everything)
+    timed = everything[everything.metric.isin(["step_time_seconds", BUSY])]
+    timed = of_one_instrument(timed, ["cupti"])
 
-    def of(metric: str, column: str) -> pd.DataFrame:
+    def of(metric: str, column: str, summary: pd.DataFrame = summary) -> pd.DataFrame:
         rows = summary.loc[summary.metric == metric, [*place, "value"]]
         return rows.rename(columns={"value": column})
 
     flops = of("flops", "flops").drop(columns="device")
     dram = of("dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
-    seconds, busy = of("step_time_seconds", "seconds"), of(BUSY, "busy")
+    seconds, busy = of("step_time_seconds", "seconds", timed), of(BUSY, "busy", timed)
     on_hardware = pd.concat([dram, seconds])[[*case, "device"]].drop_duplicates()
     logical = of("logical_bytes", "bytes")
     logical = logical.merge(on_hardware, "outer", case, suffixes=("_counted", ""))
@@ -155,16 +185,6 @@ def intensities(frame: pd.DataFrame, *, complete: bool = True) -> pd.DataFrame:
     first = both.groupby([*case, "device"]).bytes_are.transform("first")
     table = both[both.bytes_are == first].merge(flops, "left", [*case, "phase"])
     table = table.merge(seconds, "left", place).merge(busy, "left", place)
-    if not complete:
-        table = table.dropna(subset="flops")
-    missing = table[table.flops.isna()].sort_values(
-        "phase", key=lambda phase: phase != STEP, kind="stable"
-    )
-    for row in missing.head(1).to_dict("records"):
-        raise ConfigurationError(  # never zero
-            f"no operations were counted for {Case.from_row(row).id}, phase {row['phase']}: "
-            f"count the same case with the logical instrument"
-        )
     return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
 
 
@@ -172,10 +192,11 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     """What `intensities` returned, under the roofs of one card.
 
     Returns:
-        The table with ``bound_by`` (a roof; where the GPU waits for its launches, these, and how
-        busy it was), ``least_seconds``, ``share`` (``least_seconds / seconds``), and what was
-        achieved, ``flops_per_second``. The least time of a step is the sum over its phases,
-        because they run one after the other.
+        The table with ``arithmetic_seconds`` and ``bytes_seconds``, the least times by either
+        roof; ``bound`` (a roof, or launch-bound and how busy the GPU was); ``least_seconds``, the
+        longer of the two; ``share`` (``least_seconds / seconds``); and what was achieved,
+        ``flops_per_second``. NaN where operations, bytes or a roof at this precision are unknown.
+        The least time of a step is the sum over its phases, because they run one after the other.
     """
     measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
     if others := sorted({*measured.device} - {*roofs.devices}):
@@ -183,19 +204,21 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
             f"these rows were measured on {', '.join(others)}, not on {roofs.name}: bytes and "
             f"times of one card say nothing under the roofs of another"
         )
-    arithmetic = table.flops / table.precision.map(roofs.flops)
+    arithmetic = table.flops / table.precision.map(roofs.flops).astype(float)
+    arithmetic = arithmetic.mask(table.flops == 0, 0.0)
     bandwidth = table.bytes / roofs.bandwidth
+    longer = arithmetic.mask(arithmetic < bandwidth, bandwidth).where(bandwidth.notna())
     roof = (arithmetic > bandwidth).map({True: "arithmetic", False: "bandwidth"})
-    waits = table.busy.map("launches, busy {:.0%}".format)
-    table = table.assign(
-        bound_by=roof.mask(table.busy < LAUNCH_BOUND, waits),
-        least_seconds=arithmetic.mask(arithmetic < bandwidth, bandwidth),
-    )
-    phases = table.least_seconds.where(table.phase != STEP)
-    of_phases = phases.groupby([table[k] for k in (*AXES, "device", "bytes_are")])
-    whole = of_phases.transform("sum", min_count=1).where(table.phase == STEP)
-    least = whole.fillna(table.least_seconds)
+    waits = table.busy.map("launch-bound ({:.0%})".format)
+    of_step = table.phase == STEP
+    by_step = [table[key] for key in (*AXES, "device", "bytes_are")]
+    unknown = (longer.isna() & ~of_step).groupby(by_step).transform("any")
+    total = longer.mask(of_step).groupby(by_step).transform("sum", min_count=1)
+    least = longer.mask(of_step, total.fillna(longer).mask(unknown))
     return table.assign(
+        arithmetic_seconds=arithmetic,
+        bytes_seconds=bandwidth,
+        bound=roof.where(longer.notna()).mask(table.busy < LAUNCH_BOUND, waits),
         least_seconds=least,
         share=least / table.seconds,
         flops_per_second=table.flops / table.seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -12,9 +12,9 @@ import pandas as pd
 from dpbench.results.frame import ACCOUNT_COLUMNS, IN_CACHE_BYTES, TOLERANCE, account, to_frame
 from dpbench.results.kernels import KernelCount, category, dram_bytes_of_step, kernel_table
 from dpbench.results.outcome import Outcome
-from dpbench.results.roofline import Roofs, known_roofs
+from dpbench.results.roofline import LAUNCH_BOUND, Roofs, known_roofs
 from dpbench.results.rows import STEP, Measurement
-from dpbench.show.layout import Shown, Table, gigabytes, milliseconds
+from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_milliseconds
 from dpbench.show.tables import SHOWN_SHARE, in_order, ordered, titled
 
 NAME_WIDTH = 24
@@ -122,16 +122,11 @@ def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
     ]
 
 
-def step_milliseconds(seconds: float) -> str:
-    """Seconds in milliseconds, with one digit after the point or three in all."""
-    return f"{seconds * 1e3:.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:.3g}"
-
-
 ROOFLINE_COLUMNS: dict[str, Shown] = {
     "TFLOP": ("flops", lambda operations: gigabytes(operations / 1e3)),
     "GB": ("bytes", gigabytes),
     "FLOP\n/ B": ("intensity", "{:.1f}".format),
-    "bound by": ("bound_by", str),
+    "bound": ("bound", str),
     "least\nms": ("least_seconds", step_milliseconds),
     "time\nms": ("seconds", step_milliseconds),
     "% of\nroof": ("share", "{:.0%}".format),
@@ -141,17 +136,43 @@ ROOFLINE_COLUMNS: dict[str, Shown] = {
 
 def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
     """For each trainer a line for the step, then one per phase that matters to any of them."""
-    matters = rows.phase[rows.least_seconds >= SHOWN_SHARE * rows.least_seconds.max()]
-    lines = rows[rows.phase.isin(matters)]
+    known = {h: shown for h, shown in ROOFLINE_COLUMNS.items() if rows[shown[0]].notna().any()}
+    notes = [
+        f"{roofs_in_words(roofs, rows.precision)} FLOP are counted: matrix products and "
+        f"attention. The step's least time is the sum of its phases'.",
+        *launch_bound_notes(rows),
+    ]
+    return phase_lines(title, rows, rows.least_seconds, known, notes)
+
+
+def phase_lines(
+    title: str,
+    rows: pd.DataFrame,
+    weights: pd.Series[float],
+    columns: Mapping[str, Shown],
+    notes: Iterable[str],
+) -> Table:
+    """For each trainer a line for the step, then one for each phase of enough weight in any."""
+    matters = rows.phase[weights >= SHOWN_SHARE * weights.max()]
+    lines = rows[rows.phase.isin([*matters, STEP])]
     lines = ordered(lines.assign(of_phase=lines.phase != STEP), ["trainer", "of_phase", "phase"])
     lines = lines.assign(name=lines.trainer.where(lines.phase == STEP, "· " + lines.phase))
-    known = {h: shown for h, shown in ROOFLINE_COLUMNS.items() if rows[shown[0]].notna().any()}
-    columns: dict[str, Shown] = {"trainer\n· phase": ("name", str), **known}
-    note = (
-        f"{roofs_in_words(roofs, rows.precision)} FLOP are counted: matrix products and "
-        f"attention. The step's least time is the sum of its phases'."
-    )
-    return Table.of(title, lines, columns, [note])
+    return Table.of(title, lines, {"trainer\n· phase": ("name", str), **columns}, notes)
+
+
+def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
+    """What must be said of bounds: which phases are launch-bound, and whether this is known."""
+    if (rows.busy < LAUNCH_BOUND).any():
+        yield (
+            f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time (in "
+            f"brackets); no bound explains the rest."
+        )
+    timed = rows[(rows.phase == STEP) & rows.seconds.notna()]
+    if unknown := [*dict.fromkeys(timed[timed.busy.isna()].trainer)]:
+        yield (
+            f"How busy the GPU was with {', '.join(unknown)} is not known: some of it may be "
+            f"launch-bound. --instrument cupti measures it."
+        )
 
 
 def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
@@ -160,6 +181,7 @@ def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
         f"{roofs.flops[name] / 1e12:.4g} TFLOP/s at {name}, which meet at "
         f"{roofs.ridge(name):.1f} FLOP/B"
         for name in dict.fromkeys(precisions)
+        if name in roofs.flops
     ]
-    roof = f"{roofs.bandwidth / 1e9:.4g} GB/s and {' or '.join(peaks)}"
+    roof = " and ".join(filter(None, [f"{roofs.bandwidth / 1e9:.4g} GB/s", " or ".join(peaks)]))
     return f"Roofs of {roofs.name}: {roof} ({roofs.premise})."

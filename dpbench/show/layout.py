@@ -112,6 +112,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
+def step_milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds, with one digit after the point or three in all."""
+    return f"{seconds * 1e3:.1f}" if abs(seconds) >= 1e-4 else f"{seconds * 1e3:.3g}"
+
+
 def gigabytes(value: float) -> str:
     """Bytes (or bytes per second) in units of 10⁹, with three digits or more."""
     return three_digits(value / 1e9)

@@ -23,8 +23,8 @@ SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
 
 BUSY_OF = (
-    "Of a phase: of its time between synchronizations. Of the step: of the time of a step that was "
-    "not counted, in which the CPU runs ahead."
+    "Of the time that the step or phase takes when it is not counted and the CPU runs ahead; of "
+    "phases that were not timed, of the time between synchronizations."
 )
 
 AGAINST_LOGICAL = (
@@ -269,8 +269,8 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
     idle = rows[(rows.metric == BUSY) & (rows.value < LAUNCH_BOUND)]
     if BUSY in names and group.phase == STEP and len(idle):
         yield (
-            f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle.label)} waits for its "
-            f"launches; bytes do not explain its time."
+            f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle.label)} is launch-bound; "
+            f"bytes do not explain its time."
         )
 
 

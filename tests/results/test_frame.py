@@ -164,11 +164,12 @@ def test_equal_steps_have_no_spread_even_at_zero() -> None:
     assert list(summarise(frame).spread) == [0.0, 0.0]
 
 
-def busy(**metrics: float | list[float]) -> dict[str, float]:
-    """Busy shares by phase; the GPU was busy for 60 of 120 ms in the counted step."""
+def busy(forward: float | None = None, **metrics: float | list[float]) -> dict[str, float]:
+    """Busy shares by phase; the GPU was busy for 60 of 120 ms in the counted step and forward."""
     counted = {"gpu_busy_cycles": 60.0, "gpu_elapsed_cycles": 120.0, "range_time_seconds": 0.12}
     of_step = rows("dpsgd", {**counted, **metrics}, instrument="cupti")
-    of_phase = rows("dpsgd", counted, instrument="cupti", phase="forward")
+    timed = {} if forward is None else {"step_time_seconds": forward}
+    of_phase = rows("dpsgd", {**counted, **timed}, instrument="cupti", phase="forward")
     summary = summarise(to_frame([*of_step, *of_phase]))
     shares = summary[summary.metric == "gpu_busy_share"]
     return dict(zip(shares.phase, shares.value, strict=True))
@@ -177,6 +178,12 @@ def busy(**metrics: float | list[float]) -> dict[str, float]:
 def test_a_step_is_busy_for_a_part_of_the_time_that_steps_take_which_are_not_counted() -> None:
     timed = busy(step_time_seconds=[0.08, 0.07, 5.0])
     assert timed == pytest.approx({STEP: 0.75, "forward": 0.5})
+
+
+def test_so_is_a_phase_that_was_timed() -> None:
+    """Its range waits for launches that overlap with earlier work while nothing is counted."""
+    assert busy(forward=0.06)["forward"] == pytest.approx(1.0)
+    assert busy(forward=0.24)["forward"] == pytest.approx(0.25)
 
 
 def test_nobody_knows_how_busy_a_step_is_where_none_was_timed() -> None:

@@ -71,7 +71,7 @@ def of(*parts: list[Measurement], roofs: Roofs = ROOFS) -> pd.DataFrame:
 def test_the_ridge_divides_what_arithmetic_bounds_from_what_bandwidth_does() -> None:
     """The roofs of the test meet at 10 FLOP/B at fp32."""
     found = of(logical(forward=(11e12, 1e12), clip=(9e12, 1e12), noise=(0.0, 1e12)))
-    assert dict(found.bound_by.drop(STEP)) == {
+    assert dict(found.bound.drop(STEP)) == {
         "forward": "arithmetic",
         "clip": "bandwidth",
         "noise": "bandwidth",
@@ -83,7 +83,7 @@ def test_the_ridge_divides_what_arithmetic_bounds_from_what_bandwidth_does() -> 
 def test_the_phases_run_one_after_the_other() -> None:
     """Together the step would be under the ridge, and its least time that of its bytes alone."""
     step = of(logical(forward=(20e12, 1e12), noise=(0.0, 2e12))).loc[STEP]
-    assert step.bound_by == "bandwidth"
+    assert step.bound == "bandwidth"
     assert step.least_seconds == 2.0 + 2.0
 
 
@@ -113,15 +113,15 @@ def test_a_measured_time_stands_beside_the_least() -> None:
     assert found.flops_per_second == 0.5e12
 
 
-def test_a_phase_that_waits_for_its_launches_is_bound_by_no_roof() -> None:
+def test_a_phase_that_waits_for_its_launches_is_bound_no_roof() -> None:
     counted = {
         phase: {"dram_read_bytes": 1e12, "dram_write_bytes": 0.0}
         | {"gpu_busy_cycles": busy, "gpu_elapsed_cycles": 100.0}
         for phase, busy in {"forward": 69.0, "noise": 71.0}.items()
     }
     found = of(logical(forward=(1e12, 1e12), noise=(0.0, 1e12)), rows("cupti", HERE, counted))
-    assert dict(found.bound_by) == {
-        "forward": "launches, busy 69%",
+    assert dict(found.bound) == {
+        "forward": "launch-bound (69%)",
         "noise": "bandwidth",
         STEP: "bandwidth",
     }
@@ -172,7 +172,7 @@ def test_the_least_time_is_that_of_the_slower_roof(flops: float, moved: float) -
     found = of(logical(forward=(flops, moved))).loc["forward"]
     assert found.least_seconds >= flops / ROOFS.flops["fp32"]
     assert found.least_seconds >= moved / ROOFS.bandwidth * (1 - 1e-12)
-    assert (found.bound_by == "arithmetic") == (flops / 1e13 > moved / 1e12)
+    assert (found.bound == "arithmetic") == (flops / 1e13 > moved / 1e12)
 
 
 def printed(*parts: list[Measurement], roofs: Roofs = ROOFS) -> list[str]:

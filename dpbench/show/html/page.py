@@ -19,11 +19,11 @@ from dpbench.case import AXES
 from dpbench.results.frame import derived
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
-from dpbench.show.html.charts import against_logical, busy, memory, phases, roofline
+from dpbench.show.html.charts import against_logical, busy, memory, phases
 from dpbench.show.html.data import MEASURED, Material, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
-from dpbench.show.kernels import step_milliseconds
-from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, written
+from dpbench.show.html.roofs import roofline, time
+from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import in_order, ordered
 from dpbench.show.view import column, usual_columns
@@ -80,7 +80,7 @@ def _template() -> Template:
 
 def draw(material: Material) -> list[Chart]:
     """Every chart of the page, in order."""
-    every = (phases, memory, busy, roofline, against_logical)
+    every = (phases, memory, busy, time, roofline, against_logical)
     return [chart for draws in every if (chart := draws(material))]
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import plotly.graph_objects as go
 import pytest
 
 from dpbench.errors import ConfigurationError
+from dpbench.results.roofline import Roofs
 from dpbench.results.run import Run
-from dpbench.show.html import charts, check_libraries
+from dpbench.show.html import charts, check_libraries, roofs
 from dpbench.show.html.data import Material, labelled
 from dpbench.show.html.figures import PHASE_STYLES, Chart, plain, trainer_colours
 from dpbench.show.html.page import draw, exact, headline, render
@@ -90,6 +92,7 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
     assert {chart.id: len(chart.panels) for chart in charts} == {
         "phases": 4,
         "memory": 4,
+        "time": 4,
         "roofline": 1,
         "logical": 1,
     }
@@ -146,7 +149,7 @@ def test_panels_of_a_chart_have_one_scale() -> None:
     for row in small["rows"] + small["cases"]:
         row["precision"] = "bf16"
     of_both = draw(material(CELL, small, COUNTED))
-    assert [chart.id for chart in of_both] == ["phases", "memory", "roofline", "logical"]
+    assert [chart.id for chart in of_both] == ["phases", "memory", "time", "roofline", "logical"]
     for chart in of_both:
         ranges: dict[str, set[tuple[float, float]]] = {}
         for figure in figures_of(chart):
@@ -159,8 +162,8 @@ def test_panels_of_a_chart_have_one_scale() -> None:
 
 
 def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers() -> None:
-    chart = drawn(charts.roofline, COUNTED_TOO)
-    assert "waits" not in str(chart)
+    chart = drawn(roofs.roofline, COUNTED_TOO)
+    assert "launch-bound (" not in str(chart)
     [roof] = figures_of(chart)
     _, rings = roof["data"]
     sizes = rings["marker"]["size"]
@@ -172,24 +175,50 @@ def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers()
 
 
 def test_a_phase_that_waits_for_its_launches_is_marked_under_its_roof() -> None:
-    roofline = drawn(charts.roofline, material(with_busy_shares(), COUNTED))
+    roofline = drawn(roofs.roofline, material(with_busy_shares(), COUNTED))
     [figure] = figures_of(roofline)
     _, rings = figure["data"]
     said = [text.partition("<br>")[0] for text in rings["hovertext"]]
     dotted = [symbol.endswith("-open-dot") for symbol in rings["marker"]["symbol"]]
     assert dotted == [phase == "clip" for phase in said]
-    assert "bound by launches, busy 10%" in str(figure)
-    assert "waits for launches" in roofline.keys[-1][1]
+    assert "launch-bound (10%)" in str(figure)
+    assert "launch-bound" in roofline.keys[-1][1]
+
+
+def test_what_time_is_made_of_is_drawn_as_parts_of_the_step() -> None:
+    chart = drawn(roofs.time, material(with_busy_shares(), COUNTED))
+    [figure] = figures_of(chart)
+    bars = {trace["name"]: trace["x"] for trace in figure["data"] if trace["type"] == "bar"}
+    assert list(bars) == ["arithmetic", "bytes", "idle"]
+    assert bars["idle"] == pytest.approx([100 - 7200 / 91] * 4)
+    assert all(share > 0 for parts in bars.values() for share in parts)
+    lines = [dict(zip(chart.table.headers, line, strict=True)) for line in chart.table.cells]
+    waits = [line for line in lines if line["bound"] == "launch-bound (10%)"]
+    assert {line["phase"] for line in waits} == {"clip"}
+    assert any("which overlap" in note for note in chart.table.notes)
+    assert any("need not add up to 100%" in note for note in chart.table.notes)
+
+
+def test_bounds_of_time_need_the_ceilings_of_the_card() -> None:
+    document = cell()
+    for row in document["rows"]:
+        row["device"] = "NVIDIA L4"
+    chart = drawn(roofs.time, material(document, COUNTED))
+    assert [*chart.panels, *chart.table.cells] == []
+    assert "nobody has measured what NVIDIA L4 reaches" in chart.table.notes[0]
+    of_l4 = Roofs.of(["NVIDIA L4"], 3e11, {"fp32": 3e13, "tf32": 6e13, "bf16": 1e14}, "a test")
+    own = replace(material(document, COUNTED), ceilings=of_l4)
+    assert len(drawn(roofs.time, own).panels) == 1
 
 
 def test_two_runs_of_one_cell_are_drawn_apart() -> None:
-    once, twice = (drawn(charts.roofline, material(*[CELL] * runs, COUNTED)) for runs in (1, 2))
+    once, twice = (drawn(roofs.roofline, material(*[CELL] * runs, COUNTED)) for runs in (1, 2))
     assert len(twice.panels) == 2 * len(once.panels)
     assert len(twice.table.cells) == 2 * len(once.table.cells)
 
 
 def test_a_page_without_counts_says_what_it_lacks() -> None:
-    assert {chart.id for chart in draw(ALONE)} == {"phases", "memory"}
+    assert {chart.id for chart in draw(ALONE)} == {"phases", "memory", "time"}
     needed = "dpbench run --instrument logical"
     lacking, complete = headline(ALONE), headline(COUNTED_TOO)
     assert any(needed in text for text in lacking)
@@ -200,7 +229,7 @@ def test_a_card_without_a_data_sheet_has_no_roofs() -> None:
     document = cell()
     for row in document["rows"]:
         row["device"] = "NVIDIA T1"
-    chart = drawn(charts.roofline, material(document, COUNTED))
+    chart = drawn(roofs.roofline, material(document, COUNTED))
     assert "NVIDIA T1: unknown card" in chart.table.notes[0]
     assert [*chart.panels, *chart.table.cells] == []
     assert chart.table.notes[0] in page_of(material(document, COUNTED)).text
@@ -210,13 +239,14 @@ def test_phases_that_were_not_timed_have_no_place_under_a_roof() -> None:
     document = cell()
     document["rows"] = [r for r in document["rows"] if r["metric"] != "step_time_seconds"]
     of = material(document, COUNTED)
-    assert charts.roofline(of) is None
+    assert roofs.roofline(of) is None
     assert charts.against_logical(of) is not None
 
 
 def test_one_cell_has_no_heat_map() -> None:
     found = draw(ALONE)
-    assert {chart.id: len(chart.panels) for chart in found} == {"phases": 1, "memory": 1}
+    panels = {chart.id: len(chart.panels) for chart in found}
+    assert panels == {"phases": 1, "memory": 1, "time": 1}
     traces = [trace for chart in found for figure in figures_of(chart) for trace in figure["data"]]
     assert {trace["type"] for trace in traces} == {"bar", "scatter"}
 

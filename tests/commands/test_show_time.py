@@ -1,0 +1,130 @@
+"""``dpbench show --time``, as a person types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.results.run import Run
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs/results"
+CUPTI, GRID1 = RESULTS / "h200-cupti.json", RESULTS / "h200-grid1.json"
+COUNTED = ROOT / "tests/data/logical-1b-bs8-seq256.json"
+
+
+def saved(path: Path, document: dict[str, object]) -> str:
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def of_cell(path: Path, file: Path, **axes: object) -> str:
+    """A run of some cases of another."""
+    document = Run.load(path).document
+    rows = [row for row in document["rows"] if axes.items() <= row.items()]
+    return saved(file, {"schema": 1, "rows": rows})
+
+
+@pytest.fixture
+def short_fp32(tmp_path: Path) -> str:
+    return of_cell(CUPTI, tmp_path / "run.json", precision="fp32", seq_len=256)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["show", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_each_phase_is_held_against_its_bounds_and_its_idle_time(
+    short_fp32: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = shown(capsys, short_fp32, COUNTED, "--time", "--markdown", tmp_path / "time.md")
+    lines = {line[:11].strip(): line.split() for line in text.splitlines() if line}
+    assert "time    arithm.    bytes    idle    left" in text
+    assert lines["standard"][1:] == ["329.5", "312.5", "21.3", "0.0", "13.3", "arithmetic"]
+    assert "· noise        30.5        0.0      8.3    16.0     6.1  launch-bound (47%)" in text
+    assert "two bounds, which overlap" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    assert "| · noise" in (tmp_path / "time.md").read_text(encoding="utf-8")
+
+
+def test_what_a_private_step_takes_more_is_explained_in_shares_that_overlap(
+    short_fp32: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(capsys, short_fp32, COUNTED, "--time")
+    _, added = text.split("what the time beyond standard's is")
+    rows = [line.split() for line in added.splitlines() if line.startswith("dpsgd")]
+    assert rows == [
+        ["dpsgd", "211.6", "48%", "35%", "8%", "30%"],
+        ["dpsgd_ghost", "314.8", "75%", "10%", "2%", "20%"],
+        ["dpsgd_fgc", "403.8", "77%", "21%", "0%", "20%"],
+    ]
+    assert "They overlap and need not add up to 100%" in " ".join(added.split())
+
+
+def test_a_missing_premise_is_named_with_what_would_give_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dpsgd = of_cell(GRID1, tmp_path / "run.json", trainer="dpsgd", batch_size=8, seq_len=256)
+    text = " ".join(shown(capsys, dpsgd, "--time").split())
+    assert "No operations were counted for dpsgd: --instrument logical counts them" in text
+    assert "How busy the GPU was with dpsgd is not known" in text
+    assert "--instrument cupti measures it" in text
+    assert "beyond standard's" not in text
+
+
+def test_a_ceiling_that_was_not_measured_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(shown(capsys, RESULTS / "h200-fp16-amp.json", "--time").split())
+    assert "No ceiling of arithmetic at fp16-amp: python bench/ceilings.py measures it" in text
+    assert "Roofs of NVIDIA H200: 4283 GB/s (measured" in text
+    document = json.loads((RESULTS / "h200-ceilings.json").read_text())
+    document["ceilings"]["flops"]["fp16"] = 6e14
+    own = saved(tmp_path / "ceilings.json", document)
+    text = " ".join(shown(capsys, RESULTS / "h200-fp16-amp.json", "--time", own).split())
+    assert "600 TFLOP/s at fp16-amp" in text
+
+
+def test_a_bound_beyond_the_time_is_said_to_be_wrong(
+    short_fp32: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((RESULTS / "h200-ceilings.json").read_text())
+    document["ceilings"]["flops"]["fp32"] /= 1.2
+    own = saved(tmp_path / "ceilings.json", document)
+    text = " ".join(shown(capsys, short_fp32, COUNTED, "--time", own).split())
+    assert (
+        "A bound exceeds the time in which the GPU was busy: standard forward, standard backward"
+        in text
+    )
+    assert "The ceiling is too low there" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([COUNTED, "--time"], "no step was timed; dpbench run --instrument cupti times"),
+        ([GRID1, GRID1, "--time"], "the same case is in two of them"),
+        ([GRID1, "--time", GRID1], "not what bench/ceilings.py prints"),
+        ([GRID1, "--time", "--roofline"], "--roofline and --time are two tables: ask for one"),
+        (["other.json", "--time"], "nobody has measured what NVIDIA T4 reaches: there, python"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = json.loads(GRID1.read_text())
+    rows = [{**row, "device": "NVIDIA T4"} for row in document["rows"][:200]]
+    saved(Path("other.json"), {"schema": 1, "rows": rows})
+    assert main(["show", *map(str, arguments)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("dpbench show: ")
+    assert words in line
