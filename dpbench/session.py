@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import SCRIPT
 from dpbench.comparison import Comparison, asked_for
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable, in_words, printable, write_text
+from dpbench.files import check_writable, in_words, is_stream, printable, write_text
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.show.view import View
 
@@ -226,11 +226,16 @@ class Session:
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Bring the run and the files that were asked for up to date; the page at the last."""
-        settings = self.settings
-        page = settings.html if last else None
-        wanted = (self.path, settings.json, settings.markdown, settings.csv, page)
-        if not (any(wanted) and self.outcomes()):
+        """Bring the run and the files that were asked for up to date.
+
+        The page is written at the last, and so is what cannot be written anew: to a pipe, say.
+        """
+        files = {
+            name: path
+            for name, path in self.settings.files.items()
+            if last or not (name == "html" or is_stream(path))
+        }
+        if not ((self.path or files) and self.outcomes()):
             return
         from dpbench.results.outcome import write_document
         from dpbench.show.export import write_renderings
@@ -246,16 +251,16 @@ class Session:
                 except OSError as error:
                     self._file_error = error
             with self.reporting_problems():
-                if settings.json:
-                    write_document(settings.json, document)
+                if "json" in files:
+                    write_document(files["json"], document)
             with self.reporting_problems():
                 asked = 0 if complete else document["session"]["cases_asked"]
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                files = {"markdown": settings.markdown, "csv": settings.csv}
-                write_renderings(outcomes, self.view, **files, missing=missing)
+                named = {name: files.get(name) for name in ("markdown", "csv")}
+                write_renderings(outcomes, self.view, **named, missing=missing)
             with self.reporting_problems():
-                if page:
-                    self._write_page(page, document)
+                if "html" in files:
+                    self._write_page(files["html"], document)
 
     def _document(self, outcomes: Sequence[Outcome], complete: bool) -> dict[str, Any]:
         """The session so far; it says ``interrupted`` until it is over."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, MIXED, PRODUCTS, Case
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.files import read_file
 from dpbench.results.rows import STEP
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _plain(name: str) -> str:
 def read_ceilings(path: Path) -> Roofs:
     """The roofs that ``bench/ceilings.py`` measured on one device."""
     try:
-        ceilings = json.loads(path.read_bytes())["ceilings"]
+        ceilings = json.loads(read_file(path))["ceilings"]
         flops = {name: float(ceilings["flops"][name]) for name in PRODUCTS}
         device = ceilings["device"]
         bandwidth, premise = float(ceilings["bandwidth"]), f"measured, torch {ceilings['torch']}"

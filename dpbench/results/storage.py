@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_writable, in_words, locked, mode_of
+from dpbench.files import Locked, check_is_path, check_writable, in_words, locked, mode_of
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
@@ -37,6 +37,7 @@ class Storage:
     """
 
     def __init__(self, directory: Path) -> None:
+        check_is_path(directory)
         self.directory = directory
 
     def paths(self) -> list[Path]:
