@@ -20,7 +20,6 @@ from dpbench.case import (
     parameter_grid,
 )
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.files import read_file
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Grid:
             raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
         path = Path(name_or_file)
         try:
-            return cls(path.stem, **_axes(tomllib.loads(read_file(path).decode())))
+            return cls(path.stem, **_axes(tomllib.loads(path.read_text(encoding="utf-8"))))
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
         except (ConfigurationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -226,15 +226,10 @@ class Session:
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Bring the run and the files that were asked for up to date.
-
-        The page is written at the last, and so is what cannot be written anew: to a pipe, say.
-        """
-        files = {
-            name: path
-            for name, path in self.settings.files.items()
-            if last or not (name == "html" or is_stream(path))
-        }
+        """Bring the run and the files up to date; at the last also the page, and pipes."""
+        files = self.settings.files
+        if not last:
+            files = {n: path for n, path in files.items() if n != "html" and not is_stream(path)}
         if not ((self.path or files) and self.outcomes()):
             return
         from dpbench.results.outcome import write_document
@@ -256,8 +251,7 @@ class Session:
             with self.reporting_problems():
                 asked = 0 if complete else document["session"]["cases_asked"]
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                named = {name: files.get(name) for name in ("markdown", "csv")}
-                write_renderings(outcomes, self.view, **named, missing=missing)
+                write_renderings(outcomes, self.view, missing=missing, **files)
             with self.reporting_problems():
                 if "html" in files:
                     self._write_page(files["html"], document)

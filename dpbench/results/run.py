@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
-from dpbench.files import CONTROL, printable, read_file
+from dpbench.files import printable, read_file
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of
 from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows
@@ -28,10 +28,8 @@ ROWS = b'\n "rows":'
 PARTS = {"operators": "logical", "kernels": "ncu"}
 """What the name of the instrument begins with that saw what these lists of a document hold."""
 
-_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")
-"""A character as JSON escapes it; an escaped backslash is none."""
-
 _DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
+"""Of a row, where it was measured."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,8 @@ class Run:
             head, is_ours, rows = data.partition(ROWS)
             if is_ours and data.rstrip().endswith(b"}"):
                 run = cls(path, _parsed(head.rstrip().rstrip(b",") + b', "rows": []}'))
-                named = run.document.get("devices")
-                if named is None:
-                    named = json.loads(_text(b"[%s]" % b",".join({*_DEVICE.findall(rows)})))
-                vars(run)["devices"] = tuple(sorted(named))
+                in_rows = map(json.loads, {*_DEVICE.findall(rows)})
+                vars(run)["devices"] = tuple(sorted(run.document.get("devices", in_rows)))
                 return run
         return cls.load(path)  # another's, or cut off
 
@@ -251,19 +247,9 @@ def _check(value: Any, shape: Any, place: str = "") -> None:
             _check(value[name], shape[name], f"{place}.{name}".lstrip("."))
 
 
-def _text(data: bytes) -> str:
-    """JSON as text, without what a terminal would obey, written out or escaped."""
-
-    def harmless(escaped: re.Match[str]) -> str:
-        is_harmful = escaped[1] and CONTROL.match(chr(int(escaped[1], 16)))
-        return "\N{REPLACEMENT CHARACTER}" if is_harmful else escaped[0]
-
-    return _ESCAPED.sub(harmless, printable(data.decode().replace("\r", "")))
-
-
 def _parsed(data: bytes) -> dict[str, Any]:
     """The document in a file, if its schema is one that this version knows."""
-    document = json.loads(_text(data))
+    document = json.loads(data)
     schema = document.get("schema") if isinstance(document, dict) else None
     if type(schema) is not int or schema < 1:
         raise ValueError("no document of dpbench")
