@@ -208,6 +208,8 @@ def test_underscored_spellings_are_accepted() -> None:
         (["show", "absent"], "no run file absent; dpbench list"),
         (["show", "7", "--storage", "absent"], "no run number 0007 in absent; there is none"),
         (["show", "/"], "no run file /; dpbench list"),
+        (["show", "9" * 5000], "File name too long"),
+        (["show", __file__, "--html", __file__], "and --html name the same file, 'test_cli.py'"),
         (["show", "absent.json", "r.ncu-rep"], "show absent.json alone"),
         (["show", "nothing.ncu-rep"], "nothing.ncu-rep: no such file"),
     ],

@@ -63,7 +63,7 @@ class Storage:
 
     def find(self, text: str) -> Path:
         """The file of a run named by its number or by a path."""
-        if not text.isdecimal():
+        if not re.fullmatch(r"\d{1,18}", text):
             if not stat.S_ISREG(mode_of(Path(text))):
                 raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
             return Path(text)
