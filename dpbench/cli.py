@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.files import printable
 
 COMMANDS = ("doctor", "smoke", "step", "run", "exec", "show", "compare", "list")
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
@@ -32,6 +33,7 @@ ENDED_BY_CTRL_C = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 good, 1 a failure, 2 bad input)."""
     name = "dpbench"
+    _open_what_is_closed()
     try:
         try:
             if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal knows ÷
@@ -53,10 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # dpbench list | head, or >/dev/full
         code, words = (PIPE_CLOSED, "") if isinstance(error, BrokenPipeError) else (1, str(error))
     try:
-        print(words and f"{name}: {words}\n", end="", file=sys.stderr, flush=True)
+        print(words and printable(f"{name}: {words}\n"), end="", file=sys.stderr, flush=True)
     except OSError:  # with 2>&1 both are the pipe
         _discard(sys.stderr)
     return code
+
+
+def _open_what_is_closed() -> None:
+    """Let a standard stream that is closed be nothing, or the next file gets its number.
+
+    What a measured process says would then be written into that file.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r"))
 
 
 def _discard(stream: TextIO) -> None:

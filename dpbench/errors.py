@@ -6,8 +6,12 @@ import linecache
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
+
+LISTED = 25
+"""Of more names than these only the nearest are listed."""
 
 
 class DpbenchError(Exception):
@@ -26,9 +30,14 @@ class ConfigurationError(DpbenchError):
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
-    """The error for a name that is not in a list of names, with the list."""
+    """The error for a name that is not in a list of names; of a long list with those like it."""
+    names = [*known]
+    if len(names) > LISTED:
+        longer = sorted((known for known in names if str(name) in known), key=len)
+        near = longer[:5] or get_close_matches(str(name), names, n=5)
+        names = [*(near or names[:LISTED]), "…"]
     return ConfigurationError(
-        f"unknown {kind} {str(name)!r}; choose from {', '.join(known)}{hint and f' ({hint})'}"
+        f"unknown {kind} {str(name)!r}; choose from {', '.join(names)}{hint and f' ({hint})'}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -13,8 +14,13 @@ from pathlib import Path
 
 from dpbench.errors import ConfigurationError
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal obeys instead of showing; not tab and line feed."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys instead of showing, those that turn the direction of writing
+among them; not tab and line feed."""
+
+
+_OPEN_FILE = re.compile(r"/dev/std(out|err)|/(?:dev|proc/self)/fd/(\d+)")
+"""How a file that this process has open is named."""
 
 
 def printable(text: str) -> str:
@@ -24,6 +30,8 @@ def printable(text: str) -> str:
 
 def in_words(error: OSError) -> str:
     """A line about a file that could not be read or written."""
+    if error.errno == errno.ENXIO:
+        return f"{error.filename}: no process reads this pipe"
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
@@ -42,23 +50,50 @@ def mode_of(path: Path) -> int:
 
 
 def check_is_file(path: Path) -> None:
-    """Refuse a file that was named and is not there."""
+    """Refuse a file that was named and is not there, or has no end: a pipe, a device."""
     mode = mode_of(path)
     if stat.S_ISDIR(mode):
         raise ConfigurationError(f"{path} is a directory; name a file")
     if not mode:
         raise ConfigurationError(f"{path}: no such file")
+    if not stat.S_ISREG(mode):
+        raise ConfigurationError(f"{path} is a pipe or a device; name a file")
+
+
+def read_file(path: Path) -> bytes:
+    """What a file holds; of a pipe or a device, which may have no end, an `OSError`."""
+    if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
+    return path.read_bytes()
+
+
+def is_stream(path: Path) -> bool:
+    """Whether what is written to a path cannot be written anew: a pipe, a device, ``/dev/fd/3``."""
+    mode = mode_of(path)
+    return bool(_OPEN_FILE.fullmatch(str(path))) or bool(mode and not stat.S_ISREG(mode))
 
 
 def check_writable_file(path: Path) -> None:
     """Find out before a GPU minute is spent whether a file can be written."""
+    check_is_path(path)
     if not path.name or stat.S_ISDIR(mode_of(path)):
         raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
-    check_writable(path.parent)
+    if not is_stream(path):
+        check_writable(Path(os.path.realpath(path)).parent)
+    elif not os.access(path, os.W_OK):
+        raise ConfigurationError(f"{path} cannot be written")
+
+
+def check_is_path(path: Path) -> None:
+    """Refuse a URL, which would become a directory that is called ``file:``."""
+    for part in path.parts:
+        if re.fullmatch("[a-z][a-z0-9+]+:", part):
+            raise ConfigurationError(f"{path} is a URL; name a path, without {part}//")
 
 
 def check_writable(directory: Path) -> None:
     """Make a directory, and find out before a GPU minute is spent whether it can be written."""
+    check_is_path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:
@@ -81,20 +116,38 @@ def check_distinct_files(files: Mapping[str, Path]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; an `OSError` has its name, also where the disk is full.
 
-    A device or a pipe is written to, not replaced by a file.
+    A device or a pipe is written to, not replaced by a file, and so is what a link leads to.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    special = path.exists() and not path.is_file()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        (path if special else partial).write_text(text, encoding="utf-8")
-        if not special:
-            partial.replace(path)
+        if is_stream(path):
+            _write_stream(path, text.encode())
+            return
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         error.filename = str(path)
         raise
+
+
+def _write_stream(path: Path, data: bytes) -> None:
+    """Write to a pipe or device: unbuffered, so that a signal ends it wherever it waits."""
+    if named := _OPEN_FILE.fullmatch(str(path)):  # opened anew, a file would be written from 0 on
+        descriptor = os.dup(int(named[2] or {"out": 1, "err": 2}[named[1]]))
+    else:  # a pipe that nobody reads is an error, and not waited for
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.set_blocking(descriptor, True)
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
     finally:
-        partial.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 class Locked(Exception):

@@ -10,6 +10,7 @@ import os
 import pytest
 
 from dpbench.errors import DpbenchError
+from dpbench.files import printable
 from dpbench.plugin import hooks
 from dpbench.plugin.each_test import MARKER
 from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
@@ -34,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         whole = WholeSession(config)
     except DpbenchError as error:
-        raise pytest.UsageError(f"dpbench: {error}") from error
+        raise pytest.UsageError(printable(f"dpbench: {error}")) from error
     config.pluginmanager.register(whole, "dpbench-session")
     config.pluginmanager.register(whole.each_test, "dpbench-tests")
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import SCRIPT
 from dpbench.comparison import Comparison, asked_for
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable, in_words, printable, write_text
+from dpbench.files import check_writable, in_words, is_stream, printable, write_text
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.show.view import View
 
@@ -230,16 +230,16 @@ class Session:
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Bring the run and the files that were asked for up to date; the page at the last.
+        """Bring the run and the files up to date; at the last also the page, and pipes.
 
         What follows from the rows is worked out seldom before that: it takes as long as dozens of
         cases that are counted, and a killed session needs its rows.
         """
-        settings = self.settings
-        page = settings.html if last else None
+        files = self.settings.files
+        if not last:
+            files = {n: path for n, path in files.items() if n != "html" and not is_stream(path)}
         derive = last or time.monotonic() - self._derived > DERIVE_SECONDS
-        wanted = (self.path, settings.json, settings.markdown, settings.csv, page)
-        if not (any(wanted) and self.outcomes()):
+        if not ((self.path or files) and self.outcomes()):
             return
         from dpbench.results.outcome import write_document
         from dpbench.show.export import write_renderings
@@ -255,18 +255,17 @@ class Session:
                 except OSError as error:
                     self._file_error = error
             with self.reporting_problems():
-                if settings.json:
-                    write_document(settings.json, document)
+                if "json" in files:
+                    write_document(files["json"], document)
             with self.reporting_problems():
                 if derive:
                     asked = 0 if complete else document["session"]["cases_asked"]
                     missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                    files = {"markdown": settings.markdown, "csv": settings.csv}
-                    write_renderings(outcomes, self.view, **files, missing=missing)
+                    write_renderings(outcomes, self.view, missing=missing, **files)
                     self._derived = time.monotonic()
             with self.reporting_problems():
-                if page:
-                    self._write_page(page, document)
+                if "html" in files:
+                    self._write_page(files["html"], document)
 
     def _document(
         self, outcomes: Sequence[Outcome], complete: bool, *, derive: bool = False

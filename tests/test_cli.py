@@ -208,6 +208,8 @@ def test_underscored_spellings_are_accepted() -> None:
         (["show", "absent"], "no run file absent; dpbench list"),
         (["show", "7", "--storage", "absent"], "no run number 0007 in absent; there is none"),
         (["show", "/"], "no run file /; dpbench list"),
+        (["show", "9" * 5000], "File name too long"),
+        (["show", __file__, "--html", __file__], "and --html name the same file, 'test_cli.py'"),
         (["show", "absent.json", "r.ncu-rep"], "show absent.json alone"),
         (["show", "nothing.ncu-rep"], "nothing.ncu-rep: no such file"),
     ],
@@ -304,21 +306,23 @@ def test_failures_of_every_kind_leave_the_other_cases_running(
 ) -> None:
     gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
     monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: gpus)
-    names = ["Crashing", "Hanging", "Greedy"]
+    names = ["Crashing", "Greedy"]
     trainers = [f"--trainer=outside:{name}" for name in names]
-    assert main([*REPLAYED, *trainers, "--trainer=standard", "--timeout=1.5"]) == 1
+    assert main([*REPLAYED, *trainers, "--trainer=standard"]) == 1
     assert cases_of(Path("run.json")) == {
         "Crashing": "CaseFailed",
-        "Hanging": "CaseTimedOut",
         "Greedy": "CaseOutOfMemory",
         "standard": None,
     }
-    assert "did not finish within 1.5 s" in " ".join(capsys.readouterr().out.split())
     summary = json.loads(Path("run.json").read_text())["summary"]
     assert {line["trainer"]: line["success_rate"] for line in summary} == {
         **dict.fromkeys(names, 0.0),
         "standard": 1.0,
     }
+    trainers = [f"--trainer=outside:{name}" for name in ("Hanging", "Crashing")]
+    assert main([*REPLAYED, *trainers, "--timeout=0.5"]) == 1
+    assert cases_of(Path("run.json")).keys() == {"Hanging", "Crashing"}
+    assert "did not finish within 0.5 s" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_outside_trainer_and_model_run_through_every_command(
@@ -357,20 +361,15 @@ def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(
     with Path("err").open("w") as stream:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream)
     log = Path("ncu_reports/tiny-fp32/report_Hanging_bs4_seq64.log")
-    deadline = time.monotonic() + 60
     while not (log.exists() and "dpbench: measuring" in log.read_text()):
-        assert time.monotonic() < deadline, Path("err").read_text()
+        assert process.poll() is None, Path("err").read_text()
         time.sleep(0.1)
     process.send_signal(ending)
-    assert process.wait(timeout=30) == 130
+    assert process.wait() == 130
     assert cases_of(Path("run.json")) == {"standard": None}
     assert "dpbench run: interrupted" in Path("err").read_text()
-    left = [
-        process
-        for process in Path("/proc").glob("[0-9]*")
-        if int(process.name) != os.getpid() and _directory_of(process) == elsewhere
-    ]
-    assert not left
+    others = {*Path("/proc").glob("[0-9]*")} - {Path("/proc", str(os.getpid()))}
+    assert elsewhere not in map(_directory_of, others)
 
 
 def _directory_of(process: Path) -> Path | None:

@@ -28,6 +28,13 @@ def test_unknown_name_comes_with_the_known_ones() -> None:
     assert str(error) == "unknown colour 'gren'; choose from red, green"
 
 
+def test_of_many_names_only_the_nearest_come() -> None:
+    names = [f"counter_{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    shown = str(unknown("metric", "dram_byte", ["dram_bytes", "l2_bytes", *names]))
+    assert shown == "unknown metric 'dram_byte'; choose from dram_bytes, …"
+    assert "counter_a, counter_b" in str(unknown("metric", "???", names))
+
+
 def test_unknown_name_comes_with_a_hint() -> None:
     assert str(unknown("colour", "x", ["red"], "or RRGGBB")).endswith("red (or RRGGBB)")
 

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from dpbench.files import Locked, locked, printable, write_text
+from dpbench.errors import ConfigurationError
+from dpbench.files import (
+    Locked,
+    check_writable,
+    check_writable_file,
+    in_words,
+    locked,
+    printable,
+    read_file,
+    write_text,
+)
 from dpbench.results.storage import Storage
 
 
 def test_what_a_terminal_would_obey_is_not_printed() -> None:
     assert printable("a\x1b[31mb\x07\x9b\n\tµ") == "a\ufffd[31mb\ufffd\ufffd\n\tµ"
+
+
+@pytest.mark.parametrize("sign", "\u061c\u200e\u200f\u202a\u202e\u2066\u2069")
+def test_signs_that_turn_the_direction_of_writing_are_not_printed(sign: str) -> None:
+    assert printable(f"ab{sign}c שלום") == "ab\ufffdc שלום"
 
 
 def test_one_process_at_a_time_holds_a_lock(tmp_path: Path) -> None:
@@ -63,3 +81,73 @@ def test_a_pipe_or_device_is_written_to_and_not_replaced_by_a_file(tmp_path: Pat
     finally:
         os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_a_pipe_that_nobody_reads_is_an_error_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device or address") as caught:
+        write_text(tmp_path / "pipe", "rows")
+    assert in_words(caught.value) == f"{tmp_path}/pipe: no process reads this pipe"
+
+
+def test_more_than_a_pipe_holds_is_written_to_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = "row\n" * 100_000
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit((tmp_path / "pipe").read_text)
+        while True:
+            with suppress(OSError):  # it is not open yet
+                write_text(tmp_path / "pipe", text)
+                break
+        assert read.result() == text
+
+
+def test_a_signal_ends_the_writing_to_a_pipe_that_is_full(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            write_text(tmp_path / "pipe", "row\n" * 100_000)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        os.close(reader)
+
+
+def test_an_open_file_is_written_to_where_it_stands(tmp_path: Path) -> None:
+    """As ``--json /dev/stdout >run.txt`` has it."""
+    with (tmp_path / "out").open("w") as stream:
+        stream.write("before\n")
+        stream.flush()
+        write_text(Path(f"/dev/fd/{stream.fileno()}"), "rows\n")
+        stream.write("after\n")
+    assert (tmp_path / "out").read_text() == "before\nrows\nafter\n"
+
+
+def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "results.json")
+    write_text(tmp_path / "link", "rows")
+    assert (tmp_path / "results.json").read_text() == "rows"
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "results.json"}
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/runs", "file://./.dpbench", "s3://bucket/runs"])
+def test_a_url_is_refused_before_a_directory_is_called_like_one(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = f"is a URL; name a path, without {url.partition('/')[0]}"
+    for refuses in (Storage, check_writable, check_writable_file):
+        for path in (Path(url), tmp_path / url):
+            with pytest.raises(ConfigurationError, match=words):
+                refuses(path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is a pipe or a device"):
+            read_file(path)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
+from dpbench.files import printable
 from dpbench.results.compare import Threshold, check_comparable
 from dpbench.results.gate import Gate
 from dpbench.results.run import Run
@@ -63,12 +64,12 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     for note in verdict.notes:
         # Others begin with the name of a run or of a limit.
         is_sentence = note.startswith(("not ", "different ", "ratios ", "without "))
-        print(f"{note[0].upper() + note[1:] if is_sentence else note}.")
+        print(printable(f"{note[0].upper() + note[1:] if is_sentence else note}."))
     had = {outcome.case for outcome in before.outcomes if outcome.rows}
     newly_failed = [f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in had]
     failures = [*map(str, verdict.unjudged), *newly_failed]
     if worse := len(verdict.regressions):
         failures.append(f"{worse} regression{'s' if worse > 1 else ''}")
     for failure in failures:
-        print(f"dpbench compare: {title}: {failure}", file=sys.stderr)
+        print(printable(f"dpbench compare: {title}: {failure}"), file=sys.stderr)
     return bool(failures)

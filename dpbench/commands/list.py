@@ -16,6 +16,7 @@ import argparse
 import sys
 
 from dpbench.case import AXES
+from dpbench.files import printable
 from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, is_being_written
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     """Print one line a run."""
     runs, skipped = Storage(options.storage).listing()
     for line in skipped:
-        print(f"dpbench list: {line}", file=sys.stderr)
+        print(printable(f"dpbench list: {line}"), file=sys.stderr)
     headers = ["number", "name", "device", "started (UTC)", "cases ok", "status"]
     table = Table(f"Runs in {options.storage}", headers, list(map(_cells, runs)))
     # One line a run, however long its name, so that other programs can read it.

@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from dpbench import gpu
 from dpbench.case import Case
+from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose
 from dpbench.registry import locate
 from dpbench.session import Session
@@ -111,7 +112,7 @@ def show(session: Session, command: str) -> None:
         *(f"ERROR: {text}" for text in session.problems),
     ]
     for line in lines:
-        print(f"dpbench {command}: {line}", file=sys.stderr)
+        print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
     print(as_text(tables, terminal_width()))
     if grown := grown_text(session.regressions):
         print(f"\n{grown}")

@@ -46,7 +46,13 @@ from dpbench import gpu
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_is_file, check_writable_file, in_words, write_text
+from dpbench.files import (
+    check_distinct_files,
+    check_is_file,
+    check_writable_file,
+    in_words,
+    write_text,
+)
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.instrument import timeline_of
 from dpbench.instruments.torch_profiler.files import with_operators
@@ -114,7 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write the page; returns the exit code."""
     view = View.of(options)
-    for path in filter(None, (options.markdown, options.html)):
+    written = {"--markdown": options.markdown, "--html": options.html}
+    written = {option: path for option, path in written.items() if path}
+    check_distinct_files({name: Path(name) for name in options.files} | written)
+    for path in written.values():
         check_writable_file(path)
     if options.html:
         _draw(options, view)

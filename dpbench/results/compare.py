@@ -32,6 +32,9 @@ MOST = 5
 SHARE = 0.02
 """Of what changed most, the part below which nothing is named."""
 
+_LIMITED = ("value", "ratio")
+"""The kinds of metrics that a limit can be for."""
+
 _MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
 """Metrics that operators and kernels add up to."""
 
@@ -180,9 +183,10 @@ class Threshold:
             raise ConfigurationError(f"threshold {text!r}: write {SYNTAX}")
         name, phase, sign, *parts = match.groups()
         metric = METRICS.find(name)
-        if metric is None or metric.kind not in ("value", "ratio"):
-            hint = "or the ratio of one, such as dram_ratio; throughputs and spreads have no limit"
-            raise unknown("metric", name, METRICS, hint)
+        if metric is None or metric.kind not in _LIMITED:
+            limited = [each for each in METRICS.every().values() if each.kind in _LIMITED]
+            hint = "throughputs and spreads have no limit"
+            raise unknown("metric", name, (each.name for each in limited), hint)
         if phase is not None and phase not in _PHASES:
             raise unknown("phase", phase, _PHASES)
         limits: dict[str, float] = {}

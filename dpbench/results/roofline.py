@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import AXES, PRODUCTS, Case
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.files import read_file
 from dpbench.results.rows import STEP
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def find_ceilings(device: str) -> Roofs:
 def read_ceilings(path: Path) -> Roofs:
     """The roofs that ``bench/ceilings.py`` measured on one device."""
     try:
-        return _ceilings(json.loads(path.read_bytes())["ceilings"])
+        return _ceilings(json.loads(read_file(path))["ceilings"])
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

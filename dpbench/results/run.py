@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
-from dpbench.files import printable
+from dpbench.files import printable, read_file
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of
 from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows
@@ -28,8 +28,8 @@ ROWS = b'\n "rows":'
 PARTS = {"operators": "logical", "kernels": "ncu"}
 """What the name of the instrument begins with that saw what these lists of a document hold."""
 
-_CONTROL = re.compile(r"(\\\\)|\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|[\x7f-\x9f]", re.I)
-"""A character that a terminal obeys, as JSON spells it; an escaped backslash is none."""
+_DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
+"""Of a row, where it was measured."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
         with _naming(path):
-            run = cls(path, _parsed(path.read_bytes()))
+            run = cls(path, _parsed(read_file(path)))
             for part in PARTS:
                 for entry in run.document.get(part, ()):
                     LISTS[part].from_row(entry)
@@ -61,16 +61,17 @@ class Run:
     def load_head(cls, path: Path) -> Run:
         """Read what a list says of a run: all but what was measured, and on which devices.
 
-        A document names its devices before its rows; one that does not is read whole.
+        A document names its devices before its rows; of an older version's, the rows name them.
         """
         with _naming(path):
-            data = path.read_bytes()
-            head, is_ours, _ = data.partition(ROWS)
-            if is_ours and b'\n "devices":' in head and data.rstrip().endswith(b"}"):
+            data = read_file(path)
+            head, is_ours, rows = data.partition(ROWS)
+            if is_ours and data.rstrip().endswith(b"}"):
                 run = cls(path, _parsed(head.rstrip().rstrip(b",") + b', "rows": []}'))
-                vars(run)["devices"] = tuple(sorted(map(printable, run.document["devices"])))
+                in_rows = map(json.loads, {*_DEVICE.findall(rows)})
+                vars(run)["devices"] = tuple(sorted(run.document.get("devices", in_rows)))
                 return run
-        return cls.load(path)  # of an older version, another's, or cut off
+        return cls.load(path)  # another's, or cut off
 
     @classmethod
     def of(
@@ -91,7 +92,7 @@ class Run:
     @property
     def name(self) -> str:
         """The file's name without its ending, e.g. ``0001_before``."""
-        return self.label or self.path.stem
+        return self.label or printable(self.path.stem)
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -198,41 +199,65 @@ def _naming(path: Path) -> Iterator[None]:
         raise ConfigurationError(f"run file {path} cannot be read: {why}") from error
 
 
-_KINDS: dict[str, Any] = {
-    "rows": list,
-    "cases": list,
-    "environment": dict,
-    "environment.versions": dict,
-    "environment.gpu": dict | None,
-    "environment.code": dict | None,
-    "session": dict,
-    "session.grid": dict,
-    "session.settings": dict,
-    "session.cases_asked": int,
-    "session.seconds": int | float,
+_NUMBER = int | float
+
+_SHAPE: dict[str, Any] = {
+    "environment": {"versions": {}, "gpu": dict | None, "code": dict | None},
+    "session": {
+        "grid": {"baseline": str},
+        "settings": dict,
+        "cases_asked": range(2**31),
+        "seconds": _NUMBER,
+        "status": STATUSES,
+        "regressed": bool,
+    },
+    "cases": [
+        {
+            "seconds": _NUMBER,
+            "error": str | None,
+            "message": str,
+            "log": str | None,
+            "instruments": [str],
+            "notes": [str],
+            "extra_info": {},
+            "tests": [{"test": str, "params": {}}],
+        }
+    ],
+    "devices": [str],
+    **{part: [{}] for part in LISTS},
 }
-"""What parts of a document are, if it has them."""
+"""What parts of a document are, if it has them: of a kind, one of some values, a list of such, or
+an object of which these fields are known."""
+
+
+def _check(value: Any, shape: Any, place: str = "") -> None:
+    """Refuse a value that has not the shape that `_SHAPE` says; ``place`` is where it stands."""
+    kind = type(shape) if isinstance(shape, list | dict) else shape
+    if isinstance(kind, range | tuple):
+        fits = type(value) is type(kind[0]) and value in kind
+    else:
+        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not fits:
+        raise TypeError(f"{place} cannot be {value!r:.40}")
+    if isinstance(shape, list):
+        for number, entry in enumerate(value):
+            _check(entry, shape[0], f"{place}[{number}]")
+    elif isinstance(shape, dict):
+        for name in shape.keys() & value.keys():
+            _check(value[name], shape[name], f"{place}.{name}".lstrip("."))
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
     """The document in a file, if its schema is one that this version knows."""
-    text = _CONTROL.sub(lambda match: match[1] or "\N{REPLACEMENT CHARACTER}", data.decode())
-    document = json.loads(text)
+    document = json.loads(data)
     schema = document.get("schema") if isinstance(document, dict) else None
     if type(schema) is not int or schema < 1:
         raise ValueError("no document of dpbench")
     if schema > SCHEMA:
         raise ValueError(f"schema {schema}, this dpbench reads up to {SCHEMA}; upgrade dpbench")
-    for place, kind in _KINDS.items():
-        around, _, name = place.rpartition(".")
-        part = document.get(around, {}) if around else document
-        if name in part and not isinstance(part[name], kind):
-            raise TypeError(f"{place} cannot be {part[name]!r:.40}")
+    _check(document, _SHAPE)
     for instrument, options in document.get("session", {}).get("settings", {}).items():
-        if not isinstance(options, dict):
-            raise TypeError(f"session.settings.{instrument} cannot be {options!r:.40}")
-    if (status := document.get("session", {}).get("status", COMPLETE)) not in STATUSES:
-        raise ValueError(f"session.status cannot be {status!r}")
+        _check(options, dict, f"session.settings.{instrument}")
     for part in ("cases", *LISTS):
         for entry in document.get(part, ()):
             entry.update(ADDED | entry)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_writable, in_words, locked, mode_of
+from dpbench.files import Locked, check_is_path, check_writable, in_words, locked, mode_of
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
@@ -37,6 +37,7 @@ class Storage:
     """
 
     def __init__(self, directory: Path) -> None:
+        check_is_path(directory)
         self.directory = directory
 
     def paths(self) -> list[Path]:
@@ -62,7 +63,7 @@ class Storage:
 
     def find(self, text: str) -> Path:
         """The file of a run named by its number or by a path."""
-        if not text.isdecimal():
+        if not re.fullmatch(r"\d{1,18}", text):
             if not stat.S_ISREG(mode_of(Path(text))):
                 raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
             return Path(text)

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import BASELINE_TRAINER, SCRIPT, Case
+from dpbench.files import printable
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import KEYS
 from dpbench.results.frame import CONFIGURATION
@@ -94,7 +95,7 @@ def grown_text(regressions: Iterable[Mapping[str, Any]]) -> str:
         for row in regressions
         for grown in row.get("grown", ())
     ]
-    return "\n".join(["What changed most:", *dict.fromkeys(lines)]) if lines else ""
+    return printable("\n".join(["What changed most:", *dict.fromkeys(lines)])) if lines else ""
 
 
 def amount(value: float, unit: str) -> str:

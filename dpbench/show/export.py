@@ -79,22 +79,21 @@ def write_renderings(
     outcomes: Sequence[Outcome],
     view: View,
     *,
-    markdown: Path | None = None,
-    csv: Path | None = None,
     missing: int = 0,
+    **files: Path,
 ) -> None:
-    """Write a run in each of the forms for which there is a file.
+    """Write a run as ``markdown`` and ``csv``, if there is a file for it.
 
     The CSV is the long table, exact, in bytes and seconds. Ratios are not in it: they are between
     means over the steps, and a line is one step. Markdown says how many cases are ``missing``.
     """
     rows = [row for outcome in outcomes for row in outcome.rows]
-    if markdown:
+    if path := files.get("markdown"):
         note = f"Not complete: {missing} of the cases asked for are missing.\n\n" if missing else ""
-        write_text(markdown, note + as_markdown(summary_tables(outcomes, view)))
-    if csv:
+        write_text(path, note + as_markdown(summary_tables(outcomes, view)))
+    if path := files.get("csv"):
         frame = pd.DataFrame(as_rows(rows), columns=COLUMNS, dtype=object)
-        write_text(csv, frame.to_csv(index=False, lineterminator="\n"))
+        write_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
 def append_step_summary(tables: Sequence[Table]) -> str | None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
+from dpbench.files import printable
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -57,7 +59,8 @@ class Table:
         """For a terminal; columns that go beyond its width follow below, their rows named again."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
-        return "\n".join([_fill(self.title, width), "", "\n\n".join(blocks), *notes])
+        lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]
+        return printable("\n".join(lines))  # names come from outside
 
     def as_markdown(self) -> str:
         """A heading and a GitHub table."""
@@ -98,7 +101,7 @@ def escaped(text: str) -> str:
 
     Underscores inside a word mean nothing to GitHub and stay as they are.
     """
-    one_line = " ".join(text.split())
+    one_line = printable(" ".join(text.split()))
     return re.sub(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_line)
 
 

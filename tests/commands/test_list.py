@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,9 @@ GRID1 = Path(__file__).parents[2] / "docs/results/h200-grid1.json"
 
 
 def test_it_loads_no_pandas_and_no_torch(tmp_path: Path) -> None:
-    devices = '\n "devices": ["NVIDIA H200"],\n "rows":'
-    text = GRID1.read_text().replace('\n "rows":', devices)
-    Storage(tmp_path).allocate("before", "NVIDIA H200", text)
+    """Nor of a run of an older version, which does not name its devices before its rows."""
+    assert '\n "devices":' not in GRID1.read_text()
+    Storage(tmp_path).allocate("before", "NVIDIA H200", GRID1.read_text())
     script = (
         "import sys; from dpbench.cli import main; main(sys.argv[1:]); "
         "print({'pandas', 'torch', 'numpy'} & sys.modules.keys())"
@@ -28,7 +29,9 @@ def test_it_loads_no_pandas_and_no_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, "list", "--storage", str(tmp_path)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert shown.splitlines()[-1] == "set()"
-    assert "16/16" in shown
+    [line] = [line for line in shown.splitlines() if "before" in line]
+    assert "NVIDIA H200" in line
+    assert "16/16" in line
 
 
 def test_it_reads_only_the_beginning_of_a_file(
@@ -47,15 +50,15 @@ def test_it_reads_only_the_beginning_of_a_file(
     assert "16/16" in line
 
 
+@pytest.mark.parametrize("sign", [r"\u001b", r"\u202E", "\u2066", "\x9b"])
 def test_what_a_terminal_would_obey_is_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sign: str
 ) -> None:
-    text = GRID1.read_text().replace('"NVIDIA H200"', r'"NVIDIA \u001b[31mH200"')
+    text = GRID1.read_text().replace('"NVIDIA H200"', rf'"NVIDIA {sign}[31mH200"')
     path = Storage(tmp_path).allocate("before", "NVIDIA H200", text)
     assert main(["list", "--storage", str(tmp_path)]) == 0
     assert main(["show", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "\x1b" not in shown
     assert "NVIDIA \N{REPLACEMENT CHARACTER}[31mH200" in shown
 
 
@@ -66,3 +69,19 @@ def test_a_run_that_was_cut_off_is_named(
     assert main(["list", "--storage", str(tmp_path)]) == 0
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"dpbench list: skipped: run file {path} cannot be read: ")
+
+
+def test_a_pipe_among_the_runs_is_named_and_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Storage(tmp_path).allocate("pipe", "NVIDIA H200", "")
+    path.unlink()
+    os.mkfifo(path)
+    refused = f"run file {path} cannot be read: it is a pipe or a device\n"
+    assert main(["list", "--storage", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == f"dpbench list: skipped: {refused}"
+    for command in (["show", "1"], ["compare", "1", "1"]):
+        assert main([*command, "--storage", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == f"dpbench {command[0]}: {refused}"
+    assert main(["show", "/dev/zero"]) == 2
+    assert "no run file /dev/zero" in capsys.readouterr().err

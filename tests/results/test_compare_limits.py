@@ -50,8 +50,8 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dram:5%", "unknown metric 'dram'; choose from dram_read_bytes, dram_write_bytes"),
-        ("drum_ratio:5%", "unknown metric 'drum_ratio'; choose from"),
+        ("dram:5%", "unknown metric 'dram'; choose from dram_bytes, dram_ratio, "),
+        ("drum_ratio:5%", "unknown metric 'drum_ratio'; choose from dram_ratio, "),
         ("dram_bytes@klip:5%", "unknown phase 'klip'; choose from step, forward"),
         ("dram_bytes", "write METRIC[@PHASE]:5%"),
         ("dram_bytes:", "write METRIC[@PHASE]:5%"),

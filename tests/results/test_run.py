@@ -159,6 +159,46 @@ def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(
         Run.load(saved)
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("cases.0.seconds", "long", r"cases\[0\]\.seconds cannot be 'long'"),
+        ("cases.0.error", 5, r"cases\[0\]\.error cannot be 5"),
+        ("cases.0.message", None, r"cases\[0\]\.message cannot be None"),
+        ("cases.0.instruments", 5, r"cases\[0\]\.instruments cannot be 5"),
+        ("cases.0.instruments", "ncu", r"cases\[0\]\.instruments cannot be 'ncu'"),
+        ("cases.0.instruments", [["ncu"]], r"cases\[0\]\.instruments\[0\] cannot be \['ncu'\]"),
+        ("cases.1.notes", {}, r"cases\[1\]\.notes cannot be {}"),
+        ("cases.1.tests", [5], r"cases\[1\]\.tests\[0\] cannot be 5"),
+        ("cases.1.tests", [{"test": []}], r"cases\[1\]\.tests\[0\]\.test cannot be \[\]"),
+        ("cases.1.extra_info", [], r"cases\[1\]\.extra_info cannot be \[\]"),
+        ("cases.1", None, r"cases\[1\] cannot be None"),
+        ("cases.1", "dpsgd", r"cases\[1\] cannot be 'dpsgd'"),
+        ("rows.1", 3, r"rows\[1\] cannot be 3"),
+        ("rows", {}, "rows cannot be {}"),
+        ("devices", "H200", "devices cannot be 'H200'"),
+        ("session.cases_asked", 10**30, "session.cases_asked cannot be 10000"),
+        ("session.cases_asked", -1, "session.cases_asked cannot be -1"),
+        ("session.cases_asked", True, "session.cases_asked cannot be True"),
+        ("session.status", [], r"session\.status cannot be \[\]"),
+        ("session.regressed", "no", "session.regressed cannot be 'no'"),
+        ("session.seconds", "2", "session.seconds cannot be '2'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named_with_its_place(
+    saved: Path, place: str, value: object, words: str
+) -> None:
+    data = json.loads(saved.read_text())
+    *around, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
+    part = data
+    for name in around:
+        part = part[name]
+    part[last] = value
+    saved.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match=rf"0001_before\.json cannot be read: {words}"):
+        Run.load(saved)
+
+
 def test_damage_in_what_a_list_says_is_found_by_reading_the_head(
     saved: Path,
 ) -> None:

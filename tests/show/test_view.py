@@ -78,7 +78,7 @@ def test_axes_sort_and_group(axis: str) -> None:
     [
         (
             lambda: View.of(Settings(columns="dram")),
-            "unknown column 'dram'; choose from dram_read_bytes, ",
+            "unknown column 'dram'; choose from dram_bytes, dram_",
         ),
         (lambda: View.of(Settings(columns="dram_bytes,nope")), "unknown column 'nope'"),
         (lambda: View.of(Settings(sort="fastest")), "unknown column 'fastest'"),
