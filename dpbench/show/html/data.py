@@ -43,7 +43,7 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 class Material:
     """What the charts of one page share: the frames, and which bytes they are about.
 
-    ``expected`` says by metric between which ratios to standard the reader expects it.
+    ``expected`` has by metric the expected range of its ratio to standard.
     """
 
     runs: Sequence[Run]
