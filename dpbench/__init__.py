@@ -1,4 +1,4 @@
-"""dpbench: how many bytes differentially private training moves, and where.
+"""dpbench: what differentially private training costs, and in which phase of a step.
 
 Everything named here is imported on first use, so that importing dpbench loads no torch.
 """
@@ -14,10 +14,11 @@ _HOMES = {
     "dpbench.case": ("Case", "MODEL_SIZES", "ModelSize", "PHASES"),
     "dpbench.grid": ("Grid", "GRIDS"),
     "dpbench.errors": ("ConfigurationError", "DpbenchError"),
+    "dpbench.metrics": ("METRICS", "Metric"),
     "dpbench.registry": ("MODELS", "TRAINERS", "WORKLOADS"),
     "dpbench.training.base": ("Batch", "TrainerBase"),
     "dpbench.training.standard": ("StandardTrainer",),
-    "dpbench.training.dpsgd": ("DPSGDTrainer",),
+    "dpbench.training.dpsgd": ("DPSGDTrainer", "mark_phases"),
     "dpbench.training.fast_gradient_clipping": (
         "DPFastGradientClippingTrainer",
         "DPGhostClippingTrainer",

@@ -62,7 +62,7 @@ class Metric:
     share_of: tuple[str, ...] = ()
     logical: str = ""  # what logical counting says in its place
     shown: tuple[Kind, ...] = ()  # what of it is shown unless columns are chosen
-    expected: tuple[float, float] | None = None  # as ratio to the baseline, see `EXPECTED_BY`
+    expected: tuple[float, float] | None = None  # range of the ratio to the baseline
     higher_is_better: bool = False  # a fall is a change for the worse; else a rise is
     adds_up: bool = True  # its phases add up to the step
     middle: bool = False  # a case's value is the median over its steps; else it is the mean
@@ -309,12 +309,9 @@ METRICS = Metrics((
 # fmt: on
 """What can be in a run besides counters by their own names, which have ``__`` in them."""
 
-EXPECTED_BY = "expected by the user of this suite"
-"""Whose expectation it is."""
-
 
 def expectations(texts: Iterable[str] = ()) -> dict[str, tuple[float, float]]:
-    """Expected ratios by metric: the usual ones, and what ``RATIO:LOW-HIGH`` sets.
+    """Expected ranges of ratios by metric: the usual ones, and what ``RATIO:LOW-HIGH`` sets.
 
     ``none`` drops the usual ones.
     """

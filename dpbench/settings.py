@@ -130,8 +130,8 @@ class Settings:
         metavar="LABEL",
     )
     expect: tuple[str, ...] = options.option(
-        "say beside the tables which cases lie outside the ratio to standard that you expect, "
-        "e.g. dram_ratio:2-5 (the default, with l2_ratio:1.5-3); none: expect nothing; repeatable",
+        "the expected range of a ratio to standard, e.g. dram_ratio:2-5 (the default, with "
+        "l2_ratio:1.5-3); cases outside are named beside the tables; none: no range; repeatable",
         (),
         action="append",
         metavar="RATIO:LOW-HIGH",

@@ -1,22 +1,26 @@
 """README, guide and findings: their commands exist, their code runs, their tables are printed.
 
 What needs a GPU is not run: the tables of such commands are compared with the files of
-docs/results, which the tool wrote where there is one.
+docs/results, which the tool wrote where there is one. What README says runs on a laptop does.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dpbench import Case
+import dpbench
+from dpbench import Case, CaseReport
 from dpbench.cli import build_parser, main
+from dpbench.results.run import Run
+from tests.commands.test_exec import ProcessHere
 from tests.logical.layers import count_by_layers
 from tests.plugin import conftest as sessions
 from tests.recorded import unpacked
@@ -31,8 +35,18 @@ COUNTED = "(no hardware)"
 WITHOUT_GPU = ("show", "compare")
 """Commands that only read files, and can be run as they stand if the repository has these."""
 
-OF_A_CHANGED_TREE = "2 regressions against bounds"
-"""What tests/logical prints when a trainer has been changed; not printed again here."""
+COUNTED_HERE = (COUNTED, "aten.clone", "0001_before", "logical_bytes")
+"""What is in tables that tests of this file print again."""
+
+LAPTOP, GPU_BOX = "**Laptop.**", "**GPU box.**"
+"""What README says before a block: where it runs."""
+
+SETS_UP = "python3 -m venv .venv"
+"""How blocks begin that make the environment of this very test, and run the whole suite."""
+
+HEREDOC = re.compile(r"^cat > (\S+) << 'EOF'\n(.*?)^EOF$", re.M | re.S)
+
+TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,8 @@ class Block:
     line: int
     language: str
     text: str
+    before: str
+    """What stands between the block before and this one."""
 
     def __str__(self) -> str:
         return f"{self.document}:{self.line}"
@@ -62,7 +78,7 @@ class Block:
 def blocks(document: str) -> tuple[Block, ...]:
     """The fenced blocks of a document; those in a list are indented."""
     lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
-    found, start = [], None
+    found, start, end = [], None, -1
     for number, line in enumerate(lines):
         if not line.lstrip().startswith("```"):
             continue
@@ -71,8 +87,9 @@ def blocks(document: str) -> tuple[Block, ...]:
             continue
         indent = len(line) - len(line.lstrip())
         text = "\n".join(inner[indent:] for inner in lines[start + 1 : number])
-        found.append(Block(document, start + 1, lines[start].strip(" `"), text))
-        start = None
+        before = "\n".join(lines[end + 1 : start])
+        found.append(Block(document, start + 1, lines[start].strip(" `"), text, before))
+        start, end = None, number
     return tuple(found)
 
 
@@ -127,7 +144,8 @@ def test_a_command_of_the_documents_is_understood(where: str, arguments: list[st
 def test_options_of_pytest_in_the_documents_exist(
     where: str, arguments: list[str], pytester: pytest.Pytester
 ) -> None:
-    existing = [argument for argument in arguments if not argument.startswith("tests/")]
+    files = ("tests/", "test_")
+    existing = [argument for argument in arguments if not argument.startswith(files)]
     pytester.parseconfig(*existing)
 
 
@@ -135,7 +153,7 @@ def reading_files() -> Iterator[tuple[str, list[str]]]:
     """The commands that read nothing but files of this repository."""
     for where, arguments in commands("dpbench"):
         files = [word for word in arguments[1:] if "/" in word]
-        reads = arguments[0] in WITHOUT_GPU and "counted.json" not in arguments
+        reads = arguments[0] in WITHOUT_GPU and not {"counted.json", "--html"} & {*arguments}
         if reads and files and all(any(ROOT.glob(f)) for f in files):
             yield where, arguments
 
@@ -187,8 +205,7 @@ def recorded() -> str:
         block
         for document in DOCUMENTS
         for block in blocks(document)
-        if block.language == "" and COUNTED not in block.text and "0001_before" not in block.text
-        if OF_A_CHANGED_TREE not in block.text
+        if block.language == "" and not any(words in block.text for words in COUNTED_HERE)
     ],
     ids=str,
 )
@@ -200,7 +217,7 @@ def test_a_measured_table_of_the_documents_is_one_of_the_results(
 
 
 @pytest.mark.usefixtures("counted_here")
-def test_a_change_is_found_as_the_readme_shows(
+def test_a_change_is_found_as_the_guide_shows(
     pytester: pytest.Pytester, imports: sessions.Imports, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = block_with("CONTRIBUTING.md", "class SignTrainer")
@@ -208,7 +225,7 @@ def test_a_change_is_found_as_the_readme_shows(
     assert in_place in trainer
     pytester.makepyfile(
         mytrainers=trainer,
-        test_sign=block_with("README.md", "def test_sign_trainer_moves"),
+        test_sign=block_with("docs/guide.md", "def test_sign_trainer_moves"),
     )
     pytester.syspathinsert()
 
@@ -221,15 +238,134 @@ def test_a_change_is_found_as_the_readme_shows(
     result = session(*again)
     result.assert_outcomes(failed=1)
     assert_printed(
-        block_with("README.md", "2 regressions against 0001_before"), result.stdout.str()
+        block_with("docs/guide.md", "2 regressions against 0001_before"), result.stdout.str()
     )
 
-    transcript = block_with("README.md", "$ dpbench list")
+    transcript = block_with("docs/guide.md", "$ dpbench list")
     capsys.readouterr()
     for line in transcript.splitlines():
         if line.startswith("$ "):
             print(main(shlex.split(line.partition(";")[0])[2:]))
     assert_printed(transcript, "\n".join(capsys.readouterr()))
+
+
+@pytest.mark.parametrize("block", blocks("README.md"), ids=str)
+def test_each_block_of_the_readme_to_paste_says_where_it_runs(block: Block) -> None:
+    said = [block.before.count(where) for where in (LAPTOP, GPU_BOX)]
+    assert sorted(said) == ([0, 1] if block.language else [0, 0])
+
+
+@pytest.fixture
+def laptop(
+    pytester: pytest.Pytester, imports: sessions.Imports, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Paste a block into a checkout's directory; its commands run in this process."""
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", SimpleNamespace(Popen=ProcessHere))
+    (pytester.path / "docs").symlink_to(ROOT / "docs")
+
+    def paste(text: str) -> None:
+        for name, content in HEREDOC.findall(text):
+            Path(name).write_text(content, encoding="utf-8")
+        for line in HEREDOC.sub("", text).splitlines():
+            if line.startswith("dpbench "):
+                assert main(shlex.split(line)[1:]) == 0
+            elif line:
+                program, *arguments = shlex.split(line)
+                assert program == "pytest"
+                asked = [*sessions.WITHOUT, *arguments]
+                assert sessions.in_this_process(pytester, asked, imports).ret == 0
+
+    return paste
+
+
+@pytest.mark.usefixtures("counted_once")
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off")
+def test_what_the_readme_has_for_a_laptop_works_in_order_and_prints_what_it_shows(
+    laptop: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    to_paste = [block.text for block in blocks("README.md") if LAPTOP in block.before]
+    assert to_paste[0].startswith(SETS_UP)
+    for text in to_paste:
+        if not text.startswith(SETS_UP):
+            laptop(text)
+    assert Path("report.html").stat().st_size > 10**6
+    shown = capfd.readouterr().out
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (ratio,) = re.findall(r"moves ([\d.]+) times the bytes", readme)
+    assert f" {ratio} " in shown
+    assert_printed(block_with("README.md", "68.29"), shown)
+
+    ((line,),) = [re.findall(r"`(kept = [^`]+)`", " ".join(readme.split()))]
+    script = Path("train.py").read_text(encoding="utf-8")
+    step = "    optimizer.step()\n"
+    Path("train.py").write_text(script.replace(step, f"    {line}\n{step}"), encoding="utf-8")
+    (gate,) = [text for text in to_paste if "--compare-fail" in text]
+    assert main(shlex.split(gate)[1:]) == 1
+    assert_printed(block_with("README.md", "1% exceeded"), capfd.readouterr().out)
+
+
+def kernels_launched(trainer: str) -> int:
+    """How many kernels a recorded account of a step has."""
+    account = (ROOT / f"docs/results/h200-account-{trainer}.txt").read_text(encoding="utf-8")
+    table = account.partition("bytes by category")[2].partition("bytes by operator")[0]
+    return sum(int(count) for count in re.findall(r"^\w+ +(\d+) ", table, re.M))
+
+
+def costs() -> Iterator[str]:
+    """The rows of README's table of what private training costs, from recorded files."""
+    run = Run.load(ROOT / "docs/results/h200-cupti.json")
+    reports = {
+        (outcome.case.precision, outcome.case.trainer): CaseReport.of_outcome(outcome)
+        for outcome in run.outcomes
+        if outcome.case.seq_len == 256
+    }
+
+    def measured(metric: str, *precisions: str) -> list[list[float]]:
+        return [[reports[p, trainer].value(metric) for trainer in TRAINERS] for p in precisions]
+
+    def row(title: str, unit: str, scale: float, *measured: list[float]) -> str:
+        """The standard trainer's values, and how many times these the others' are."""
+        digits = 1 if scale > 1e3 else 0
+        cells = [" / ".join(f"{values[0] / scale:.{digits}f}" for values in measured) + unit]
+        for i in range(1, len(TRAINERS)):
+            cells.append("× " + " / ".join(f"{values[i] / values[0]:.2f}" for values in measured))
+        return f"| {title} | {' | '.join(cells)} |"
+
+    three = ("fp32", "tf32", "bf16")
+    counted = Run.load(ROOT / "tests/data/logical-1b-bs8-seq256.json").outcomes
+    flops = {o.case.trainer: CaseReport.of_outcome(o).value("flops") for o in counted}
+    launched = [float(kernels_launched(trainer)) for trainer in TRAINERS]
+    busy = measured("gpu_busy_share", *three)
+    shares = [" / ".join(f"{100 * b[i]:.0f}" for b in busy) + " %" for i in range(len(TRAINERS))]
+    yield row("DRAM bytes: fp32 / tf32 / bf16", " GB", 1e9, *measured("dram_bytes", *three))
+    yield row("arithmetic", " TFLOP", 1e12, [flops[trainer] for trainer in TRAINERS])
+    yield row("kernels launched: fp32", "", 1, launched)
+    peaks = measured("peak_memory_bytes", "fp32", "bf16")
+    yield row("peak memory: fp32 / bf16", " GB", 1e9, *peaks)
+    yield row("time: fp32 / tf32 / bf16", " ms", 1e-3, *measured("step_time_seconds", *three))
+    yield f"| GPU busy: fp32 / tf32 / bf16 | {' | '.join(shares)} |"
+
+
+def test_the_costs_in_the_readme_are_those_of_the_results() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    table = [line for line in lines if line.startswith("| ")][1:]
+    assert table == [*costs()]
+    (took,) = re.findall(r"`(\d+ passed in [^`]+)`", "\n".join(lines))
+    assert took in (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+
+
+def test_options_named_in_the_documents_exist(pytestconfig: pytest.Config) -> None:
+    for document in ("README.md", "docs/guide.md", "docs/reference.md"):
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for name in {*re.findall(r"--(?:dpbench|ncu)-[a-z-]*[a-z]", text)}:
+            pytestconfig.getoption(name)
+
+
+def test_the_reference_lists_every_public_name() -> None:
+    reference = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    table = reference.partition("## Names of the Python API")[2]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?) \|", table, re.M)))
+    assert sorted(listed) == sorted(dpbench.__all__)
 
 
 def test_what_changes_to_opacus_save_is_counted_as_the_findings_say() -> None:

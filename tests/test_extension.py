@@ -73,7 +73,7 @@ def test_metric_of_counters_is_one_line_and_works_everywhere(
     assert "+10.00%" in shown
 
     assert main(["show", "1", "--columns=global_ratio", "--expect=global_ratio:1-1.01"]) == 0
-    said = "global both expected by the user of this suite: 1 to 1.01 x standard; outside: dpsgd"
+    said = "global both: expected range 1 to 1.01 x standard; outside: dpsgd"
     assert said in " ".join(capsys.readouterr().out.split())
 
 

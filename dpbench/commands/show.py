@@ -215,7 +215,7 @@ def _draw(options: argparse.Namespace, view: View) -> None:
 
     runs = [saved_run(name, options.storage) for name in options.files]
     for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
-        view = View.of(options, baseline)  # what is usually expected is of ratios to standard
+        view = View.of(options, baseline)  # the usual ranges are of ratios to standard
     for run in runs:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in, unusual
-from dpbench.metrics import EXPECTED_BY, METRICS, STANDARD, Metric, derived_name
+from dpbench.metrics import METRICS, STANDARD, Metric, derived_name
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import CONFIGURATION, complete
 from dpbench.results.outcome import Outcome
@@ -261,7 +261,7 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
             outside = ratio_rows[~ratio_rows.value.between(low, high)]
             listed = [f"{row.label} {row.value:.2f}" for row in outside.itertuples()]
             name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
-            yield f"{name} {EXPECTED_BY}: {low:g} to {high:g} x {view.baseline}; outside: {cases}."
+            yield f"{name}: expected range {low:g} to {high:g} x {view.baseline}; outside: {cases}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):

@@ -69,8 +69,8 @@ class View:
 
     Without ``columns`` they are those of `shown_by_default`, with every table that goes with
     them; ``sort`` is a column's name or an axis. Rows of different devices never share a table.
-    ``expected`` says by metric between which ratios to standard the user expects it. Ratios
-    are to the trainer ``baseline``; what is usually expected is of ratios to the standard one.
+    ``expected`` has by metric the expected range of its ratio to standard. Ratios are to the
+    trainer ``baseline``; the usual ranges are of ratios to the standard one.
     """
 
     columns: tuple[Metric, ...] = ()

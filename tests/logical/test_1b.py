@@ -1,6 +1,6 @@
-"""The 1b model with all its layers: as README prints it, against an H200, and by two depths.
+"""The 1b model with all its layers: as the guide prints it, against an H200, and by two depths.
 
-Counting 24 layers takes seconds, so one session does it, with the examples of README and guide.
+Counting 24 layers takes seconds, so one session does it, with the examples of the guide.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def test_the_examples_print_what_comes_close_to_an_h200_and_two_shallow_models_t
     pytester: pytest.Pytester, imports: sessions.Imports
 ) -> None:
     pytester.makepyfile(
-        test_ncu=block_with("README.md", "def test_ghost_clipping_stays_below"),
-        test_readme=block_with("README.md", "def test_bytes_of_a_private_step"),
+        test_ncu=block_with("docs/guide.md", "def test_ghost_clipping_stays_below"),
+        test_bound=block_with("docs/guide.md", "def test_bytes_of_a_private_step"),
         test_guide=block_with("docs/guide.md", "def test_flat_clipping_copies_every_gradient"),
     )
     asked = [*sessions.WITHOUT, "-p", "no:xdist", "--dpbench-json=run.json"]
     result = sessions.in_this_process(pytester, asked, imports)
     result.assert_outcomes(passed=4, skipped=1)
-    assert_printed(block_with("README.md", "dpsgd_fgc        224.8"), result.stdout.str())
+    assert_printed(block_with("docs/guide.md", "dpsgd_fgc        224.8"), result.stdout.str())
 
     outcomes = Run.load(pytester.path / "run.json").outcomes
     assert {outcome.case.trainer for outcome in outcomes} == set(H200)

@@ -114,15 +114,15 @@ def test_expected_ranges_stand_beside_the_ratios() -> None:
         rows("dpsgd_fgc", {**dram(600 * GB), "l2_total_bytes": 120 * GB}),
     )
     assert said == (
-        "DRAM expected by the user of this suite: 2 to 5 x standard; outside: dpsgd_fgc 6.00.\n"
-        "L2 expected by the user of this suite: 1.5 to 3 x standard; outside: dpsgd_fgc 1.20."
+        "DRAM: expected range 2 to 5 x standard; outside: dpsgd_fgc 6.00.\n"
+        "L2: expected range 1.5 to 3 x standard; outside: dpsgd_fgc 1.20."
     )
 
 
 @pytest.mark.parametrize("ratio", [2.0, 3.3, 5.0])
 def test_ratio_within_the_expected_range_is_not_called_outside(ratio: float) -> None:
     said = notes(rows("standard", dram(100 * GB)), rows("dpsgd", dram(ratio * 100 * GB)))
-    assert said == "DRAM expected by the user of this suite: 2 to 5 x standard; outside: none."
+    assert said == "DRAM: expected range 2 to 5 x standard; outside: none."
 
 
 def test_standard_training_alone_has_no_expectation() -> None:

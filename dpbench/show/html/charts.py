@@ -8,7 +8,6 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import ALL_PHASES
-from dpbench.metrics import EXPECTED_BY
 from dpbench.results.frame import IN_CACHE_BYTES
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
@@ -76,7 +75,7 @@ def _about_ratios(material: Material) -> Iterator[str]:
     limits = material.expected.get(step.metric.iloc[0])
     if limits and len(material.ratios):
         low, high = limits
-        yield f"{EXPECTED_BY.capitalize()}: {low:g} to {high:g} times {baseline}'s bytes."
+        yield f"Expected range: {low:g} to {high:g} times {baseline}'s bytes."
     if material.premise == MEASURED and (step.value < IN_CACHE_BYTES).any():
         yield IN_CACHE
 

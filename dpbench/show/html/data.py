@@ -44,8 +44,8 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 class Material:
     """What the charts of one page share: the frames, and which bytes they are about.
 
-    ``expected`` says by metric between which ratios to standard the reader expects it, ``ceilings``
-    what the card reaches, if not as known.
+    ``expected`` has by metric the expected range of its ratio to standard, ``ceilings`` what the
+    card reaches, if not as known.
     """
 
     runs: Sequence[Run]

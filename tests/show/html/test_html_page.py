@@ -131,14 +131,14 @@ def test_how_busy_the_gpu_was_is_drawn_where_it_is_known() -> None:
     assert charts.busy(ALONE) is None
 
 
-def test_ratios_that_the_reader_expects_are_said_below_the_bars() -> None:
+def test_the_expected_range_is_said_below_the_bars() -> None:
     usual, own = (
         drawn(charts.phases, ALONE),
         drawn(charts.phases, material(CELL, dram_bytes=(1.0, 1.5))),
     )
     other = drawn(charts.phases, material(CELL, l2_total_bytes=(1.0, 1.5)))
-    assert "user of this suite: 2 to 5 times standard's bytes." in usual.table.notes[1]
-    assert "user of this suite: 1 to 1.5 times" in own.table.notes[1]
+    assert "Expected range: 2 to 5 times standard's bytes." in usual.table.notes[1]
+    assert "Expected range: 1 to 1.5 times" in own.table.notes[1]
     assert len(other.table.notes) == 1
 
 
