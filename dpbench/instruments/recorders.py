@@ -45,6 +45,7 @@ class Recorder(StepRecorder):
         self.wanted = wanted  # how many steps; None for as many as there are
         self.heard = 0
         self.held = ExitStack()  # what it holds of this process
+        self.closed = False  # and hears nothing more
 
     @property
     def finished(self) -> bool:
@@ -78,6 +79,7 @@ class Recorder(StepRecorder):
 
     def close(self) -> None:
         """Let go of what it holds of this process: modes, counters."""
+        self.closed = True
         self.held.close()
 
     def forked(self) -> None:
@@ -115,7 +117,7 @@ class TimingRecorder(Recorder):
         return {
             "device": torch.cuda.get_device_name() if self.listener.on_cuda else "cpu",
             "torch": torch.__version__,
-            "phase_seconds": self.listener.seconds()[: self.heard],
+            "phase_seconds": self.listener.seconds(wait=self.closed)[: self.heard],
             "peak_memory_bytes": self.peak,
         }
 

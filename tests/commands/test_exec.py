@@ -65,9 +65,8 @@ class ProcessHere:
     """Stands in for a script's process: runs it in this one, which has loaded PyTorch already."""
 
     def __init__(self, command: Sequence[str], **_: object) -> None:
-        what = json.loads(command[command.index("-m") + 2])
+        what = json.loads(command[command.index("-c") + 2])
         with as_left_before():
-            sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
             directory = {"directory": Path(what["script"]["directory"] or "")}
             script, case = ScriptRun(**what["script"] | directory), Case(**what["case"])
             self.status = run(script, case, Path(what["record"]))
@@ -265,7 +264,7 @@ arguments = sys.argv[1:]
 if arguments == ["--version"]:
     print("Version 2025.3.1.0")
     sys.exit()
-start = arguments.index("-m")
+start = arguments.index("-c")
 what = json.loads(arguments[start + 2])
 with open("arguments.json", "w") as stream:
     json.dump([arguments, what["script"]], stream)
