@@ -233,13 +233,10 @@ class StepFinder:
 
     def begins_forward(self, module: Any) -> bool:
         """Whether a module's call is one of the loop's own; losses have no parameters."""
-        import torch
-
         return (
             not (self._closed or self._in_backward)
             and threading.get_ident() == self._thread
             and self._step.phase in (OUTSIDE, "forward", "optimizer")
-            and not torch.compiler.is_compiling()
             and next(module.parameters(), None) is not None
         )
 

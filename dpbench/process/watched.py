@@ -127,9 +127,12 @@ class _Watching:
     def phase(self, phase: str) -> Replacement:
         """Its calls are in one phase; see `StepFinder.within`."""
         finder, is_backward, begins = self.finder, phase == "backward", phase in BEGIN_STEPS
+        compiles = is_compiling()
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **options: Any) -> Any:
+                if compiles():
+                    return function(*args, **options)
                 if (finder.quiet and not is_backward) or (finder.idle and not begins):
                     return function(*args, **options)
                 if finder.idle and (before := finder.begin(in_backward=is_backward)):
@@ -147,8 +150,11 @@ class _Watching:
 
     def outer_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A step that makes an optimizer step, or does not."""
+        compiles = is_compiling()
 
         def called(*args: Any, **options: Any) -> Any:
+            if compiles():
+                return step(*args, **options)
             update = self.finder.begin_update()
             try:
                 return step(*args, **options)
@@ -177,9 +183,11 @@ class _Watching:
 
     def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call of every module, of which most are inside another's."""
-        finder = self.finder
+        finder, compiles = self.finder, is_compiling()
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
+            if compiles():
+                return call(module, *args, **options)
             if (finder.quiet or finder.settled) and module._compiled_call_impl is None:
                 return module._call_impl(*args, **options)  # all that the original does
             if finder.quiet or finder.settled or not finder.begins_forward(module):
@@ -255,6 +263,12 @@ class _Watching:
         for cls in vars(module).values():
             if isinstance(cls, type) and "get_clipping_coef" in vars(cls):
                 self.replace(cls, "get_clipping_coef", self.phase("clip"))
+
+
+def is_compiling() -> Callable[[], bool]:
+    """What says whether Dynamo looks at a call, which then shall see none of ours in it."""
+    compiles: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
+    return compiles
 
 
 def _derived(cls: type[Any]) -> Iterator[type[Any]]:

@@ -170,6 +170,46 @@ def test_loop_comes_to_the_same_result() -> None:
     assert seen == [alone]
 
 
+def compiling(what: str) -> tuple[list[float], list[int]]:
+    """The losses, and how many operators each graph has that Dynamo found."""
+    losses: list[float] = []
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    if what == "module":
+        model.compile(backend=backend)
+    optimizer = sgd(model)
+
+    def loss_and_clip(batch: Tensor) -> Tensor:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss_of(model, batch)
+
+    if what == "function":
+        loss_and_clip = torch.compile(loss_and_clip, backend=backend)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_and_clip(torch.randn(4, 6))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, graphs
+
+
+@pytest.mark.parametrize("what", ["module", "function"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_dynamo_compiles_is_the_same(what: str) -> None:
+    seen: list[object] = []
+    alone = compiling(what)
+    traced(lambda: seen.append(compiling(what)))
+    assert seen == [alone]
+
+
 def test_loop_that_catches_everything_is_left_alone_in_the_end() -> None:
     def loop() -> None:
         model = network()
