@@ -201,7 +201,7 @@ def run(
 
     def keep() -> None:
         heard = recorder.heard
-        if recorder.finished or heard <= OFTEN or heard % OFTEN == 0:
+        if recorder.quick and (recorder.finished or heard <= OFTEN or heard % OFTEN == 0):
             _write_down(record, case, finder, recorder, under_way=True)
 
     finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
@@ -257,7 +257,7 @@ def _write_down(
     """Leave the rows of the steps, and what was wrong, for the process that started this one."""
     if not under_way:
         finder.close()
-        recorder.close()
+    recorder.wait = not under_way
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
     try:
         outcome = recorder.outcome(case)

@@ -109,13 +109,14 @@ class PhaseTimes:
         if self.on_cuda and wait:
             torch.cuda.synchronize()
         for (step, phase, start), (_, _, end) in pairwise(self.marks):
+            if not phase:
+                continue
             if self.on_cuda and not (wait or end.query()):
                 return [dict(each) for each in steps[:step]]
             if step == len(steps):
                 steps.append(defaultdict(float))
-            if phase:
-                elapsed = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
-                steps[step][phase] += elapsed
+            elapsed = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+            steps[step][phase] += elapsed
         return [dict(each) for each in steps]
 
 
