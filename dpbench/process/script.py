@@ -311,7 +311,7 @@ class StepFinder:
         if (most := max(self.turns.heard, default=1)) > 1:
             least = min(self.turns.heard)
             turns = str(most) if least == most else f"{least} to {most}"
-            yield f"optimizers take turns: a step is a round of {turns}"
+            yield f"optimizers take turns: a step is a round, of {turns} turns"
         if skipped := self._skipped + sum(bool(infinite) for infinite in self._infinite):
             yield (
                 f"updates that GradScaler skipped, for gradients that were inf or nan: {skipped}, "
