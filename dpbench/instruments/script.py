@@ -34,7 +34,8 @@ from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import OF_SCRIPTS, ProfileRecorder, Recorder, recorder_of
 from dpbench.process.messages import WAITING
-from dpbench.process.script import StepFinder, Stop, print_error, run_program
+from dpbench.process.program import print_error, run_program
+from dpbench.process.script import StepFinder, Stop
 from dpbench.process.turns import MOST_TURNS
 from dpbench.process.watched import watch
 from dpbench.results.outcome import Outcome
