@@ -59,7 +59,7 @@ def scripts(opacus: Path) -> Iterator[Script]:
     names = (str(examples / "char-lstm-classification.py"), "--data-root", "names", *epochs)
     yield Script("char-lstm, DPLSTM", names, 8, PRIVATE, seeded=False)
     yield Script("char-lstm, DPGRU", (*names, "--mode", "gru"), 8, PRIVATE, seeded=False)
-    yield Script("dcgan --disable-dp, two networks", (*gan(examples), "--disable-dp"), 8, PLAIN)
+    yield Script("dcgan --disable-dp, two networks", (*gan(examples), "--disable-dp"), 4, PLAIN)
     loops = HERE / "loops"
     clipped = (*PLAIN, "clip")
     trainer = (str(loops / "hugging_face_trainer.py"),)

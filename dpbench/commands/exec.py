@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -107,6 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigurationError(
+            f"exec measures one process, and this is one of {ranks} ranks (WORLD_SIZE): start it "
+            f"without torchrun, or with --nproc-per-node 1"
+        )
     card = next(iter(gpu.visible_gpus()), None)
     declared = {name: getattr(options, name) for names in DECLARED.values() for name in names}
     declared["compare_fail"] = tuple(declared["compare_fail"])

@@ -53,7 +53,7 @@ class Observed:
     def outcome(self) -> Outcome:
         """What became of the steps so far."""
         outcome = self.recorder.outcome(self.case)
-        return replace(outcome, notes=(*outcome.notes, *self.finder.notes))
+        return replace(outcome, notes=(*outcome.notes, *self.finder.remarks()))
 
 
 @contextmanager

@@ -36,7 +36,9 @@ class Recorder(StepRecorder):
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
+    quick: ClassVar[bool] = True  # rows can be made after each step
 
+    wait = True  # for the GPU, when rows are made; else of the steps that are over there
     directory: Path = Settings.profile_dir  # where it leaves files, if it does
     operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators
     notes: Sequence[str] = ()  # what was assumed
@@ -115,7 +117,7 @@ class TimingRecorder(Recorder):
         return {
             "device": torch.cuda.get_device_name() if self.listener.on_cuda else "cpu",
             "torch": torch.__version__,
-            "phase_seconds": self.listener.seconds()[: self.heard],
+            "phase_seconds": self.listener.seconds(wait=self.wait)[: self.heard],
             "peak_memory_bytes": self.peak,
         }
 
@@ -204,6 +206,7 @@ class CuptiRecorder(Recorder):
     def rows(self, case: Case) -> list[Measurement]:
         from dpbench.instruments.cupti.instrument import cupti_rows
 
+        self.timing.wait = self.wait
         record = self.timing.record() | {"cupti": "", "counted": []}
         if record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
@@ -243,6 +246,7 @@ class ProfileRecorder(Recorder):
     """
 
     name: ClassVar[str] = "torch_profiler"
+    quick: ClassVar[bool] = False
 
     @cached_property
     def listener(self) -> PhaseAnnotations:

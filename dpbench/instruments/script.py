@@ -1,7 +1,7 @@
 """A script's steps by one instrument: a process that runs it and hears them, and its rows.
 
-``python -m dpbench.instruments.script TASK PROGRAM …`` is that process, which takes all from the
-first argument, JSON. The program has the terminal, so what is found goes to a file.
+That process runs `START`, and takes all from its first argument, JSON; the program's own follow.
+The program has the terminal, so what is found goes to a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
@@ -34,12 +34,25 @@ from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorders import OF_SCRIPTS, ProfileRecorder, Recorder, recorder_of
 from dpbench.process.messages import WAITING
-from dpbench.process.script import StepFinder, Stop, print_error, run_program
+from dpbench.process.program import print_error, run_program
+from dpbench.process.script import StepFinder, Stop
+from dpbench.process.turns import MOST_TURNS
 from dpbench.process.watched import watch
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+START = (
+    "import sys; before = {*sys.modules}; "
+    "del sys.path[:not sys.flags.safe_path]; "  # the current directory
+    "from dpbench.instruments.script import main; main(before)"
+)
+"""What Python runs in the process of a script: all that is ours is imported from where it is."""
+
+
+OFTEN = 100
+"""So many steps are kept one by one, in case that the process is killed; later each so many."""
 
 
 class ScriptInterrupted(CaseFailed):
@@ -109,7 +122,7 @@ class RunningScript(Running):
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
         self._record = Path(self._directory.name) / "record.json"
         task = {"script": asdict(script), "case": asdict(case), "record": self._record}
-        command = [sys.executable, "-m", __name__, json.dumps(task, default=str), *script.program]
+        command = [sys.executable, "-c", START, json.dumps(task, default=str), *script.program]
         if script.ncu:
             report = script.ncu.report(case)
             report.parent.mkdir(parents=True, exist_ok=True)
@@ -122,13 +135,16 @@ class RunningScript(Running):
     def rows(self) -> list[Measurement]:
         code, interrupted = self._wait()
         ncu = self.script.ncu
+        record: dict[str, Any] = {"heard": 0, "under_way": True}
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             if ncu and not interrupted and (said := ncu.complaint(self.case, self._log)):
                 raise said from None
+        if record.get("under_way"):
             how = describe_exit(code) if code else "ended at once with exit status 0"
-            record = {"message": f"the script {how}, and nothing was counted"}
+            kept = f"; {n} steps were counted until then" if (n := record["heard"]) else ""
+            record["message"] = f"the script {how}{kept or ', and nothing was counted'}"
         outcome = Outcome.from_json(asdict(self.case) | record)
         rows, error = list(outcome.rows), outcome.message
         if interrupted:
@@ -168,17 +184,28 @@ class RunningScript(Running):
 
 
 def run(
-    script: ScriptRun, case: Case, record: Path, stopped: Callable[[], object] = lambda: None
+    script: ScriptRun,
+    case: Case,
+    record: Path,
+    stopped: Callable[[], object] = lambda: None,
+    ours: Collection[str] = (),
 ) -> int | str | None:
     """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`.
 
-    ``stopped`` is called at the end if the script was ended before its own.
+    ``stopped`` is called at the end if the script was ended before its own; ``ours`` are the
+    modules that have been imported for us alone.
     """
     process, raised = os.getpid(), ""
     code: int | str | None = 0
     recorder = OF_SCRIPTS[script.name](script.steps)
     recorder.directory = script.folder(case) or recorder.directory
-    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on)
+
+    def keep() -> None:
+        heard = recorder.heard
+        if recorder.quick and (recorder.finished or heard <= OFTEN or heard % OFTEN == 0):
+            _write_down(record, case, finder, recorder, under_way=True)
+
+    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
     with ExitStack() as held:
         for card in gpu.visible_gpus()[:1]:
             say = partial(print, f"{WAITING} the GPU, held by", file=sys.stderr, flush=True)
@@ -187,9 +214,9 @@ def run(
         watch(finder)
         write_down = partial(_write_down, record, case, finder, recorder)
         held.callback(setattr, os, "_exit", os._exit)
-        os._exit = _exit_after(partial(write_down, ""))  # type: ignore[assignment]
+        os._exit = _exit_after(write_down)  # type: ignore[assignment]
         try:
-            run_program(script.program, is_module=script.is_module)
+            run_program(script.program, is_module=script.is_module, ours=ours)
         except Stop:
             held.callback(stopped)
         except SystemExit as error:
@@ -202,7 +229,7 @@ def run(
             held.pop_all()
             return code
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        write_down(raised, code)
+        write_down(code, raised)
     return code
 
 
@@ -223,11 +250,15 @@ def _write_down(
     case: Case,
     finder: StepFinder,
     recorder: Recorder,
-    raised: str,
-    code: int | str | None,
+    code: int | str | None = 0,
+    raised: str = "",
+    *,
+    under_way: bool = False,
 ) -> None:
     """Leave the rows of the steps, and what was wrong, for the process that started this one."""
-    finder.close()
+    if not under_way:
+        finder.close()
+    recorder.wait = not under_way
     torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
     try:
         outcome = recorder.outcome(case)
@@ -239,20 +270,16 @@ def _write_down(
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
     # The report of ncu may have a further step, which did not end.
-    write_text(path, json.dumps({**outcome.as_json(), "torch": torch, "heard": recorder.heard}))
+    more = {"torch": torch, "heard": recorder.heard, "under_way": under_way}
+    write_text(path, json.dumps({**outcome.as_json(), **more}))
 
 
 def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> Iterator[str]:
-    yield from finder.notes
+    yield from finder.remarks()
     if "backward" in phases and "forward" not in phases:
         yield f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
     if recorder.heard and not recorder.finished:
         yield f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for"
-    if finder.evaluations:
-        yield (
-            f"{finder.evaluations} calls of a model without gradients (evaluation) are in "
-            f"{OUTSIDE!r}"
-        )
 
 
 def _what_is_wrong(
@@ -269,6 +296,11 @@ def _what_is_wrong(
         return f"the script ended by itself with exit status {code!r}{kept}"
     if recorder.heard:
         return ""
+    if finder.turns.taken and not finder.steps:
+        return (
+            f"the script ended after {finder.turns.taken} turns of its optimizers, before each of "
+            f"them had stepped: let it take more than {MOST_TURNS}"
+        )
     if finder.steps:
         enough = max(0, finder.steps - (recorder.wanted or 0))
         return (
@@ -309,10 +341,12 @@ def leave_threads(seconds: float = GRACE_SECONDS) -> None:
     atexit.register(waiting.cancel)
 
 
-if __name__ == "__main__":
+def main(before: Collection[str]) -> NoReturn:
+    """Run the script that the first argument tells of; ``before`` us some modules were there."""
+    ours = {*sys.modules}.difference(before)
     if sys.platform == "linux":  # this process shall end with its parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = json.loads(sys.argv[1])
     directory = {"directory": Path(task["script"]["directory"] or "")}
     script, case = ScriptRun(**task["script"] | directory), Case(**task["case"])
-    sys.exit(run(script, case, Path(task["record"]), stopped=leave_threads))
+    sys.exit(run(script, case, Path(task["record"]), leave_threads, ours))

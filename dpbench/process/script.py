@@ -4,24 +4,21 @@ PyTorch and Opacus are watched where every training loop passes (`dpbench.proces
 outermost module's call, ``backward``, clipping, noise, optimizers, batches. Forward lasts until
 backward begins, so a loss is part of it. An optimizer's step is not yet the end of a training
 step, for another optimizer, a scheduler or a log may follow: it ends where the next one begins, at
-a batch, a forward or a backward. What belongs to no phase is outside: batches, logs, evaluation.
+a batch, a forward or a backward after the last of those that take turns (`dpbench.process.turns`).
+Steps follow each other without a gap; what belongs to no phase is outside: batches, logs, calls of
+modules without gradients, as in evaluation.
 """
 
 from __future__ import annotations
 
-import builtins
 import resource
-import runpy
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from dpbench.case import OUTSIDE
+from dpbench.process.turns import MOST_TURNS, Turns
 from dpbench.training.phases import OpenPhase, PhaseListener, Step, hear
 
 _NOTHING = nullcontext()
@@ -53,18 +50,26 @@ class StepFinder:
         skip: steps that come before them.
         go_on: whether the loop goes on when the recorder has finished; else `Stop` ends it.
         by_hand: whether `start_step` and `end_step` are called; then only phases are found.
+        keep: is called after each step that counts.
     """
 
     def __init__(
-        self, recorder: StepRecorder, *, skip: int = 0, go_on: bool = False, by_hand: bool = False
+        self,
+        recorder: StepRecorder,
+        *,
+        skip: int = 0,
+        go_on: bool = False,
+        by_hand: bool = False,
+        keep: Callable[[], object] = lambda: None,
     ) -> None:
-        self.recorder = recorder
+        self.recorder, self.keep = recorder, keep
         self.skip, self.by_hand = skip, by_hand
         self.steps = 0  # that are over
         self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
         self.evaluations = 0  # calls of modules without gradients, within steps that count
         self.failure: Exception | None = None  # after it the recorder hears nothing any more
         self.notes: list[str] = []  # what a reader should know
+        self.turns = Turns()
         self.settled = False  # in a module, a backward or a batch: modules begin nothing
         self.idle = True  # in no step that counts: only borders are looked for
         # In a step that does not count, before an optimizer has stepped: none can begin or end,
@@ -75,13 +80,16 @@ class StepFinder:
         self._children = page_faults_of_children()
         self._closed = False
         self._begun = False  # a step
-        self._updated = False  # an optimizer has stepped: what begins next is another step
+        self._updated = False  # an optimizer has stepped: what begins next is another turn
         self._stopped = False
         self._stops = 0 if go_on else MOST_STOPS  # how often it is still told to end
         self._step = Step()
         self._forward: OpenPhase | None = None  # that of a module which has returned, maybe
         self._in_backward = False
         self._updating = 0  # optimizers' steps that are inside each other
+        self._updates = 0  # optimizers' steps that have begun
+        self._skipped = 0  # by scalers, in steps that count
+        self._infinite: list[Any] = []  # whether they are, by optimizers that see to it themselves
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -100,6 +108,7 @@ class StepFinder:
         hear(None)
         if self._step.listener:
             self._tell(self.recorder.end_step)
+            self._tell(self.keep)
         self.steps += 1
         self._step, self._forward, self.idle = Step(), None, True
         self._begun = self._updated = self.quiet = False
@@ -122,31 +131,55 @@ class StepFinder:
             except Exception as error:
                 self.failure = error
 
-    def _border(self, *, begins: bool = True) -> None:
+    def _end_turn(self) -> None:
+        """Optimizers have stepped; the training step is over if they were the last of a round."""
+        self._updated, self.quiet = False, self.idle
+        if not self.turns.over():
+            return
+        if self._step.listener is None:
+            steps = self.turns.start()
+            if steps > 1:
+                self.notes.append(
+                    f"an optimizer did not step in {MOST_TURNS} turns of others: steps are theirs"
+                )
+            self.steps += steps - 1
+            self.end_step()
+        elif self.turns.is_round:
+            self.turns.heard.append(self.turns.taken)
+            self.turns.start()
+            self.end_step()
+        else:
+            self.failure = RuntimeError(
+                f"not the same optimizers step in step {self.steps + 1} as before it: choose "
+                f"--skip and --steps so that it does not count"
+            )
+            self.give_up_step()
+
+    def _border(self) -> None:
         """Something begins that a step begins with; a closure's is inside its optimizer's step."""
         if self.by_hand or (self._updating and not self._stopped):
             return
         if self._updated:
-            self.end_step()
+            self._end_turn()
             self._stopped = self.recorder.finished or self.failure is not None
         if self._stopped:
             self._stops -= 1
             if self._stops >= 0:
                 raise Stop(0)
             self.close()
-        elif begins and not self._begun:
+        elif not self._begun:
             self.start_step()
 
-    def begin(self, *, in_backward: bool, trains: bool = True) -> tuple[bool, bool] | None:
+    def begin(self, *, in_backward: bool) -> tuple[bool, bool] | None:
         """A batch, a backward or a module begins while no step that counts is under way.
 
-        Without gradients a module begins no step. `end` takes what is returned; it is None if a
-        step that counts has begun now, and in other threads than the loop's: see `within`.
+        `end` takes what is returned; it is None if a step that counts has begun now, and in other
+        threads than the loop's: see `within`.
         """
         if self._closed or threading.get_ident() != self._thread:
             return None
         if not self._in_backward:
-            self._border(begins=trains)
+            self._border()
             if not self.idle:
                 return None
         before = self.settled, self._in_backward
@@ -194,13 +227,10 @@ class StepFinder:
 
     def begins_forward(self, module: Any) -> bool:
         """Whether a module's call is one of the loop's own; losses have no parameters."""
-        import torch
-
         return (
             not (self._closed or self._in_backward)
             and threading.get_ident() == self._thread
             and self._step.phase in (OUTSIDE, "forward", "optimizer")
-            and not torch.compiler.is_compiling()
             and next(module.parameters(), None) is not None
         )
 
@@ -211,9 +241,8 @@ class StepFinder:
 
         evaluation = None
         if self._step.phase != "forward":
-            trains = torch.is_grad_enabled()
-            self._border(begins=trains)
-            if trains:
+            self._border()
+            if torch.is_grad_enabled():
                 self._forward = self._step.enter("forward")
             else:
                 self.evaluations += self._step.listener is not None
@@ -226,30 +255,73 @@ class StepFinder:
             if evaluation:
                 step.leave(evaluation)
 
-    def begin_update(self, *, is_update: bool) -> Any:
+    def begin_update(self, optimizer: Any = None) -> Any:
         """An optimizer's step begins; Opacus's and scalers' are none, if no other is inside."""
         if not self._hears():
-            self.steps_elsewhere += is_update and not self._closed
+            self.steps_elsewhere += optimizer is not None and not self._closed
             return None
+        again = optimizer in self.turns.stepped or not self._begun
+        if again and not (self._updating or self._in_backward):
+            self._border()  # nothing was called since its last step: its closure does that
         within = _NOTHING if self.idle else self.within("optimizer")
         within.__enter__()
         self._updating += 1
-        if is_update:
-            self._updated, self.quiet = True, False
+        self._updates += 1
+        if optimizer is not None:
+            self._has_updated(optimizer)
+            if (
+                self._step.listener
+                and (infinite := getattr(optimizer, "found_inf", None)) is not None
+            ):
+                self._infinite.append(infinite)
         return within
+
+    def _has_updated(self, optimizer: Any) -> None:
+        self._updated, self.quiet = True, False
+        self.turns.add(optimizer)
 
     def end_update(self, within: Any) -> None:
         if within is not None:
             self._updating -= 1
             within.__exit__(None, None, None)
 
+    @contextmanager
+    def scaled_update(self, optimizer: Any) -> Iterator[None]:
+        """A scaler's step, which is one of a training loop even if it makes none."""
+        updates, within = self._updates + 1, self.begin_update()
+        try:
+            yield
+        finally:
+            self.end_update(within)
+        if within is not None and self._updates == updates:
+            self._has_updated(getattr(optimizer, "original_optimizer", optimizer))
+            self._skipped += self._step.listener is not None
+
     # --- the end -----------------------------------------------------------------------------
+
+    def remarks(self) -> Iterator[str]:
+        """What a reader of the steps that count should know."""
+        yield from self.notes
+        if (most := max(self.turns.heard, default=1)) > 1:
+            least = min(self.turns.heard)
+            turns = str(most) if least == most else f"{least} to {most}"
+            yield f"optimizers take turns: a step is a round, of {turns} turns"
+        if skipped := self._skipped + sum(bool(infinite) for infinite in self._infinite):
+            yield (
+                f"updates that GradScaler skipped, for gradients that were inf or nan: {skipped}, "
+                f"whose work the steps that count lack"
+            )
+        if self.evaluations:
+            yield (
+                f"{self.evaluations} calls of a model without gradients (as in evaluation) are in "
+                f"{OUTSIDE!r}"
+            )
 
     def close(self) -> None:
         """Watch no longer; a step that an optimizer has made is over."""
         if not self._closed:
             if self._updated and not self.by_hand:
-                self.end_step()
+                self._end_turn()
             self._closed = True
             hear(None)
             self.undo.close()
@@ -270,30 +342,3 @@ class StepFinder:
 def page_faults_of_children() -> int:
     """A number that grows with each process that this one starts, once it has waited for it."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
-
-
-def run_program(program: Sequence[str], *, is_module: bool) -> None:
-    """Run a script, or a module by its name, with its arguments as Python itself would."""
-    sys.argv = list(program)
-    if is_module:  # whose directory, the current one, ``python -m`` has put on the path
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-        return
-    path = Path(program[0]).resolve()
-    sys.path[0] = str(path.parent)
-    main = ModuleType("__main__")  # which stays, unlike runpy's: what runs at exit may pickle
-    main.__dict__.update(__file__=str(path), __builtins__=builtins)
-    sys.modules["__main__"] = main
-    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
-
-
-def print_error(error: BaseException) -> None:
-    """Print a script's traceback as it would be without us."""
-    ours = (str(Path(__file__).parents[1]), "<frozen runpy>")
-    shown = traceback.TracebackException.from_exception(error)
-    pending: list[traceback.TracebackException | None] = [shown]
-    while pending:
-        if part := pending.pop():
-            stack = [frame for frame in part.stack if not frame.filename.startswith(ours)]
-            part.stack = traceback.StackSummary.from_list(stack)
-            pending += [part.__cause__, part.__context__]
-    shown.print()

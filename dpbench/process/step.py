@@ -100,16 +100,24 @@ class PhaseTimes:
         """How many ranges, from one change of phase to the next, a step had at most."""
         return max(Counter(step for step, phase, _ in self.marks if phase).values(), default=0)
 
-    def seconds(self) -> list[dict[str, float]]:
-        """For each step, the time in each phase; their sum is the step's time."""
-        steps: list[dict[str, float]] = [defaultdict(float) for _ in range(self.step + 1)]
-        if self.on_cuda:
+    def seconds(self, *, wait: bool = True) -> list[dict[str, float]]:
+        """For each step, the time in each phase; their sum is the step's time.
+
+        Without waiting for the GPU, only for those steps that are over there.
+        """
+        steps: list[dict[str, float]] = []
+        if self.on_cuda and wait:
             torch.cuda.synchronize()
         for (step, phase, start), (_, _, end) in pairwise(self.marks):
-            if phase:
-                elapsed = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
-                steps[step][phase] += elapsed
-        return [dict(step) for step in steps]
+            if not phase:
+                continue
+            if self.on_cuda and not (wait or end.query()):
+                return [dict(each) for each in steps[:step]]
+            if step == len(steps):
+                steps.append(defaultdict(float))
+            elapsed = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+            steps[step][phase] += elapsed
+        return [dict(each) for each in steps]
 
 
 def run_case(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import reduce, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from dpbench.case import OUTSIDE
@@ -62,6 +62,9 @@ OPACUS = {
 BEGIN_STEPS = ("backward", OUTSIDE)
 """The phases with whose functions, a backward and a batch, a step may begin."""
 
+DYNAMO = "torch._dynamo.eval_frame"
+"""What looks at each Python function that is called within a compiled one."""
+
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes of a function one that does the same, and tells of it."""
 
@@ -89,8 +92,10 @@ class _Watching:
     def __init__(self, finder: StepFinder) -> None:
         self.finder = finder
         self._updates: list[tuple[Any, Any]] = []
+        self._codes: set[CodeType] = set()  # of what stands for others' functions
         self.further: dict[str, Callable[[Any], None]] = {
             "torch": self.torch,
+            DYNAMO: self.dynamo,
             "opacus.optimizers.optimizer": self.opacus,
             "opacus.grad_sample.grad_sample_module_fast_gradient_clipping": self.norms,
         }
@@ -110,7 +115,11 @@ class _Watching:
     def replace(self, owner: Any, name: str, made: Replacement) -> None:
         """Put a function in the place of one of a module's or a class's."""
         original = vars(owner)[name]
-        setattr(owner, name, wraps(original)(made(original)))
+        replacement = made(original)
+        self._codes.add(replacement.__code__)
+        if dynamo := sys.modules.get(DYNAMO):
+            self.dynamo(dynamo)
+        setattr(owner, name, wraps(original)(replacement))
         self.finder.undo.callback(setattr, owner, name, original)
 
     # --- functions ---------------------------------------------------------------------------
@@ -118,9 +127,12 @@ class _Watching:
     def phase(self, phase: str) -> Replacement:
         """Its calls are in one phase; see `StepFinder.within`."""
         finder, is_backward, begins = self.finder, phase == "backward", phase in BEGIN_STEPS
+        compiles = is_compiling()
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **options: Any) -> Any:
+                if compiles():
+                    return function(*args, **options)
                 if (finder.quiet and not is_backward) or (finder.idle and not begins):
                     return function(*args, **options)
                 if finder.idle and (before := finder.begin(in_backward=is_backward)):
@@ -138,9 +150,12 @@ class _Watching:
 
     def outer_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A step that makes an optimizer step, or does not."""
+        compiles = is_compiling()
 
         def called(*args: Any, **options: Any) -> Any:
-            update = self.finder.begin_update(is_update=False)
+            if compiles():
+                return step(*args, **options)
+            update = self.finder.begin_update()
             try:
                 return step(*args, **options)
             finally:
@@ -148,17 +163,36 @@ class _Watching:
 
         return called
 
+    def scaled_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A scaler's step, which skips its optimizer's for gradients that are not finite."""
+
+        def called(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+            with self.finder.scaled_update(optimizer):
+                return step(scaler, optimizer, *args, **options)
+
+        return called
+
+    def optimizer(self, init: Callable[..., None]) -> Callable[..., None]:
+        """A new optimizer, which a round of turns waits for."""
+
+        def called(optimizer: Any, *args: Any, **options: Any) -> None:
+            init(optimizer, *args, **options)
+            self.finder.turns.awaited.add(optimizer)
+
+        return called
+
     def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call of every module, of which most are inside another's."""
-        finder = self.finder
+        finder, compiles = self.finder, is_compiling()
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
+            if compiles():
+                return call(module, *args, **options)
             if (finder.quiet or finder.settled) and module._compiled_call_impl is None:
                 return module._call_impl(*args, **options)  # all that the original does
             if finder.quiet or finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
-            trains = sys.modules["torch"].is_grad_enabled()
-            if finder.idle and (before := finder.begin(in_backward=False, trains=trains)):
+            if finder.idle and (before := finder.begin(in_backward=False)):
                 try:
                     return call(module, *args, **options)
                 finally:
@@ -169,7 +203,7 @@ class _Watching:
         return called
 
     def _before_update(self, optimizer: Any, args: Any, options: Any) -> None:
-        self._updates.append((optimizer, self.finder.begin_update(is_update=True)))
+        self._updates.append((optimizer, self.finder.begin_update(optimizer)))
 
     def _after_update(self, optimizer: Any, args: Any, options: Any) -> None:
         while self._updates:  # those above raised, and were not heard to end
@@ -185,11 +219,21 @@ class _Watching:
         from torch.optim import optimizer
 
         self.replace(torch.nn.Module, "__call__", self.module)
-        self.replace(torch.amp.GradScaler, "step", self.outer_update)
+        self.replace(torch.amp.GradScaler, "step", self.scaled_update)
+        self.replace(optimizer.Optimizer, "__init__", self.optimizer)
         before = optimizer.register_optimizer_step_pre_hook(self._before_update)
         after = optimizer.register_optimizer_step_post_hook(self._after_update)
         self.finder.undo.callback(before.remove)
         self.finder.undo.callback(after.remove)
+
+    def dynamo(self, eval_frame: Any) -> None:
+        """Let it compile none of ours, as it compiles none of PyTorch's that they stand for.
+
+        The layers of a ``Sequential.compile()``, which it leaves alone, would be compiled by way of
+        ours, and draw other random numbers.
+        """
+        for code in self._codes:
+            eval_frame.skip_code(code)
 
     def opacus(self, module: ModuleType) -> None:
         """Optimizers: clipping and noise, and steps, of which PyTorch's hooks hear nothing."""
@@ -219,6 +263,12 @@ class _Watching:
         for cls in vars(module).values():
             if isinstance(cls, type) and "get_clipping_coef" in vars(cls):
                 self.replace(cls, "get_clipping_coef", self.phase("clip"))
+
+
+def is_compiling() -> Callable[[], bool]:
+    """What says whether Dynamo looks at a call, which then shall see none of ours in it."""
+    compiles: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
+    return compiles
 
 
 def _derived(cls: type[Any]) -> Iterator[type[Any]]:

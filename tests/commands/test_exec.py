@@ -65,9 +65,8 @@ class ProcessHere:
     """Stands in for a script's process: runs it in this one, which has loaded PyTorch already."""
 
     def __init__(self, command: Sequence[str], **_: object) -> None:
-        what = json.loads(command[command.index("-m") + 2])
+        what = json.loads(command[command.index("-c") + 2])
         with as_left_before():
-            sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
             directory = {"directory": Path(what["script"]["directory"] or "")}
             script, case = ScriptRun(**what["script"] | directory), Case(**what["case"])
             self.status = run(script, case, Path(what["record"]))
@@ -197,7 +196,7 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     error = capsys.readouterr().err
     assert error.count("Traceback") == 1
     assert error.count('raise ValueError("the data is gone")') == 1
-    assert "process/script.py" not in error
+    assert "dpbench/process/" not in error
 
 
 def test_thread_that_waits_for_the_rest_of_a_script_does_not_keep_it_from_ending() -> None:
@@ -221,9 +220,25 @@ def test_script_that_leaves_no_record_is_an_error_of_its_own(
     assert saved.status == "interrupted"  # and no reference for others
 
 
+@pytest.mark.parametrize("how", [["script/ends.py"], ["-m", "ends"]], ids=" ".join)
+def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
+    capfd: pytest.CaptureFixture[str], how: list[str]
+) -> None:
+    """Those of its own directory, by ``-m`` of the current one, even if we imported the like."""
+    of_script, other = (Path("script"), Path()) if len(how) == 1 else (Path(), Path("script"))
+    Path("script").mkdir()
+    for name in ("json", "signal", "tempfile"):
+        (other / f"{name}.py").write_text("raise SystemExit('not the one of the standard library')")
+    (of_script / "subprocess.py").write_text("STATUS = 7")
+    (of_script / "ends.py").write_text("import json, subprocess, sys; sys.exit(subprocess.STATUS)")
+    assert main(["exec", *how]) == 1
+    assert "ended by itself with exit status 7, before a step" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("ends", "status", "words"),
     [
+        ("--killed", 1, "the script was killed by SIGKILL; 2 steps were counted until then\n"),
         ("--exits-at-once", 1, "ended by itself with exit status 3; 2 steps were counted until"),
         ("--interrupted", 130, "training: interrupted; what was counted until then is kept\n"),
     ],
@@ -242,6 +257,15 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
     assert main(["exec", *how, "training.py", ends]) == status
     assert words in capfd.readouterr().err
     assert len(rows("run.json", "step_time_seconds")["training", "step"]) == 2
+
+
+def test_one_of_several_ranks_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["exec", "training.py"]) == 2
+    said = capsys.readouterr().err
+    assert "this is one of 2 ranks (WORLD_SIZE): start it without torchrun" in said
 
 
 @pytest.mark.parametrize(
@@ -270,7 +294,7 @@ arguments = sys.argv[1:]
 if arguments == ["--version"]:
     print("Version 2025.3.1.0")
     sys.exit()
-start = arguments.index("-m")
+start = arguments.index("-c")
 what = json.loads(arguments[start + 2])
 with open("arguments.json", "w") as stream:
     json.dump([arguments, what["script"]], stream)

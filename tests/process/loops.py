@@ -80,13 +80,74 @@ def two_optimizers() -> None:
 
 
 def adversaries() -> None:
-    """Each in its turn: two steps a batch."""
     first, second = network(), network()
     ours = [(first, sgd(first)), (second, sgd(second))]
     for (batch,) in batches():
         for model, optimizer in ours:
             loss_of(model, batch).backward()
             optimizer.step()
+
+
+def critic_more_often() -> None:
+    """Three updates of one to each of the other, without a batch between them."""
+    first, second = network(), network()
+    ours, theirs = sgd(first), sgd(second)
+    for _ in range(3):
+        for model, optimizer in [(first, ours)] * 3 + [(second, theirs)]:
+            loss_of(model, torch.randn(4, 6)).backward()
+            optimizer.step()
+
+
+def inner_optimizers() -> None:
+    """Made anew for each task, as in meta-learning; the last step of each step is the outer one."""
+    model = network()
+    outer = sgd(model)
+    for _ in range(3):
+        for _ in range(2):
+            adapted = network()
+            inner = sgd(adapted)
+            loss_of(adapted, torch.randn(4, 6)).backward()
+            inner.step()
+        loss_of(model, torch.randn(4, 6)).backward()
+        outer.step()
+
+
+def one_after_the_other() -> None:
+    """Each with an optimizer that lives until the next one is there."""
+    for _ in range(2):
+        model = network()
+        optimizer = sgd(model)
+        for _ in range(3):
+            loss_of(model, torch.randn(4, 6)).backward()
+            optimizer.step()
+
+
+def acting() -> None:
+    """Calls without gradients come first in each step, and make what it is trained on."""
+    actor = network()
+    optimizer = sgd(actor)
+    seen = torch.zeros(1, 6)
+    for _ in range(3):
+        for _ in range(20):
+            with torch.no_grad():
+                seen = torch.randn(1, 6) + actor(seen).mean()
+        loss_of(actor, seen).backward()
+        optimizer.step()
+
+
+def of_all_data_with_a_closure() -> None:
+    """Nothing is called outside the optimizer's step."""
+    model, data = network(), torch.randn(4, 6)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, data)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
 
 
 def with_a_closure() -> None:
@@ -103,15 +164,16 @@ def with_a_closure() -> None:
         optimizer.step(closure)
 
 
-def scaling() -> None:
+def scaling(overflows: int = 0, **how: Any) -> None:
     model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=2.0)
-    optimizer = sgd(model)
-    for (batch,) in batches():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **how)
+    for number, (batch,) in enumerate(batches()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, batch)
+            loss = loss_of(model, batch) * (torch.inf if number < overflows else 1)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
 
 
 def updating_in_backward() -> None:
@@ -231,9 +293,14 @@ LOOPS: list[tuple[Callable[[], object], list[str]]] = [
     (accumulating, ["FBFBOO"] * 3),
     (clipping_the_whole_gradient, ["FBCO"] * 3),
     (two_optimizers, ["FBOOOO"] * 3),
-    (adversaries, ["FBO"] * 6),
+    (adversaries, ["FBOFBO"] * 3),
+    (critic_more_often, ["FBO" * 4] * 3),
+    (inner_optimizers, ["FBO" * 3] * 3),
+    (one_after_the_other, ["FBO"] * 6),
+    (acting, ["FBO"] * 3),
     (with_a_closure, ["OFOBOFOBO"] * 3),
-    (scaling, ["FBOO"] * 3),
+    (of_all_data_with_a_closure, ["OFOBOFOBO"] * 3),
+    (scaling, ["FBOOO"] * 3),
     (updating_in_backward, ["FBOBOBOBOB"] * 3),
     (updating_in_backward_of_what_is_computed_again, ["FBOBOBOB"] * 3),
     (evaluating, ["FBO"] * 3),

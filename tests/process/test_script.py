@@ -5,18 +5,32 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dpbench.process.script import StepFinder, Stop
+from dpbench.process.turns import MOST_TURNS
 from dpbench.process.watched import watch
 from dpbench.training.phases import phase
-from tests.process.loops import LOOPS, batches, loss_of, network, plain, private, sgd
+from tests.process.loops import (
+    LOOPS,
+    acting,
+    batches,
+    critic_more_often,
+    loss_of,
+    network,
+    plain,
+    private,
+    scaling,
+    sgd,
+)
 
 LETTERS = {
     "forward": "F",
@@ -156,6 +170,46 @@ def test_loop_comes_to_the_same_result() -> None:
     assert seen == [alone]
 
 
+def compiling(what: str) -> tuple[list[float], list[int]]:
+    """The losses, and how many operators each graph has that Dynamo found."""
+    losses: list[float] = []
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    if what == "module":
+        model.compile(backend=backend)
+    optimizer = sgd(model)
+
+    def loss_and_clip(batch: Tensor) -> Tensor:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss_of(model, batch)
+
+    if what == "function":
+        loss_and_clip = torch.compile(loss_and_clip, backend=backend)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_and_clip(torch.randn(4, 6))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, graphs
+
+
+@pytest.mark.parametrize("what", ["module", "function"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_dynamo_compiles_is_the_same(what: str) -> None:
+    seen: list[object] = []
+    alone = compiling(what)
+    traced(lambda: seen.append(compiling(what)))
+    assert seen == [alone]
+
+
 def test_loop_that_catches_everything_is_left_alone_in_the_end() -> None:
     def loop() -> None:
         model = network()
@@ -208,6 +262,73 @@ def test_error_of_a_recorder_ends_the_loop_and_is_not_the_loops() -> None:
     finder.close()
     assert repr(finder.failure) == "RuntimeError('no counters')"
     assert finder.steps == 1
+
+
+def test_calls_without_gradients_are_heard_in_the_step_that_they_come_before() -> None:
+    called = Counter[str]()
+
+    class Calls(Trace):
+        def switch(self, phase: str) -> None:
+            self.phase = phase
+
+        def end_step(self) -> None:
+            self.steps.append("")
+
+    def loop() -> None:
+        with mock.patch.object(nn.Linear, "forward", forward):
+            acting()
+
+    def forward(layer: nn.Linear, batch: Tensor) -> Tensor:
+        called[trace.phase] += 1
+        return nn.functional.linear(batch, layer.weight, layer.bias)
+
+    trace = Calls()
+    trace.phase = "outside"
+    finder = StepFinder(trace)
+    watch(finder)
+    loop()
+    finder.close()
+    assert called == {"outside": 3 * 20 * 2, "forward": 3 * 2}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_updates_that_a_scaler_skips_are_named_and_end_steps(fused: bool) -> None:
+    trace, finder = traced(lambda: scaling(overflows=2, fused=fused))
+    assert trace.steps == ["FBOOO"] * 3
+    assert [*finder.remarks()] == [
+        "updates that GradScaler skipped, for gradients that were inf or nan: 2, whose work the "
+        "steps that count lack"
+    ]
+
+
+def test_round_of_turns_is_said_to_be_the_step() -> None:
+    _, finder = traced(critic_more_often)
+    assert [*finder.remarks()] == ["optimizers take turns: a step is a round, of 4 turns"]
+
+
+def with_one_that_does_not_step(steps: int = 2 * MOST_TURNS, then: int = 0) -> None:
+    model, other = network(), network()
+    ours = [sgd(model)] * steps + [sgd(other)] * then
+    for optimizer in ours:
+        loss_of(model, torch.randn(4, 6)).backward()
+        optimizer.step()
+
+
+def test_optimizer_that_does_not_step_is_not_awaited_for_ever() -> None:
+    trace, finder = traced(lambda: with_one_that_does_not_step(then=1), skip=3, wanted=3)
+    assert (trace.steps, finder.steps) == (["FBO"] * 3, MOST_TURNS + 3)
+    assert [*finder.remarks()] == [
+        f"an optimizer did not step in {MOST_TURNS} turns of others: steps are theirs"
+    ]
+
+
+@pytest.mark.parametrize(("skip", "heard", "differs"), [(0, 0, 1), (3, 3, MOST_TURNS + 4)])
+def test_step_of_other_optimizers_than_those_before_it_does_not_count(
+    skip: int, heard: int, differs: int
+) -> None:
+    trace, finder = traced(lambda: with_one_that_does_not_step(MOST_TURNS + 3, 13), skip=skip)
+    assert len(trace.steps) == heard
+    assert f"not the same optimizers step in step {differs} as before" in str(finder.failure)
 
 
 def test_unfinished_step_is_not_heard_to_end() -> None:

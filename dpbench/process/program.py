@@ -1,0 +1,50 @@
+"""A Python program in this process: run as Python would, and its errors printed so."""
+
+from __future__ import annotations
+
+import builtins
+import runpy
+import sys
+import traceback
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import ModuleType
+
+
+def run_program(program: Sequence[str], *, is_module: bool, ours: Collection[str] = ()) -> None:
+    """Run a script, or a module by its name, with its arguments as Python itself would.
+
+    ``ours`` are modules that have been imported for us alone.
+    """
+    sys.argv = list(program)
+    path = Path(program[0]).resolve()
+    if not sys.flags.safe_path:
+        _look_first_in(Path.cwd() if is_module else path.parent, ours)
+    if is_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        return
+    main = ModuleType("__main__")  # which stays, unlike runpy's: what runs at exit may pickle
+    main.__dict__.update(__file__=str(path), __builtins__=builtins)
+    sys.modules["__main__"] = main
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
+
+
+def _look_first_in(directory: Path, ours: Collection[str]) -> None:
+    """Let what is there go before the standard library, whatever has been imported for us."""
+    sys.path.insert(0, str(directory))
+    for name in sys.stdlib_module_names.intersection(ours):
+        if (directory / f"{name}.py").is_file():
+            sys.modules.pop(name, None)
+
+
+def print_error(error: BaseException) -> None:
+    """Print a script's traceback as it would be without us."""
+    ours = (str(Path(__file__).parents[1]), "<frozen runpy>")
+    shown = traceback.TracebackException.from_exception(error)
+    pending: list[traceback.TracebackException | None] = [shown]
+    while pending:
+        if part := pending.pop():
+            stack = [frame for frame in part.stack if not frame.filename.startswith(ours)]
+            part.stack = traceback.StackSummary.from_list(stack)
+            pending += [part.__cause__, part.__context__]
+    shown.print()
