@@ -156,7 +156,7 @@ class ClonesGradients(DPSGDTrainer):
     """As `DPSGDTrainer`, but copies every per-sample gradient once more before it clips."""
 
     def train_step(self, batch: Batch) -> Tensor:
-        input_ids, labels = self.unpack(batch)
+        input_ids, labels = batch
         with phase("forward"):
             loss = mean_cross_entropy(self.grad_sample_module(input_ids), labels)
         with phase("backward"):
