@@ -19,6 +19,8 @@ from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.workloads.base import Workload, parts_of
 
+UNTOLD = "how many examples a forward sees cannot be told"
+
 
 class FirstCall(Exception):
     """A layer of a model is called, with so many elements."""
@@ -31,29 +33,26 @@ def hold_to_parts(
     trainer: TrainerBase, workload: Workload, batches: list[Batch], number: int
 ) -> None:
     """Let each step refuse to train more examples at once than there are in a micro-batch."""
-    named = f"{type(trainer).__name__} with micro_batches={number}"
-    calls = [
-        first_call(workload, trainer.model, part)
-        for batch in batches
-        for part in parts_of(batch, number)
-    ]
+    losses = f"{type(workload).__name__}.losses"
+
+    def refuse(why: str) -> None:
+        raise ConfigurationError(f"{type(trainer).__name__} with micro_batches={number}: {why}")
+
+    parts = (part for batch in batches for part in parts_of(batch, number))
+    calls = [first_call(workload, trainer.model, part) for part in parts]
     layer, most = calls[0].layer, max(call.elements for call in calls)
     if first_call(workload, trainer.model, batches[0]).elements <= calls[0].elements:
-        raise ConfigurationError(
-            f"{named}: how many examples a forward sees cannot be told, because the layer that "
-            f"{type(workload).__name__}.losses calls first does not see the batch"
-        )
+        refuse(f"{UNTOLD}, because the layer that {losses} calls first does not see the batch")
     seen: list[int] = []
 
     def see(_: nn.Module, args: Any, kwargs: Any) -> None:
-        if seen:
-            return
-        seen.append(elements_in((args, kwargs)))
-        if seen[0] > most:
-            raise ConfigurationError(
-                f"{named}: the first forward of a step sees more examples than a micro-batch has; "
-                f"train the parts that self.parts(batch) gives one by one"
-            )
+        if not seen:
+            seen.append(elements_in((args, kwargs)))
+            if seen[0] > most:
+                refuse(
+                    "the first forward of a step sees more examples than a micro-batch has; train "
+                    "the parts that self.parts(batch) gives one by one"
+                )
 
     take_step = trainer.train_step
 
@@ -61,10 +60,7 @@ def hold_to_parts(
         seen.clear()
         loss = take_step(batch)
         if not seen:
-            raise ConfigurationError(
-                f"{named}: how many examples a forward sees cannot be told, because a step does "
-                f"not call {type(layer).__name__} as {type(workload).__name__}.losses does"
-            )
+            refuse(f"{UNTOLD}: a step does not call {type(layer).__name__} as {losses} does")
         return loss
 
     layer.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
@@ -85,11 +81,8 @@ def first_call(workload: Workload, model: nn.Module, batch: Batch) -> FirstCall:
         try:
             workload.losses(model, batch)
         except FirstCall as call:
-            return call
-    raise ConfigurationError(
-        f"{type(workload).__name__}.losses calls no layer of its model: how many examples a "
-        f"forward sees cannot be told; train without micro_batches"
-    )
+            return call.with_traceback(None)  # which holds the batch
+    raise ConfigurationError(f"{UNTOLD}: {type(workload).__name__}.losses calls no layer")
 
 
 def elements_in(values: Any) -> int:

@@ -230,7 +230,7 @@ def test_each_instrument_refuses_before_it_says_a_number(how: Callable[[Case], o
     [
         (AroundTheModel, Images, "a step does not call Sequential as Images.losses does"),
         (StandardTrainer, ConstantFirst, "ConstantFirst.losses calls first does not see the batch"),
-        (StandardTrainer, NoLayer, "NoLayer.losses calls no layer of its model"),
+        (StandardTrainer, NoLayer, "NoLayer.losses calls no layer"),
     ],
 )
 def test_what_cannot_be_told_is_refused(trainer: type, workload: type, said: str) -> None:

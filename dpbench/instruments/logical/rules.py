@@ -21,9 +21,9 @@ Not read
     The target of a pure overwriter (``copy_``, ``fill_``, ``zero_``, random ``normal_`` …) and
     every ``out=`` argument: their old content cannot matter. The argument of ``zeros_like`` and
     its kin, and arguments that a backward formula takes for their shape alone (logits in
-    ``nll_loss_backward``), see `UNREAD`. What a product is added to ``beta=0`` times. Gradients in
-    ``_fused_*`` optimizers are marked mutable for the sake of ``grad_scale``: without one they
-    are not written.
+    ``nll_loss_backward``), see `SHAPE_OF_SELF`. What a product is added to ``beta=0`` times.
+    Gradients in ``_fused_*`` optimizers are marked mutable for the sake of ``grad_scale``: without
+    one they are not written.
 
 Not asked for
     A gradient that ``output_mask`` leaves out is neither made nor written, and what only it is
@@ -35,8 +35,9 @@ Batch norm
     reads the batch's own. Evaluation, and its backward, read the running ones.
 
 Gathers
-    ``embedding``, ``index_select``, ``gather``, indexing: of the source only what comes out, at
-    most the whole source. ``nll_loss_forward`` reads one logit for each target.
+    ``embedding``, ``index_select``, ``gather``, indexing: of the source only what comes out (a bag
+    of embeddings reads a row for each index), at most the whole source. ``nll_loss_forward`` reads
+    one logit for each target.
 
 Scatters in place
     ``scatter_*``, ``index_add_``, ``index_put_`` …: of the target only what the indices touch,
@@ -77,7 +78,8 @@ FREE = names(
     """
     alias detach detach_ lift_fresh _unsafe_view _reshape_alias view_as_real view_as_complex
     empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_
-    set_ squeeze_ unsqueeze_ transpose_ t_ as_strided_ is_same_size record_stream
+    unsafe_split unsafe_split_with_sizes set_ squeeze_ unsqueeze_ transpose_ t_ as_strided_
+    is_same_size record_stream
     """
 )
 """Operators that touch metadata only, beside those whose schema says that they are views."""
@@ -90,17 +92,18 @@ OVERWRITERS = names(
 )
 """In-place operators after which nothing of the target's old content is left."""
 
-UNREAD: Mapping[str, str] = {
-    "nll_loss_backward": "self",
-    "nll_loss2d_backward": "self",
-    "max_pool2d_with_indices_backward": "self",
-    "max_pool3d_with_indices_backward": "self",
-    "avg_pool2d_backward": "self",
-    "avg_pool3d_backward": "self",
-    "_adaptive_avg_pool2d_backward": "self",
-    "_adaptive_avg_pool3d_backward": "self",
-}
-"""Tensor arguments that are there for their shape and dtype alone."""
+SHAPE_OF_SELF = names(
+    """
+    nll_loss_backward nll_loss2d_backward
+    max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+    avg_pool2d_backward avg_pool3d_backward
+    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+    adaptive_max_pool2d_backward adaptive_max_pool3d_backward
+    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
+    """
+)
+"""Operators that take their argument ``self`` for its shape and dtype alone."""
 
 _NORM = ("grad_out input mean rstd weight", "grad_out input mean rstd", "grad_out")
 _SAMPLER = ("grad_output grid", "grad_output input grid")
@@ -252,20 +255,22 @@ def traffic(
 
 def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
     """Where an operator departs from the general rule."""
-    if name in OVERWRITERS or name.endswith("_like") or name.startswith("new_"):
+    beta = given.get("beta") if name.startswith(("add", "badd")) else None
+    if name in OVERWRITERS or name in SHAPE_OF_SELF or beta == 0:
         return Limits({"self": 0})
-    if name in UNREAD:
-        return Limits({UNREAD[name]: 0})
+    if name.endswith("_like") or name.startswith("new_"):
+        return Limits({"self": 0})
     if name in MADE_OF:
         formulas = MADE_OF[name if given.get("train", True) else f"{name} of evaluation"]
         needed = " ".join(compress(formulas, given["output_mask"])).split()
         return Limits(dict.fromkeys(given.keys() - needed, 0))
     if name in BATCH_NORMS and not given["training"]:
         return Limits(writes=dict.fromkeys(RUNNING, 0))
-    if given.get("beta") == 0 and name.startswith(("add", "badd")):
-        return Limits({"self": 0})
     if name in GATHERS:
         return Limits({GATHERS[name]: region_of(out)[1]})
+    if name in ("_embedding_bag", "_embedding_bag_forward_only"):
+        weight: Tensor = given["weight"]
+        return Limits({"weight": given["indices"].numel() * weight.shape[1] * weight.itemsize})
     if name in SCATTERS:
         touched = _touched_elements(name, given) * given["self"].itemsize
         accumulates = name in ACCUMULATING or given.get("accumulate") or "reduce" in given

@@ -211,3 +211,34 @@ def test_memory_holds_no_gradient_that_nobody_asked_for() -> None:
                 y.backward(gradient)
         peaks[where] = counter.peaks["outside"]
     assert peaks["middle"] - peaks["first"] == E * x.numel()
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept"),
+    [
+        (nn.AdaptiveMaxPool2d(2), 2),  # the places of the largest, in int64
+        (nn.ReflectionPad2d(1), 0),
+        (nn.ReplicationPad2d(1), 0),
+        (nn.AvgPool2d(2), 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_backward_of_a_pool_or_a_padding_does_not_read_its_input(
+    layer: nn.Module, kept: int
+) -> None:
+    x = math.prod(IMAGES)
+    forward, backward = counted(lambda: layer, IMAGES, "middle")
+    y = layer(torch.zeros(IMAGES)).numel()
+    assert forward == (E * x, E * (y + kept * y))
+    assert backward == (E * (y + kept * y), E * x)
+
+
+def test_a_bag_of_embeddings_reads_a_row_for_each_index() -> None:
+    bag, indices = nn.EmbeddingBag(100, 8, mode="sum"), torch.zeros(2, 3, dtype=torch.long)
+    with without_data() as counter, observed_step(counter):
+        bag(indices)
+    assert moved(counter, "_embedding_bag").read == 8 * (6 + 2) + E * 6 * 8
+
+
+def test_splitting_what_autograd_may_not_see_as_views_moves_nothing() -> None:
+    assert cost(lambda x: x.unsafe_split(2), (6, 4)) == (0, 0)
