@@ -12,7 +12,7 @@ from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.errors import ConfigurationError, DpbenchError, own_line
 
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
 """Methods of Opacus that hear a layer, which they call ``module``."""
@@ -47,7 +47,8 @@ def refusals(model: nn.Module) -> Iterator[None]:
         yield
     except OF_A_LAYER as error:
         if type(error) in OF_A_LAYER and (line := _explained(error, model)):
-            raise CannotTrain(line) from error
+            where = own_line(error.__traceback__)
+            raise CannotTrain(f"{line}{where and f' ({where})'}") from error
         raise
 
 
