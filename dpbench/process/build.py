@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpbench import gpu
 from dpbench.case import MIXED, TRANSFORMER, Case
 from dpbench.errors import ConfigurationError
+from dpbench.process.parts import hold_to_parts
 from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
@@ -57,7 +58,10 @@ def build(case: Case, device: torch.device, num_batches: int) -> tuple[TrainerBa
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-    return trainer, list(batches_of(workload, case.batch_size, num_batches, place))
+    batches = list(batches_of(workload, case.batch_size, num_batches, place))
+    if case.micro_batches > 1:
+        hold_to_parts(trainer, workload, batches, case.micro_batches)
+    return trainer, batches
 
 
 def workload_of(case: Case) -> Workload:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in
+from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in, parts_of
 from dpbench.workloads.transformer import Transformer, mean_cross_entropy
 
 __all__ = ["Batch", "Momentum", "TrainerBase", "mean_cross_entropy"]
@@ -57,7 +56,6 @@ class TrainerBase(ABC):
         self.device_type = next((p.device.type for p in model.parameters()), "cpu")
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=autocast is torch.float16)
         self.micro_batches = micro_batches
-        self.part_size = batch_size // micro_batches
         self.workload = workload or Transformer()
         self.batch_size = batch_size
         self.noise_multiplier = noise_multiplier
@@ -80,15 +78,15 @@ class TrainerBase(ABC):
     def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The loss of each example, ``[B]``, through the model or what wraps it."""
         with self.mixed():
-            losses = self.workload.losses(model, self.unpack(batch))
-        return checked_losses(losses, self.workload, self.part_size)
+            losses = self.workload.losses(model, batch)
+        return checked_losses(losses, self.workload, batch)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The mean loss over the batch, a scalar, through the model or what wraps it."""
         if type(self.workload).loss is Workload.loss:
             return self.example_losses(model, batch).mean()
         with self.mixed():
-            return self.workload.loss(model, self.unpack(batch))
+            return self.workload.loss(model, batch)
 
     def mixed(self) -> AbstractContextManager[object]:
         """In which losses are computed: autocast, if it was asked for."""
@@ -97,24 +95,18 @@ class TrainerBase(ABC):
         return torch.autocast(self.device_type, dtype=self.autocast)
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
-        """The micro-batches of a batch, and of each whether it is the last; usually the batch."""
-        for end in range(self.part_size, self.batch_size + 1, self.part_size):
-            part = batch
-            if self.micro_batches > 1:
-                part = pytree.tree_map(lambda t, end=end: t[end - self.part_size : end], batch)
-            yield end == self.batch_size, part
+        """The micro-batches of a batch, and of each whether it is the last; usually the batch.
 
-    def unpack(self, batch: Batch) -> Batch:
-        """The batch, if it has the size that this trainer was built for.
-
-        DP noise is scaled by that: a smaller last batch would silently get the wrong noise.
+        A batch has the size that this trainer was built for. DP noise is scaled by that: a smaller
+        last batch would silently get the wrong noise.
         """
-        if (examples := examples_in(batch)) != self.part_size:
+        if (examples := examples_in(batch)) != self.batch_size:
             raise ValueError(
-                f"{type(self).__name__} was built for batches of {self.part_size} "
+                f"{type(self).__name__} was built for batches of {self.batch_size} "
                 f"and got one of {examples}"
             )
-        return batch
+        for number, part in enumerate(parts_of(batch, self.micro_batches), 1):
+            yield number == self.micro_batches, part
 
 
 def mean_of(losses: list[Tensor]) -> Tensor:

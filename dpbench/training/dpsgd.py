@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, TrainerBase, mean_of
 from dpbench.training.phases import in_phase, phase
+from dpbench.training.refusals import check_layers, refusals
 
 
 def mark_phases(optimizer: DPOptimizer) -> None:
@@ -47,11 +47,8 @@ class DPSGDTrainer(TrainerBase):
                 "Opacus clips gradients as a GradScaler has scaled them, all of them down to the "
                 "threshold, and fp16-amp needs one: use bf16-amp"
             )
-        try:
-            self.grad_sample_module = self.wrapped()
-        except NotImplementedError as error:
-            words = str(next(iter(ModuleValidator.validate(model)), error))
-            raise ConfigurationError(f"Opacus: {words.partition('. ')[0]}") from error
+        check_layers(self.model)
+        self.grad_sample_module = self.wrapped()
         self.optimizer = self.optimizer_class(
             self.plain_optimizer,
             noise_multiplier=self.noise_multiplier,
@@ -70,16 +67,19 @@ class DPSGDTrainer(TrainerBase):
         return self.mean_loss(self.grad_sample_module, batch)
 
     def train_step(self, batch: Batch) -> Tensor:
-        losses = []
-        for last, part in self.parts(batch):
-            with phase("forward"):
-                loss = self.private_loss(part)
-            with phase("backward"):
-                loss.backward()
-            with phase("optimizer"):
-                if not last:  # as Opacus's BatchMemoryManager does it
-                    self.optimizer.signal_skip_step()
-                self.optimizer.step()  # clip inside and, with the last, noise: see mark_phases
-                self.optimizer.zero_grad(set_to_none=True)
-                losses.append(loss.detach())
-        return mean_of(losses)
+        with refusals(self.model):
+            return mean_of([self.train_part(part, last) for last, part in self.parts(batch)])
+
+    def train_part(self, part: Batch, last: bool) -> Tensor:
+        """Clip a micro-batch; with the last, add noise and update. Returns its mean loss."""
+        with phase("forward"):
+            loss = self.private_loss(part)
+            mean: Tensor = loss.detach()  # of fast gradient clipping, a mean is taken here
+        with phase("backward"):
+            loss.backward()
+        with phase("optimizer"):
+            if not last:  # as Opacus's BatchMemoryManager does it
+                self.optimizer.signal_skip_step()
+            self.optimizer.step()  # clip inside and, with the last, noise: see mark_phases
+            self.optimizer.zero_grad(set_to_none=True)
+        return mean

@@ -61,6 +61,16 @@ def examples_in(batch: Batch) -> int:
     return examples
 
 
+def parts_of(batch: Batch, number: int) -> Iterator[Batch]:
+    """A batch in equal parts; itself, if that is one."""
+    if number == 1:
+        yield batch
+        return
+    size = examples_in(batch) // number
+    for start in range(0, size * number, size):
+        yield pytree.tree_map(lambda tensor, start=start: tensor[start : start + size], batch)
+
+
 def batches_of(
     workload: Workload, batch_size: int, number: int, place: Callable[[Tensor], Tensor]
 ) -> Iterator[Batch]:
@@ -78,8 +88,9 @@ def batches_of(
         yield pytree.tree_map(place, batch)
 
 
-def checked_losses(losses: Tensor, workload: Workload, batch_size: int) -> Tensor:
+def checked_losses(losses: Tensor, workload: Workload, batch: Batch) -> Tensor:
     """The losses of a batch, if they are one for each example."""
+    batch_size = examples_in(batch)
     shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
     if shape != [batch_size]:
         raise ConfigurationError(

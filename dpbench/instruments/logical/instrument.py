@@ -133,11 +133,6 @@ def _counted_apart(child: Child) -> list[Measurement]:
 def _in_one_line(error: Exception) -> str:
     """An error's name and words, and the user's line that it came from."""
     words, line = " ".join(str(error).split()), own_line(error.__traceback__)
-    if "view and is being modified inplace" in words:
-        words = (
-            "Opacus hooks every layer, and what a hooked layer returns must not be changed in "
-            "place; write y = y + x instead of y += x, and inplace=False"
-        )
     return f"{type(error).__name__}: {words}{line and f' ({line})'}"
 
 

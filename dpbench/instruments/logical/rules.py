@@ -21,13 +21,23 @@ Not read
     The target of a pure overwriter (``copy_``, ``fill_``, ``zero_``, random ``normal_`` …) and
     every ``out=`` argument: their old content cannot matter. The argument of ``zeros_like`` and
     its kin, and arguments that a backward formula takes for their shape alone (logits in
-    ``nll_loss_backward``, bias in ``native_layer_norm_backward``), see `UNREAD`. Gradients in
-    ``_fused_*`` optimizers are marked mutable for the sake of ``grad_scale``: without one they
-    are not written.
+    ``nll_loss_backward``), see `SHAPE_OF_SELF`. What a product is added to ``beta=0`` times.
+    Gradients in ``_fused_*`` optimizers are marked mutable for the sake of ``grad_scale``: without
+    one they are not written.
+
+Not asked for
+    A gradient that ``output_mask`` leaves out is neither made nor written, and what only it is
+    made of is not read, see `MADE_OF`: in a model's first layer, which asks for no gradient of its
+    input, a convolution's backward does not read the weight.
+
+Batch norm
+    Training reads and writes the running statistics, which the schema does not say; its backward
+    reads the batch's own. Evaluation, and its backward, read the running ones.
 
 Gathers
-    ``embedding``, ``index_select``, ``gather``, indexing: of the source only what comes out, at
-    most the whole source. ``nll_loss_forward`` reads one logit for each target.
+    ``embedding``, ``index_select``, ``gather``, indexing: of the source only what comes out (a bag
+    of embeddings reads a row for each index), at most the whole source. ``nll_loss_forward`` reads
+    one logit for each target.
 
 Scatters in place
     ``scatter_*``, ``index_add_``, ``index_put_`` …: of the target only what the indices touch,
@@ -48,6 +58,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -67,7 +78,8 @@ FREE = names(
     """
     alias detach detach_ lift_fresh _unsafe_view _reshape_alias view_as_real view_as_complex
     empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_
-    set_ squeeze_ unsqueeze_ transpose_ t_ as_strided_ is_same_size record_stream
+    unsafe_split unsafe_split_with_sizes set_ squeeze_ unsqueeze_ transpose_ t_ as_strided_
+    is_same_size record_stream
     """
 )
 """Operators that touch metadata only, beside those whose schema says that they are views."""
@@ -80,15 +92,44 @@ OVERWRITERS = names(
 )
 """In-place operators after which nothing of the target's old content is left."""
 
-UNREAD: Mapping[str, str] = {
-    "nll_loss_backward": "self",
-    "nll_loss2d_backward": "self",
-    "native_layer_norm_backward": "bias",
-    "max_pool2d_with_indices_backward": "self",
-    "avg_pool2d_backward": "self",
-    "_adaptive_avg_pool2d_backward": "self",
+SHAPE_OF_SELF = names(
+    """
+    nll_loss_backward nll_loss2d_backward
+    max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+    avg_pool2d_backward avg_pool3d_backward
+    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+    adaptive_max_pool2d_backward adaptive_max_pool3d_backward
+    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
+    """
+)
+"""Operators that take their argument ``self`` for its shape and dtype alone."""
+
+_NORM = ("grad_out input mean rstd weight", "grad_out input mean rstd", "grad_out")
+_SAMPLER = ("grad_output grid", "grad_output input grid")
+
+MADE_OF: Mapping[str, tuple[str, ...]] = {
+    "convolution_backward": ("grad_output weight", "grad_output input", "grad_output"),
+    "native_layer_norm_backward": _NORM,
+    "native_group_norm_backward": _NORM,
+    "_fused_rms_norm_backward": ("grad_out input rstd weight", "grad_out input rstd"),
+    "native_batch_norm_backward": (
+        "grad_out input save_mean save_invstd weight",
+        "grad_out input save_mean save_invstd",
+        "grad_out",
+    ),
+    "native_batch_norm_backward of evaluation": (
+        "grad_out running_var weight",
+        "grad_out input running_mean running_var",
+        "grad_out",
+    ),
+    "grid_sampler_2d_backward": _SAMPLER,
+    "grid_sampler_3d_backward": _SAMPLER,
 }
-"""Tensor arguments that are there for their shape and dtype alone."""
+"""Of operators with an ``output_mask``, their last argument, what each gradient is made of."""
+
+RUNNING = ("running_mean", "running_var")
+BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
 
 GATHERS: Mapping[str, str] = {
     "embedding": "weight",
@@ -118,7 +159,9 @@ REVIEWED = names(
     native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
     native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward
     convolution convolution_backward max_pool2d_with_indices max_pool2d_with_indices_backward
+    max_pool3d_with_indices max_pool3d_with_indices_backward
     avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
+    avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
     relu threshold_backward gelu gelu_backward silu silu_backward mish mish_backward tanh
     tanh_backward sigmoid sigmoid_backward softplus softplus_backward leaky_relu leaky_relu_backward
     _softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
@@ -169,6 +212,17 @@ def is_reviewed(operator: str) -> bool:
     return name in OVERWRITERS or name in REVIEWED or base in REVIEWED
 
 
+def asked_for(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
+    """What a call returned, without gradients that its ``output_mask`` leaves out.
+
+    A fake batch norm makes them all the same.
+    """
+    if operator_name(func) not in MADE_OF:
+        return out
+    mask = kwargs.get("output_mask") or args[-1]
+    return tuple(made if asked else None for made, asked in zip(out, mask, strict=True))
+
+
 def traffic(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[int, int]:
@@ -201,12 +255,22 @@ def traffic(
 
 def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
     """Where an operator departs from the general rule."""
-    if name in OVERWRITERS or name.endswith("_like") or name.startswith("new_"):
+    beta = given.get("beta") if name.startswith(("add", "badd")) else None
+    if name in OVERWRITERS or name in SHAPE_OF_SELF or beta == 0:
         return Limits({"self": 0})
-    if name in UNREAD:
-        return Limits({UNREAD[name]: 0})
+    if name.endswith("_like") or name.startswith("new_"):
+        return Limits({"self": 0})
+    if name in MADE_OF:
+        formulas = MADE_OF[name if given.get("train", True) else f"{name} of evaluation"]
+        needed = " ".join(compress(formulas, given["output_mask"])).split()
+        return Limits(dict.fromkeys(given.keys() - needed, 0))
+    if name in BATCH_NORMS and not given["training"]:
+        return Limits(writes=dict.fromkeys(RUNNING, 0))
     if name in GATHERS:
         return Limits({GATHERS[name]: region_of(out)[1]})
+    if name in ("_embedding_bag", "_embedding_bag_forward_only"):
+        weight: Tensor = given["weight"]
+        return Limits({"weight": given["indices"].numel() * weight.shape[1] * weight.itemsize})
     if name in SCATTERS:
         touched = _touched_elements(name, given) * given["self"].itemsize
         accumulates = name in ACCUMULATING or given.get("accumulate") or "reduce" in given
@@ -243,8 +307,13 @@ def operator_name(func: OpOverload) -> str:
 @cache
 def _arguments(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
     """The arguments in an operator's schema, and whether they are read, and written."""
+    unsaid = RUNNING if operator_name(func) in BATCH_NORMS else ()
     return tuple(
-        (each.name, not each.is_out, each.alias_info is not None and each.alias_info.is_write)
+        (
+            each.name,
+            not each.is_out,
+            each.name in unsaid or (each.alias_info is not None and each.alias_info.is_write),
+        )
         for each in func._schema.arguments
     )
 

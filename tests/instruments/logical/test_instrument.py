@@ -156,7 +156,7 @@ class ClonesGradients(DPSGDTrainer):
     """As `DPSGDTrainer`, but copies every per-sample gradient once more before it clips."""
 
     def train_step(self, batch: Batch) -> Tensor:
-        input_ids, labels = self.unpack(batch)
+        input_ids, labels = batch
         with phase("forward"):
             loss = mean_cross_entropy(self.grad_sample_module(input_ids), labels)
         with phase("backward"):
@@ -287,3 +287,10 @@ def test_a_counter_hears_nothing_of_phases_between_steps() -> None:
     with without_data() as counter:
         torch.ones(3)
     assert not counter.counts
+
+
+@pytest.mark.parametrize("trainer", ALL_TRAINERS)
+def test_the_optimizer_only_updates(trainer: str) -> None:
+    """The mean of the losses is taken in forward, also where Opacus takes it."""
+    operators = [each for each in count(tiny(trainer)).operators if each.phase == "optimizer"]
+    assert [each.operator for each in operators] == ["aten._foreach_add_"]

@@ -18,6 +18,7 @@ from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch
+from dpbench.training.refusals import CannotTrain
 from dpbench.training.standard import StandardTrainer
 from tests.instruments.logical.cases import ALL_TRAINERS, count, guessed, moved, tiny
 from tests.instruments.logical.outside import CountsTokens
@@ -170,7 +171,7 @@ class TestOutsideCode:
     def test_what_opacus_refuses_is_told_in_one_line_with_the_models_own(
         self, trainer: str
     ) -> None:
-        with pytest.raises(CaseFailed) as caught:
+        with pytest.raises(CannotTrain) as caught:
             count(tiny(trainer, model=AddsInPlace))
         message = str(caught.value)
         assert "write y = y + x instead of y += x" in message

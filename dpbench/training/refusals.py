@@ -1,0 +1,90 @@
+"""What Opacus cannot train, in a line that names the layer and says what would work."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import opacus.layers
+from opacus.utils.module_utils import trainable_modules
+from opacus.validators import ModuleValidator
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpbench.errors import ConfigurationError, DpbenchError, own_line
+
+HOOKS = ("capture_activations_hook", "capture_backprops_hook")
+"""Methods of Opacus that hear a layer, which they call ``module``."""
+
+NO_GRADIENT = ("Per sample gradient is not initialized", "_norm_sample", "'NoneType' object")
+"""What errors say of a parameter without gradient: flat clipping's, and those of ghost clipping."""
+
+OF_A_LAYER = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+OF_THE_MACHINE = ("memory", "CUDA", "cuDNN")
+"""Words of a `RuntimeError` for which no layer is to blame."""
+
+
+class CannotTrain(DpbenchError):
+    """Opacus failed in a step because of how the model is made."""
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuse a model with a layer that Opacus refuses: by its validator, or for its buffers."""
+    for name, layer in trainable_modules(model):
+        validate = ModuleValidator.VALIDATORS.get(type(layer), lambda layer: [])
+        errors = [str(error).partition(". ")[0] for error in validate(layer)]
+        if not errors and any(True for _ in layer.buffers()):
+            errors = ["it has buffers beside its parameters"]
+        if errors:
+            raise ConfigurationError(_about(name, layer, errors[0]))
+
+
+@contextmanager
+def refusals(model: nn.Module) -> Iterator[None]:
+    """Say of an error of Opacus in here which layer or parameter it is about."""
+    try:
+        yield
+    except OF_A_LAYER as error:
+        if type(error) in OF_A_LAYER and (line := _explained(error, model)):
+            where = own_line(error.__traceback__)
+            raise CannotTrain(f"{line}{where and f' ({where})'}") from error
+        raise
+
+
+def _explained(error: Exception, model: nn.Module) -> str:
+    words = " ".join(str(error).split())
+    if "view and is being modified inplace" in words:
+        return (
+            "Opacus hooks every layer, and what a hooked layer returns must not be changed in "
+            "place; write y = y + x instead of y += x, and inplace=False"
+        )
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name in HOOKS and not any(word in words for word in OF_THE_MACHINE):
+            layer = frame.f_locals["module"]
+            names = (name for name, each in model.named_modules() if each is layer)
+            return _about(next(names, ""), layer, words)
+    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused and any(known in words for known in NO_GRADIENT):
+        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+        return (
+            f"Opacus cannot train parameter {unused[0]}{more}: the loss does not depend on it; "
+            f"freeze it with requires_grad_(False), or leave it out of the model"
+        )
+    return ""
+
+
+def _about(name: str, layer: nn.Module, words: str) -> str:
+    which = f"layer {name}" if name else "the model, which is one layer"
+    way_out = "replace it, or freeze it with requires_grad_(False)"
+    if hasattr(opacus.layers, own := f"DP{type(layer).__name__}"):
+        way_out = f"use opacus.layers.{own} instead"
+    elif isinstance(layer, _BatchNorm):
+        way_out = "use GroupNorm instead, as opacus.validators.ModuleValidator.fix(model) does"
+    elif getattr(layer, "track_running_stats", False):  # instance norms
+        way_out = "make it with track_running_stats=False"
+    elif isinstance(layer, nn.EmbeddingBag):
+        way_out = "give it offsets, or use Embedding and take the sum or mean of what it returns"
+    elif "Parameter tying" in words:
+        way_out = "give each layer parameters of its own, or clip in another way"
+    return f"Opacus cannot train {which} ({type(layer).__name__}): {words}; {way_out}"
