@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,6 +95,15 @@ class Comparison:
         run, skipped = choose(self.candidates, self.sources, self.asked)
         self.notes += skipped
         return run or Run.of("the storage")
+
+    def asked_before(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
+        """What a test, or those of a module, asked these instruments for in the reference."""
+        return [
+            (outcome.case, name)
+            for outcome in self.reference.outcomes
+            if any(f"{each.get('test')}::".startswith(f"{tests}::") for each in outcome.tests)
+            for name in {*outcome.instruments}.intersection(by)
+        ]
 
     def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""

@@ -102,6 +102,8 @@ class WholeSession:
         """The ids of the tests that have come to their end, what they tear down included."""
         self.limited: list[tuple[Case, str]] | None = None
         """What the command line's limits are for; None while no test that they are for is known."""
+        self.skipped: set[str] = set()
+        """The ids of modules that were skipped while they were collected."""
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -167,6 +169,11 @@ class WholeSession:
             told = json.dumps([(asdict(case), instrument) for case, instrument in asked])
             with suppress(OSError):
                 write_text(self.session.store.directory / ASKED, told)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a module that was skipped as a whole: its tests measured something before."""
+        if report.skipped and not self.is_worker:
+            self.skipped.add(report.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end, and what their processes tell of them."""
@@ -254,6 +261,9 @@ class WholeSession:
             untold = [outcome for outcome in self.session.outcomes() if not outcome.tests]
             named = [key for key in comparison.asked if key[0].id in died]
             limited = [*(limited or ()), *named, *asked_for(untold)]
+        names = [name for _, name in comparison.sources]
+        for module in self.skipped if comparison.limits else ():
+            limited = [*(limited or ()), *comparison.asked_before(module, names)] or limited
         if complete and comparison.limits and limited is None:
             comparison.limits = []
             self.session.notes.append(

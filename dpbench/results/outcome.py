@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -200,7 +201,8 @@ class OutcomeStore:
 
         Outcomes ``by`` different instruments are kept apart.
         """
-        name = f"{case.id}.{'+'.join(by)}".replace("/", "_")
+        # No file can be called all that a test's id can hold, of which a step's case is named.
+        name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
         path = self.directory / f"{name}.json"
         with locked(self.directory / f"{name}.lock"):
             if path in self.unwritten:
