@@ -20,6 +20,7 @@ from dpbench.metrics import RATIO
 from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import CONFIGURATION, as_tuples
+from dpbench.results.kernels import NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
@@ -153,7 +154,7 @@ class Gate:
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
-            return self._fewer_steps(row)
+            return self._fewer_steps(row) or self._not_counted(case, row["instrument"])
         if self.first_run_ok and not row["came"] < row["steps"]:
             return ""
         devices = self.before.places.get(case, {}).get(row["instrument"], ())
@@ -194,6 +195,15 @@ class Gate:
         if here >= there or (None not in asked and asked[0] != asked[1]):
             return ""
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
+
+    def _not_counted(self, case: Case, instrument: str) -> str:
+        """An operator that was left out of the count, if it was not, or less often, before."""
+        before, after = (
+            {note for o in run.outcomes if o.case == case for note in o.notes}
+            for run in (self.before, self.after)
+        )
+        fresh = sorted(note for note in after - before if note.startswith(NOT_COUNTED))
+        return f"{fresh[0]} in {self.after.name}" if fresh and instrument == "logical" else ""
 
     def _notes(self, limited: bool) -> Iterator[str]:
         """What was not asked for, what stands in one of the two alone, and what else differs."""

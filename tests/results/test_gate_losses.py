@@ -208,6 +208,19 @@ def test_numbers_in_another_unit_are_not_compared() -> None:
     assert not verdict(before, after, f"{name}:5%").passed
 
 
+def test_an_operator_that_is_no_longer_counted_leaves_its_case_unjudged() -> None:
+    before, after = (run(name, "operators of a step function") for name in ("before", "after"))
+    notes = ["NOT COUNTED: aten.add (sparse) (4×)"]
+    cases = [{**case, "notes": notes} for case in after.document["cases"]]
+    sparse = replace(after, document={**after.document, "cases": cases})
+    limit = "logical_read_bytes:5%"
+    for missing in verdict(before, sparse, limit).unjudged:
+        assert missing.why == "NOT COUNTED: aten.add (sparse) (4×) in after"
+    assert not verdict(before, sparse, limit).passed
+    assert verdict(sparse, sparse, limit).passed
+    assert verdict(sparse, before, limit).passed
+
+
 # --- rows that are said twice ----------------------------------------------------------------
 
 
