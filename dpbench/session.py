@@ -206,19 +206,11 @@ class Session:
         return outcome
 
     def outcomes(self) -> list[Outcome]:
-        """What the session has measured and counted, by any of its processes; each number once.
+        """What the session has measured and counted, by any of its processes."""
+        from dpbench.results.outcome import each_once
 
-        A test may count a case that another measures and counts.
-        """
         known = [] if self.directory is None else self.store.outcomes()
-        had: dict[Case, set[str]] = {}
-        for place, outcome in enumerate(known):
-            others = had.setdefault(outcome.case, set())
-            rows = tuple(row for row in outcome.rows if row.instrument not in others)
-            operators = () if "logical" in others else outcome.operators
-            known[place] = self._with_tests(replace(outcome, rows=rows, operators=operators))
-            others |= {row.instrument for row in rows}
-        return known
+        return [*map(self._with_tests, each_once(known))]
 
     def _with_tests(self, outcome: Outcome) -> Outcome:
         """An outcome with the tests that asked for it, beside those that a resumed run had."""

@@ -17,7 +17,7 @@ from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of
+from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of, each_once
 from dpbench.results.rows import COLUMNS, IDENTITY, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Run:
         session: Mapping[str, Any] | None = None,
     ) -> Run:
         """A session so far, which need not have a file."""
-        listed = tuple(outcomes)
+        listed = tuple(each_once(outcomes))
         rows = as_rows(row for outcome in listed for row in outcome.rows)
         document = {"environment": environment or {}, "session": session or {}, "rows": rows}
         run = cls(Path(name), document)
@@ -185,6 +185,16 @@ class Run:
             outcomes.append(Outcome.from_json({**data, **lists, "instruments": names}))
         left = [{**own[0], "rows": own} for by in rows.values() for own in by.values()]
         return (*outcomes, *map(Outcome.from_json, left))
+
+    @cached_property
+    def tests(self) -> dict[str, list[tuple[Case, str]]]:
+        """What each test asked for, by its id: cases, each with the name of an instrument."""
+        asked: dict[str, list[tuple[Case, str]]] = defaultdict(list)
+        for outcome in self.outcomes:
+            by_each = [(outcome.case, name) for name in outcome.instruments]
+            for test in outcome.tests:
+                asked[str(test.get("test"))] += by_each
+        return asked
 
 
 # --- reading a file --------------------------------------------------------------------------

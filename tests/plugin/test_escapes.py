@@ -80,10 +80,11 @@ def test_none_of_them_passes(project: RunSuite, pytester: pytest.Pytester) -> No
     def counted(*arguments: str) -> pytest.RunResult:
         return project("-n0", *arguments, replayed=False)
 
-    limit = ("--dpbench-compare=1", "--dpbench-compare-fail=logical_bytes:5%")
+    limit = ("--dpbench-compare-fail=logical_bytes:5%", "--dpbench-compare-first-run-ok")
     pytester.makepyfile(test_suite=SUITE, test_other="def test_other(logical_io): pass")
     counted("--dpbench-save=good").assert_outcomes(passed=6)
     assert len(saved(pytester.path, 1).outcomes) == 6
+    counted("--dpbench-save=newer", "-k", "test_paths and a_b").assert_outcomes(passed=1)
     whole = counted(*limit)
     assert whole.ret == 0
     for escape, (old, new, line, outcomes) in ESCAPES.items():
