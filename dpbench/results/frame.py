@@ -172,7 +172,11 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     summary["steps"] = summary.steps.where(is_script | partial, summary.came)
     summary["value"] = summary.value.mask(partial & ~is_script)
     summary = with_ratios(summary, baseline)
+    by_both = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
+    standards = summary[summary.trainer == baseline]
     ratios = summary[summary.trainer != baseline]
+    fewer = _beside(ratios, standards.assign(value=standards.steps), by_both)
+    ratios = ratios.assign(steps=ratios.steps.where(~(fewer < ratios.steps), fewer))
     if baseline == BASELINE_TRAINER:
         ratios = ratios[ratios.ratio.notna() | (ratios.workload != SCRIPT)]
     both = pd.concat([summary, as_metrics(ratios, "ratio")], ignore_index=True)

@@ -184,6 +184,18 @@ def test_a_ratio_without_a_baseline_on_either_side_is_unjudged(phase: str) -> No
     assert not verdict(before, after, "kernel_dram_read_ratio:5%").passed
 
 
+def test_a_ratio_is_of_no_more_steps_than_its_baseline() -> None:
+    before = run("before", "counters of a case")
+
+    def fewer(rows: Rows) -> Rows:
+        return [row for row in rows if is_of_case(row) or row["repeat"] == 0]
+
+    after = of_rows("after", dict(before.document), fewer)
+    assert verdict(before, before, "dram_read_ratio:5%").passed
+    [missing] = verdict(before, after, "dram_read_ratio:5%").unjudged
+    assert missing.why == "before has 4 steps of it, after only 1"
+
+
 def test_a_baseline_that_moved_nothing_is_nothing_to_divide_by() -> None:
     def nothing(rows: Rows) -> Rows:
         return [row | {"value": row["value"] * is_of_case(row)} for row in rows]
