@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,8 @@ class Comparison:
         """Files that may be the reference, newest first; None until they are needed."""
         self.asked: list[tuple[Case, str]] = []
         """What the session is known to ask for: the reference should have it."""
+        self.tests: list[str] = []
+        """The ids of tests and modules that ask by name: the reference should know them."""
         self.tables: list[Table] = []
         self.notes: list[str] = []
         """What the end of the session says; the session adds to it."""
@@ -92,9 +94,18 @@ class Comparison:
             return Run.load(self.named)
         if self.candidates is None:  # only a test's own limits ask for it
             self.candidates = self._saved()
-        run, skipped = choose(self.candidates, self.sources, self.asked)
+        run, skipped = choose(self.candidates, self.sources, self.asked, self.tests)
         self.notes += skipped
         return run or Run.of("the storage")
+
+    def asked_before(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
+        """What a test, or those of a module, asked these instruments for in the reference."""
+        return [
+            (case, name)
+            for test, asked in self.reference.tests.items()
+            for case, name in asked
+            if f"{test}::".startswith(f"{tests}::") and name in by
+        ]
 
     def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""

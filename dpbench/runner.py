@@ -18,7 +18,7 @@ from dpbench.instruments.terminal import tell
 from dpbench.registry import resolve
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import Measurement
+from dpbench.results.rows import Measurement, checked
 
 
 class DoesNotFit(InstrumentError):
@@ -79,7 +79,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
             check_fits(case, gpu)  # takes about as long as their imports
             for measurement in running:
                 try:
-                    rows += measurement.rows()
+                    rows += checked(case, measurement.rows())
                 finally:  # what it saw until it failed
                     for part, entries in seen.items():
                         entries += getattr(measurement, part)

@@ -211,8 +211,10 @@ class Session:
 
     def outcomes(self) -> list[Outcome]:
         """What the session has measured and counted, by any of its processes."""
+        from dpbench.results.outcome import each_once
+
         known = [] if self.directory is None else self.store.outcomes()
-        return [*map(self._with_tests, known)]
+        return [*map(self._with_tests, each_once(known))]
 
     def _with_tests(self, outcome: Outcome) -> Outcome:
         """An outcome with the tests that asked for it, beside those that a resumed run had."""

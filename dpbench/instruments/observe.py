@@ -117,7 +117,7 @@ class OwnSteps(Running):
 
         name, steps = self.instrument.name, self.instrument.steps
         device = torch.device("cuda" if on_cuda() else "cpu")
-        taken = observe(name, skip=steps.warmup, steps=steps.active)
+        taken = observe(name, name=self.case.id, skip=steps.warmup, steps=steps.active)
         with alone(device, self.case.id), taken as seen:
             while not seen.recorder.finished:
                 with seen.step():

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpbench.case import Case
+from dpbench.case import OUTSIDE, Case
 from dpbench.errors import unknown
 from dpbench.instruments.base import InstrumentError
 from dpbench.process.script import StepRecorder
@@ -46,6 +46,7 @@ class Recorder(StepRecorder):
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted  # how many steps; None for as many as there are
         self.heard = 0
+        self.phases: list[set[str]] = []  # of each step that has begun
         self.held = ExitStack()  # what it holds of this process
 
     @property
@@ -59,9 +60,11 @@ class Recorder(StepRecorder):
 
     def start_step(self) -> None:
         self.listener.start_step()
+        self.phases.append({OUTSIDE})
 
     def switch(self, phase: str) -> None:
         self.listener.switch(phase)
+        self.phases[-1].add(phase)
 
     def end_step(self) -> None:
         self.listener.end_step()
@@ -76,7 +79,13 @@ class Recorder(StepRecorder):
     def outcome(self, case: Case) -> Outcome:
         """What became of the steps, as of those of a case."""
         rows = tuple(self.rows(case)) if self.heard else ()
-        return Outcome(case, rows, operators=tuple(self.operators), notes=tuple(self.notes))
+        came = Counter(phase for step in self.phases[: self.heard] for phase in step)
+        some = [
+            f"{phase} came in {times} of {self.heard} steps"
+            for phase, times in sorted(came.items())
+            if times < self.heard
+        ]
+        return Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
 
     def close(self) -> None:
         """Let go of what it holds of this process: modes, counters."""

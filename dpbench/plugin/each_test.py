@@ -22,7 +22,7 @@ from dpbench.session import Session
 if TYPE_CHECKING:
     from dpbench.instruments.base import Instrument
     from dpbench.results.compare import Threshold
-    from dpbench.results.gate import Verdict
+    from dpbench.results.gate import CasesAsked, Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
 
@@ -193,10 +193,22 @@ class EachTest:
     def asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
         """What a test asks for according to its parameters and fixtures."""
         case = case_of(item)
+        return [(case, name) for name in self._instruments_of(item)] if case else []
+
+    def _instruments_of(self, item: pytest.Item) -> list[str]:
+        """What the fixtures that a test takes measure by."""
         measures = takes(item, measuring(self.session.settings))
         names = [i.name for i in self.session.instruments] if measures else []
-        names += ["logical"] if takes(item, ["logical_io"]) else []
-        return [(case, name) for name in names] if case else []
+        return names + (["logical"] if takes(item, ["logical_io"]) else [])
+
+    def _asked_before(self, item: pytest.Item, call: pytest.CallInfo[None]) -> CasesAsked:
+        """What a test that ended before it could ask for it has asked for in the reference."""
+        if not (call.excinfo and self.comparison.limits):
+            return []
+        every = [name for _, name in self.comparison.sources]  # a test may get a fixture by name
+        return self.comparison.asked_before(
+            item.nodeid, self._instruments_of(item) if takes(item) else every
+        )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -228,7 +240,8 @@ class EachTest:
         fresh = self._measured[self._told :]
         over = {"setup": call.excinfo, "call": not self._runs, "teardown": fresh}[call.when]
         marked = item.get_closest_marker("dpbench") is not None
-        if not (over and (takes(item) or self._measured or marked)):
+        before = [] if marked else self._asked_before(item, call)
+        if not (over and (takes(item) or self._measured or marked or before)):
             return (yield)
         self._told = len(self._measured)
         told: dict[str, Any] = {"regressions": [], "unjudged": [], "reference": None}
@@ -237,7 +250,7 @@ class EachTest:
             call.when,
             reraise=(pytest.exit.Exception, KeyboardInterrupt),
         )
-        asked = [*self.asked_by(item), *asked_for([outcome for outcome, *_ in fresh])]
+        asked = [*self.asked_by(item), *before, *asked_for([outcome for outcome, *_ in fresh])]
         told["limited"] = None if marked else [(asdict(case), name) for case, name in asked]
         told["tests"] = self._as_tests(item, fresh)
         unwritten = self.session.store.unwritten.values() if fresh else ()

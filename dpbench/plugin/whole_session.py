@@ -102,6 +102,8 @@ class WholeSession:
         """The ids of the tests that have come to their end, what they tear down included."""
         self.limited: list[tuple[Case, str]] | None = None
         """What the command line's limits are for; None while no test that they are for is known."""
+        self.skipped: set[str] = set()
+        """The ids of modules that were skipped while they were collected."""
         if self.is_worker:
             self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
         elif self.runs_tests:
@@ -162,11 +164,20 @@ class WholeSession:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note what the tests are known to ask for: a reference should have it, and the run."""
         asked = [key for item in session.items for key in self.each_test.asked_by(item)]
-        self.session.comparison.asked = asked
+        comparison = self.session.comparison
+        comparison.asked = asked
+        by_name = [i.nodeid for i in session.items if takes(i) and case_of(i) is None]
+        comparison.tests = [*by_name, *self.skipped]
         if self.is_worker:  # the controller collects nothing
-            told = json.dumps([(asdict(case), instrument) for case, instrument in asked])
+            plain = [(asdict(case), instrument) for case, instrument in asked]
+            told = json.dumps([plain, comparison.tests])
             with suppress(OSError):
                 write_text(self.session.store.directory / ASKED, told)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a module that was skipped as a whole: its tests measured something before."""
+        if report.skipped:
+            self.skipped.add(report.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have come to their end, and what their processes tell of them."""
@@ -238,8 +249,9 @@ class WholeSession:
             return
         if self.session.directory is not None:  # what workers have collected
             with suppress(FileNotFoundError):
-                told = json.loads((self.session.directory / ASKED).read_text())
+                told, tests = json.loads((self.session.directory / ASKED).read_text())
                 self.session.comparison.asked = [(Case(**case), name) for case, name in told]
+                self.session.comparison.tests = tests
         asked = {case.id for case, _ in self.session.comparison.asked}
         lacking = asked - {outcome.case.id for outcome in self.session.outcomes()}
         ended = [(case_in_name(test, asked), report) for test, report in self.ended.items()]
@@ -254,6 +266,9 @@ class WholeSession:
             untold = [outcome for outcome in self.session.outcomes() if not outcome.tests]
             named = [key for key in comparison.asked if key[0].id in died]
             limited = [*(limited or ()), *named, *asked_for(untold)]
+        names = [name for _, name in comparison.sources]
+        for module in self.skipped if comparison.limits else ():
+            limited = [*(limited or ()), *comparison.asked_before(module, names)] or limited
         if complete and comparison.limits and limited is None:
             comparison.limits = []
             self.session.notes.append(

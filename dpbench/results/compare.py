@@ -47,10 +47,12 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 
     Returns:
         Every number of either run, with the columns `CHANGES` (``before`` or ``after`` is NaN where
-        that run has no such number), and ``shared``: whether both have the case by that instrument.
+        that run has no such number), ``shared``: whether both have the case by that instrument,
+        and as ``steps`` and ``came`` what `dpbench.results.frame.numbers` says of the one, as
+        ``steps_new`` and ``came_new`` of the other.
     """
     measured = [*AXES, "instrument", *([] if across else ["device"])]
-    keys = [*measured, "metric", "phase"]
+    keys = [*measured, "metric", "phase", "unit"]
     old, new = before.numbers, after.numbers
     if other_baseline(before, after):
         old, new = (side[~side.metric.str.endswith(RATIO)] for side in (old, new))
@@ -58,7 +60,6 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
         raise ConfigurationError("a run has one case on several devices: no one value of it")
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
     both = both.rename(columns={"value": "before", "value_new": "after"})
-    both["unit"] = both.unit.fillna(both.unit_new)
     if across:
         was, now = both.device.fillna(both.device_new), both.device_new.fillna(both.device)
         both["device"] = was.where(was == now, was + " -> " + now)
@@ -67,7 +68,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     both["change"] = both.after - both.before
     both["relative"] = both.change / both.before.abs().where(both.before != 0)
     both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
-    return both[[*CHANGES, "shared"]]
+    return both
 
 
 def other_baseline(before: Run, after: Run) -> str:

@@ -95,6 +95,7 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
     named = {
         "Python": environment.get("python"),
         **environment.get("versions", {}),
+        "CPU": (environment.get("machine") or {}).get("cpu"),
         "GPU": gpu.get("name"),
         "driver": gpu.get("driver"),
         "commit": code.get("commit"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT
 from dpbench.metrics import DERIVED, LARGEST_SPREAD, METRICS, OTHER_COPIES, Kind, derived_name
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 
@@ -37,10 +37,7 @@ def as_tuples(frame: pd.DataFrame, columns: Iterable[str]) -> list[tuple[Any, ..
 
 
 def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with rows of metrics that are sums or shares of others added, step by step.
-
-    A step that is in the frame twice, because its case was measured twice, has two of each.
-    """
+    """The frame with rows of metrics that are sums or shares of others added, step by step."""
     parts = {metric: {*metric.sum_of, *metric.share_of} for metric in METRICS.values()}
     there = {*frame.metric}
     made = [metric for metric, needed in parts.items() if needed and needed <= there]
@@ -49,13 +46,10 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
     needed = [*set().union(*(parts[metric] for metric in made)), "range_time_seconds"]
     keys = [column for column in frame.columns if column not in ("metric", "value", "unit")]
     counted: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
-    seen: Counter[tuple[Any, ...]] = Counter()
     rows = as_tuples(frame[frame.metric.isin(needed)], [*keys, "metric", "value"])
     for *step, metric, value in rows:
-        again = seen[*step, metric]
-        seen[*step, metric] += 1
-        counted[*step, again][metric] = value
-    steps = pd.DataFrame([*counted], columns=[*keys, "again"])
+        counted[tuple(step)][metric] = value
+    steps = pd.DataFrame([*counted], columns=keys)
     wide = pd.DataFrame([*counted.values()], columns=needed)
     added = []
     for metric in made:
@@ -104,8 +98,9 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     ``value`` is the mean over the steps, for times and rates the median; ``spread`` is
     (largest - smallest) / value, over ``repeats`` steps. Metrics of `with_totals` included.
 
-    A phase that only some steps have, such as the optimizer's under gradient accumulation, did
-    nothing in the others: its value is the mean over all steps, and phases add up to the step.
+    A phase that only some of a script's steps have, such as the optimizer's under gradient
+    accumulation, did nothing in the others: its value is the mean over all steps, and phases add
+    up to the step. ``came`` is how many of the ``steps`` have it.
     """
     frame = with_totals(frame)
     keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
@@ -114,17 +109,26 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     values = frame.value.groupby(number)
     mean, count, smallest = values.mean(), values.count(), values.min()
     middle = [metric.name for metric in METRICS.values() if metric.middle]
-    whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     value = mean.where(~summary.metric.isin(middle), values.median())
     # Apart, for whole steps can be counted more often.
     like = summary.assign(phase=summary.phase == STEP)
     steps = count.groupby(_numbered(like, keys)).transform("max")
-    partial = (count < steps) & ~summary.metric.isin(whole)
+    partial = _is_partial(summary.assign(steps=steps, came=count))
     value = value.mask(partial, mean * count / steps)
     spread = (values.max() - smallest.mask(partial, 0.0)) / value
     return summary.assign(
-        value=value, spread=spread.fillna(0.0), repeats=steps.where(partial, count)
+        value=value,
+        spread=spread.fillna(0.0),
+        repeats=steps.where(partial, count),
+        steps=steps,
+        came=count,
     )
+
+
+def _is_partial(summary: pd.DataFrame) -> pd.Series[bool]:
+    """Whether only some steps have a phase, of metrics whose phases add up to the step."""
+    whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
+    return (summary.came < summary.steps) & ~summary.metric.isin(whole)
 
 
 def of_one_instrument(summary: pd.DataFrame, preferred: Sequence[str] = PREFERRED) -> pd.DataFrame:
@@ -156,25 +160,43 @@ def _beside(rows: pd.DataFrame, others: pd.DataFrame, keys: list[str]) -> pd.Ser
 def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """A number per case, instrument, device, metric and phase; ratios as metrics of their own.
 
-    A number of which a repeat is none is left out: its sum or mean would be wrong.
+    A number of which a repeat is none is left out: its sum or mean would be wrong. It is NaN if
+    some steps of a case lack it, and so is a ratio without a baseline, but of scripts, which need
+    none. ``steps`` is how many it is of, ``came`` how many of these have it.
     """
     keys = [*AXES, "instrument", "metric", "phase", "device"]
     finite = frame.value.astype(float).abs() < float("inf")  # nor is NaN
     wrong = {*as_tuples(frame[~finite], keys)}
     known = [key not in wrong for key in as_tuples(frame, keys)]
-    summary = with_ratios(summarise(frame.loc[known]), baseline)
-    ratios = derived(summary[summary.trainer != baseline], "ratio")
-    both = pd.concat([summary, ratios], ignore_index=True)[[*keys, "unit", "value"]]
+    summary = summarise(frame.loc[known])
+    is_script = summary.workload == SCRIPT
+    partial = _is_partial(summary)
+    summary["steps"] = summary.steps.where(is_script | partial, summary.came)
+    summary["value"] = summary.value.mask(partial & ~is_script)
+    summary = with_ratios(summary, baseline)
+    by_both = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
+    standards = summary[summary.trainer == baseline]
+    ratios = summary[summary.trainer != baseline]
+    fewer = _beside(ratios, standards.assign(value=standards.steps), by_both)
+    ratios = ratios.assign(steps=ratios.steps.where(~(fewer < ratios.steps), fewer))
+    if baseline == BASELINE_TRAINER:
+        ratios = ratios[ratios.ratio.notna() | (ratios.workload != SCRIPT)]
+    both = pd.concat([summary, as_metrics(ratios, "ratio")], ignore_index=True)
+    both = both[[*keys, "unit", "value", "steps", "came"]]
     order = as_tuples(both, keys)
     return both.iloc[sorted(both.index, key=order.__getitem__)].reset_index(drop=True)
 
 
 def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     """A column of a summary as rows of metrics, e.g. ``ratio`` of DRAM bytes as ``dram_ratio``."""
-    known = summary[summary[kind].notna()]
-    names = {metric: derived_name(metric, kind) for metric in known.metric.unique()}
-    unit = known.unit if kind == "logical" else "1"
-    return known.assign(metric=known.metric.map(names), value=known[kind], unit=unit)
+    return as_metrics(summary[summary[kind].notna()], kind)
+
+
+def as_metrics(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
+    """The same, NaN included."""
+    names = {metric: derived_name(metric, kind) for metric in rows.metric.unique()}
+    unit = rows.unit if kind == "logical" else "1"
+    return rows.assign(metric=rows.metric.map(names), value=rows[kind], unit=unit)
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:

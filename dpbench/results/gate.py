@@ -20,6 +20,7 @@ from dpbench.metrics import RATIO
 from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import CONFIGURATION, as_tuples
+from dpbench.results.kernels import NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
@@ -153,8 +154,8 @@ class Gate:
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
-            return self._cut_short(case, row["instrument"]) if case.workload == SCRIPT else ""
-        if self.first_run_ok:
+            return self._fewer_steps(row) or self._not_counted(case, row["instrument"])
+        if self.first_run_ok and not row["came"] < row["steps"]:
             return ""
         devices = self.before.places.get(case, {}).get(row["instrument"], ())
         if not devices or not (self.across or row["device"] in devices):
@@ -173,24 +174,36 @@ class Gate:
             return f"{f'without {instrument}' if by else 'not'} in {run.name}"
         if not self.across and row["device"] not in by[instrument]:
             return f"on {listed(by[instrument])} in {run.name}, not on {row['device']}"
-        if metric.endswith(RATIO) and _lacks_baseline(run, case, instrument):
-            needed = _baseline(run, case).id
-            return f"the ratio needs its baseline {needed}, which is not in {run.name}"
         where = "" if phase == STEP else f" in phase {phase}"
+        steps, came = (row[f"{name}{'_new' * (run is self.after)}"] for name in ("steps", "came"))
+        if came < steps:
+            return f"only {came:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
+        if metric.endswith(RATIO):
+            needed = f"the ratio needs its baseline {_baseline(run, case).id}"
+            if _lacks_baseline(run, case, instrument):
+                return f"{needed}, which is not in {run.name}"
+            return f"{needed}, which has nothing to divide by{where} in {run.name}"
         return f"no {metric} by {instrument}{where} in {run.name}"
 
-    def _cut_short(self, case: Case, instrument: str) -> str:
-        """Whether a script ended before all steps were counted that the reference has of it."""
-        asked, counted = [], []
-        for run in (self.before, self.after):
-            settings = run.session.get("settings", {})
-            asked.append(settings.get(instrument, {}).get("steps"))
-            rows = run.frame[run.frame.trainer.eq(case.trainer) & run.frame.workload.eq(SCRIPT)]
-            counted.append(rows[rows.instrument == instrument].repeat.nunique())
-        if asked[0] != asked[1] or counted[0] <= counted[1]:
+    def _fewer_steps(self, row: Mapping[str, Any]) -> str:
+        """Whether steps are missing that the reference has; settings that differ are named."""
+        asked = [
+            run.session.get("settings", {}).get(row["instrument"], {}).get("steps")
+            for run in (self.before, self.after)
+        ]
+        there, here = row["steps"], row["steps_new"]
+        if here >= there or (None not in asked and asked[0] != asked[1]):
             return ""
-        there, here = counted
-        return f"{self.before.name} has {there} steps of it, {self.after.name} only {here}"
+        return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
+
+    def _not_counted(self, case: Case, instrument: str) -> str:
+        """An operator that was left out of the count, if it was not, or less often, before."""
+        before, after = (
+            {note for o in run.outcomes if o.case == case for note in o.notes}
+            for run in (self.before, self.after)
+        )
+        fresh = sorted(note for note in after - before if note.startswith(NOT_COUNTED))
+        return f"{fresh[0]} in {self.after.name}" if fresh and instrument == "logical" else ""
 
     def _notes(self, limited: bool) -> Iterator[str]:
         """What was not asked for, what stands in one of the two alone, and what else differs."""
@@ -215,7 +228,8 @@ class Gate:
         ):
             if names := _missing(mine, others):
                 yield f"{what}: {listed(names)}"
-        lost = self.pairs[self.pairs.shared & self.pairs.after.isna()]
+        is_lost = self.pairs.before.notna() & self.pairs.after.isna()
+        lost = self.pairs[self.pairs.shared & is_lost]
         is_ratio = lost.metric.str.endswith(RATIO)
         lacking = {
             _baseline(self.after, case).id
@@ -227,12 +241,27 @@ class Gate:
         phases = lost[(lost.phase != STEP) & ~is_ratio]
         if names := sorted({f"{case.id} {row['phase']}" for case, row in _by_case(phases)}):
             yield f"without these phases in {after}: {listed(names)}"
+        yield from self._phases_that_come_and_go()
+        for run in (self.before, self.after):
+            if run.repeated:
+                yield f"{run.name} has {run.repeated} rows twice, which count once"
         if self.before.status != COMPLETE:
             yield f"{before} was interrupted: it has what was finished until then"
         if self.before.regressed:
             yield f"{before} did not pass its own comparison"
         if differences := premise_differences(self.before, self.after):
             yield f"different from {before}: {'; '.join(differences)}"
+
+    def _phases_that_come_and_go(self) -> Iterator[str]:
+        """Phases of scripts that came in another part of the steps than before."""
+        scripts = self.inside[(self.inside.workload == SCRIPT) & (self.inside.phase != STEP)]
+        before, after = scripts.came / scripts.steps, scripts.came_new / scripts.steps_new
+        other = scripts[before.notna() & after.notna() & (before != after)]
+        for case, row in _by_case(other.drop_duplicates([*AXES, "instrument", "phase"])):
+            came = "{came:.0f} of {steps:.0f}".format(**row)
+            now = "{came_new:.0f} of {steps_new:.0f}".format(**row)
+            where = f"steps in {self.before.name}, in {now} in {self.after.name}"
+            yield f"{row['phase']} of {case.id} came in {came} {where}"
 
     def _baselines_that_moved(
         self, judged: pd.DataFrame, limits: Iterable[Threshold]

@@ -21,6 +21,9 @@ from dpbench.results.rows import STEP, Measurement
 if TYPE_CHECKING:
     import pandas as pd
 
+NOT_COUNTED = "NOT COUNTED"
+"""How a note begins that names an operator which logical counting left out."""
+
 HEAVY = 0.01
 """An operator with more than this part of a step's bytes is heavy."""
 

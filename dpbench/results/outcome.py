@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,17 @@ class Outcome:
         for name, kind in LISTS.items():
             known[name] = tuple(map(kind.from_row, data.get(name, ())))
         return cls(Case.from_row(data), **known)
+
+
+def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    """The outcomes, each number once: a test may count a case that another measures and counts."""
+    had: dict[Case, set[str]] = {}
+    for outcome in outcomes:
+        others = had.setdefault(outcome.case, set())
+        rows = tuple(row for row in outcome.rows if row.instrument not in others)
+        operators = () if "logical" in others else outcome.operators
+        yield replace(outcome, rows=rows, operators=operators)
+        others |= {row.instrument for row in rows}
 
 
 def document(
@@ -215,7 +227,8 @@ class OutcomeStore:
 
         Outcomes ``by`` different instruments are kept apart.
         """
-        name = f"{case.id}.{'+'.join(by)}".replace("/", "_")
+        # No file can be called all that a test's id can hold, of which a step's case is named.
+        name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
         path = self.directory / f"{name}.json"
         with locked(self.directory / f"{name}.lock"):
             if path in self.unwritten:

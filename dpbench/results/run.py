@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable, read_file
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of
-from dpbench.results.rows import COLUMNS, SCHEMA, STEP, as_rows
+from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of, each_once
+from dpbench.results.rows import COLUMNS, IDENTITY, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,11 +41,13 @@ class Run:
         path: the file.
         document: what `dpbench.results.outcome.document` made.
         label: what it is called, instead of its file.
+        repeated: how many rows the file has a second time, which were dropped.
     """
 
     path: Path
     document: Mapping[str, Any] = field(repr=False)
     label: str = ""
+    repeated: int = 0
 
     @classmethod
     def load(cls, path: Path) -> Run:
@@ -54,7 +57,11 @@ class Run:
             for part in PARTS:
                 for entry in run.document.get(part, ()):
                     LISTS[part].from_row(entry)
-            vars(run)["frame"] = checked_frame(run.document["rows"])
+            rows = run.document["rows"]
+            frame = checked_frame(rows)
+            again = frame.duplicated(IDENTITY)
+            rows[:] = compress(rows, ~again)
+            vars(run).update(frame=frame[~again].reset_index(drop=True), repeated=int(again.sum()))
         return run
 
     @classmethod
@@ -82,7 +89,7 @@ class Run:
         session: Mapping[str, Any] | None = None,
     ) -> Run:
         """A session so far, which need not have a file."""
-        listed = tuple(outcomes)
+        listed = tuple(each_once(outcomes))
         rows = as_rows(row for outcome in listed for row in outcome.rows)
         document = {"environment": environment or {}, "session": session or {}, "rows": rows}
         run = cls(Path(name), document)
@@ -179,6 +186,16 @@ class Run:
             outcomes.append(Outcome.from_json({**data, **lists, "instruments": names}))
         left = [{**own[0], "rows": own} for by in rows.values() for own in by.values()]
         return (*outcomes, *map(Outcome.from_json, left))
+
+    @cached_property
+    def tests(self) -> dict[str, list[tuple[Case, str]]]:
+        """What each test asked for, by its id: cases, each with the name of an instrument."""
+        asked: dict[str, list[tuple[Case, str]]] = defaultdict(list)
+        for outcome in self.outcomes:
+            by_each = [(outcome.case, name) for name in outcome.instruments]
+            for test in outcome.tests:
+                asked[str(test.get("test"))] += by_each
+        return asked
 
 
 # --- reading a file --------------------------------------------------------------------------
@@ -281,8 +298,7 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     frame = frame.astype({"value": float})
     for axes in frame[list(AXES)].drop_duplicates().itertuples(index=False, name=None):
         Case(*axes)
-    keys = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
-    said = frame.drop_duplicates([*keys, "value", "unit"])
+    said = frame.drop_duplicates([*IDENTITY, "value", "unit"])
     units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
     may_fall = units.isna() | frame.metric.str.endswith("growth_bytes")
     wrong = {
@@ -290,7 +306,7 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         "the unit {unit!r}": units.notna() & (units != frame.unit),
         "the repeat {repeat}": frame.repeat < 0,
         "the value {value}": ~np.isfinite(frame.value) | (frame.value < 0) & ~may_fall,
-        "a second value, {value},": frame.index.isin(said.index[said.duplicated(keys)]),
+        "a second value, {value},": frame.index.isin(said.index[said.duplicated(IDENTITY)]),
     }
     for what, where in wrong.items():
         if where.any():

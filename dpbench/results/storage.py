@@ -6,6 +6,7 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import accumulate
 from pathlib import Path
 
 from dpbench.case import Case
@@ -170,6 +171,7 @@ def choose(
     newest_first: Iterable[Path],
     sources: Collection[tuple[str, str]],
     asked: Collection[tuple[Case, str]] = (),
+    tests: Collection[str] = (),
 ) -> tuple[Run | None, list[str]]:
     """The newest complete run that has all that was asked; else the one that has most of it.
 
@@ -181,19 +183,27 @@ def choose(
         sources: each (device, instrument) of the session; a reference has at least one of them.
         asked: the cases that the session measures, each by an instrument, as far as they are
             known; if none is, the newest run counts. A run that has nothing of it is no reference.
+        tests: the ids of tests and modules that ask by name; a run of theirs has what they asked.
     """
     devices = {instrument: device for device, instrument in sources}
     wanted = {(case, name, devices[name]) for case, name in asked if name in devices}
-    best, most = None, 0 if wanted else -1
+    named, best, most = {*tests}, None, 0 if wanted else -1
     skipped: list[str] = []
     looked_at = 0
     for run in _readable(newest_first, Run.load, skipped):
         if run.status != COMPLETE or run.regressed or not set(sources) & set(run.sources):
             continue
         shared = sum(device in run.places.get(c, {}).get(name, ()) for c, name, device in wanted)
+        has_all = shared == len(wanted) and run.tests.keys() >= named
+        shared += sum(not _with_modules(test).isdisjoint(named) for test in run.tests)
         if shared > most:
             best, most = run, shared
         looked_at += 1
-        if shared == len(wanted) or looked_at == LOOKED_AT:
+        if has_all or looked_at == LOOKED_AT:
             break
     return best, skipped
+
+
+def _with_modules(test: str) -> set[str]:
+    """The ids of a test, and of the module and classes that it is in."""
+    return {*accumulate(test.split("::"), "{}::{}".format)}

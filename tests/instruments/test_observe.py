@@ -72,6 +72,19 @@ def test_logical_bytes_are_those_of_the_tensors_that_passed() -> None:
     assert plain.notes[0] == "operators were counted as they ran on the CPU"
 
 
+def test_phases_that_come_and_go_are_noted() -> None:
+    step = step_of(private=False)
+    with observe("logical") as seen:
+        for accumulates in (True, True, False):
+            with seen.step():
+                torch.ones(3).clone()
+                accumulates or step()
+    [*_, backward, forward, optimizer] = seen.report.notes
+    assert backward == "backward came in 1 of 3 steps"
+    assert forward == "forward came in 1 of 3 steps"
+    assert optimizer == "optimizer came in 1 of 3 steps"
+
+
 def test_sparse_gradients_are_named_as_not_counted() -> None:
     model = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

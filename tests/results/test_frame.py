@@ -119,13 +119,6 @@ def test_totals_do_not_add_up_what_belongs_to_different_steps_or_cases() -> None
     assert "dram_bytes" not in set(with_totals(frame).metric)
 
 
-def test_a_case_that_was_measured_twice_is_not_added_up() -> None:
-    once = rows("dpsgd", {"dram_read_bytes": [5.0, 7.0], "dram_write_bytes": [1.0, 3.0]})
-    summary = summarise(to_frame([*once, *once]))
-    assert only(summary, metric="dram_bytes") == 8.0
-    assert only(summary, "repeats", metric="dram_bytes") == 4
-
-
 def test_totals_leave_the_measured_rows_as_they_are() -> None:
     frame = to_frame(rows("dpsgd", {"dram_read_bytes": 5.0, "dram_write_bytes": 1.0}))
     pd.testing.assert_frame_equal(with_totals(frame).iloc[: len(frame)], frame)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.case import Case, script_case
 from dpbench.results.outcome import Outcome, OutcomeStore
 from dpbench.results.rows import STEP, Measurement
 
@@ -62,6 +62,14 @@ def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, objec
     assert store.once(CASE, never) == measured(CASE)
 
 
+def test_any_name_has_an_outcome_of_its_own(tmp_path: Path) -> None:
+    store = OutcomeStore(tmp_path)
+    names = ["test_it[a/b]", "test_it[a_b]", "x" * 1000, f"{'x' * 1000}y", "\0", "../up"]
+    cases = [script_case(name) for name in names]
+    assert [store.once(case, measured).case for case in cases] == cases
+    assert {outcome.case for outcome in OutcomeStore(tmp_path).outcomes()} == {*cases}
+
+
 def test_instruments_do_not_mix(tmp_path: Path) -> None:
     store = OutcomeStore(tmp_path)
     store.once(CASE, measured, by=("timing", "ncu"))
@@ -105,8 +113,9 @@ def test_outcomes_come_in_the_order_in_which_they_were_finished(tmp_path: Path) 
     store = OutcomeStore(tmp_path)
     cases = [replace(CASE, batch_size=batch_size) for batch_size in (8, 16, 4)]
     for second, case in enumerate(cases):
+        there = {*tmp_path.iterdir()}
         store.once(case, measured)
-        for path in tmp_path.glob(f"*bs{case.batch_size}-*.json"):
+        for path in {*tmp_path.iterdir()} - there:
             os.utime(path, (second, second))  # measuring takes longer than a clock tick
     assert [outcome.case for outcome in store.outcomes()] == cases
 

@@ -37,7 +37,7 @@ from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.stand_ins import STAND_INS, AssumedValues, UnsupportedOperation
 from dpbench.metrics import unit
-from dpbench.results.kernels import OperatorCount
+from dpbench.results.kernels import NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator hands out memory in multiples of this
@@ -223,7 +223,7 @@ class RunningCounter(ByteCounter):
             self._record(phase, func, args, kwargs, out)
         except (NotImplementedError, RuntimeError) as error:  # sparse tensors have no storage
             what = str(error).partition("\n")[0]
-            self.notes[f"NOT COUNTED: {label(func)} ({what})"] += 1
+            self.notes[f"{NOT_COUNTED}: {label(func)} ({what})"] += 1
         return out
 
 

@@ -1,0 +1,281 @@
+"""What must not pass: numbers that became ten times worse, and of which something is lost.
+
+Each entry of the table is one way to lose the rows that would show it, or to repeat others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.case import Case, script_case
+from dpbench.metrics import unit
+from dpbench.results.compare import Threshold
+from dpbench.results.gate import Gate, Verdict
+from dpbench.results.outcome import Outcome, document
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, checked
+from dpbench.results.run import Run
+
+Rows = list[dict[str, Any]]
+STEPS = 4
+
+RESNET = Case("dpsgd", 8, workload="resnet", set={"depth": 18})
+SUBJECTS: dict[str, tuple[Case, str, str]] = {
+    "bytes of a workload": (RESNET, "logical", "logical_read_bytes"),
+    "times of a case": (Case("dpsgd", 8, 256), "timing", "step_time_seconds"),
+    "kernels of a case": (Case("dpsgd", 8, 256), "ncu_kernels", "kernel_dram_read_bytes"),
+    "counters of a case": (Case("dpsgd", 8, 256), "cupti", "dram_read_bytes"),
+    "operators of a step function": (
+        script_case("tests/test_own.py::test_own:step"),
+        "logical",
+        "logical_read_bytes",
+    ),
+    "times of a script": (script_case("train"), "timing", "step_time_seconds"),
+}
+"""What is measured, by which instrument, and one of its metrics."""
+
+
+def run(name: str, subject: str, factor: float = 1.0, **session: Any) -> Run:
+    """Steps with three phases, of the subject and of the baseline."""
+    case, by, metric = SUBJECTS[subject]
+    device = NO_HARDWARE if by == "logical" else "NVIDIA H200"
+    outcomes = [
+        Outcome(
+            each,
+            tuple(
+                Measurement(each, by, phase, metric, value * more, unit(metric), n, device, "tool")
+                for n in range(STEPS)
+                for phase, value in ((STEP, 10.0), ("backward", 6.0), ("clip", 4.0))
+            ),
+            instruments=(by,),
+            tests=({"test": "test_it", "params": {}},),
+        )
+        for each, more in ((case, factor), (replace(case, trainer="standard"), 1.0))
+    ]
+    return of_rows(name, document(outcomes, {}, {"status": "complete", **session}))
+
+
+def of_rows(
+    name: str, made: dict[str, Any], change: Callable[[Rows], Rows] = lambda rows: rows
+) -> Run:
+    return Run(Path(name), {**made, "rows": change([dict(row) for row in made["rows"]])})
+
+
+def verdict(before: Run, after: Run, limit: str, **how: Any) -> Verdict:
+    return Gate(before, after, **how).judge([Threshold.parse(limit)])
+
+
+def is_of_case(row: dict[str, Any]) -> bool:
+    return row["trainer"] != "standard"
+
+
+def without(**lost: Any) -> Callable[[Rows], Rows]:
+    """Rows of the case without those of which all this is so."""
+
+    def change(rows: Rows) -> Rows:
+        return [
+            row
+            for row in rows
+            if not (is_of_case(row) and all(row[name] in those for name, those in lost.items()))
+        ]
+
+    return change
+
+
+LOSSES: dict[str, tuple[Callable[[Rows], Rows], str]] = {
+    "steps of a phase": (without(phase=["clip"], repeat=[1, 2, 3]), "clip"),
+    "a step of a phase": (without(phase=["clip"], repeat=[0]), "clip"),
+    "a phase": (without(phase=["clip"]), "clip"),
+    "the whole step": (without(phase=[STEP]), STEP),
+    "steps": (without(repeat=[1, 2, 3]), STEP),
+    "steps, of a phase's limit": (without(repeat=[3]), "clip"),
+    "the last steps as wholes": (without(phase=[STEP], repeat=[2, 3]), STEP),
+    "the case": (without(), STEP),
+}
+"""What was lost, and the phase whose limit must say so."""
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_what_is_whole_is_judged(subject: str) -> None:
+    before, worse = run("before", subject), run("after", subject, factor=10.0)
+    limit = f"{SUBJECTS[subject][2]}@clip:5%"
+    assert verdict(before, before, limit).passed
+    assert len(verdict(before, worse, limit).regressions) == 1
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_ten_times_worse_does_not_pass_because_rows_are_lost(
+    subject: str, loss: str
+) -> None:
+    case, _, metric = SUBJECTS[subject]
+    change, phase = LOSSES[loss]
+    limit = f"{metric}{'' if phase == STEP else f'@{phase}'}:5%"
+    before, worse = run("before", subject), run("after", subject, factor=10.0)
+    after = of_rows("after", dict(worse.document), change)
+    found = verdict(before, after, limit)
+    assert not found.passed
+    if case.workload != "script":  # whose phases may come and go
+        assert [missing.cases for missing in found.unjudged] == [[case.id]]
+
+
+def test_a_number_that_lacks_steps_says_how_many_there_are() -> None:
+    before, change = run("before", "times of a case"), LOSSES["steps of a phase"][0]
+    lacking = of_rows("after", dict(before.document), change)
+    [missing] = verdict(before, lacking, "step_time_seconds@clip:5%").unjudged
+    assert missing.why == "only 1 of 4 steps have step_time_seconds in phase clip in after"
+    for how in ({}, {"first_run_ok": True}):
+        [missing] = verdict(lacking, before, "step_time_seconds@clip:5%", **how).unjudged
+        assert missing.why.endswith("in phase clip in after")
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "passed"),
+    [
+        ({}, {}, False),
+        ({"timing": {"steps": 4}}, {"timing": {"steps": 4}}, False),
+        ({}, {"timing": {"steps": 1}}, False),  # what the other was asked for nobody knows
+        ({"timing": {"steps": 4}}, {"timing": {"steps": 1}}, True),  # which is named
+    ],
+)
+def test_a_case_with_fewer_steps_than_its_reference_is_unjudged(
+    there: dict[str, Any], here: dict[str, Any], *, passed: bool
+) -> None:
+    before = run("before", "times of a case", settings=there)
+    whole = run("after", "times of a case", settings=here)
+    after = of_rows("after", dict(whole.document), without(repeat=[1, 2, 3]))
+    found = verdict(before, after, "step_time_seconds:5%")
+    assert found.passed is passed
+    if passed:
+        assert any("timing's steps 4 -> 1" in note for note in found.notes)
+    else:
+        assert [each.why for each in found.unjudged] == ["before has 4 steps of it, after only 1"]
+
+
+def test_phases_of_a_script_may_come_and_go_and_the_gate_says_how_often_they_came() -> None:
+    before, change = run("before", "times of a script"), LOSSES["steps of a phase"][0]
+    after = of_rows("after", dict(before.document), change)
+    found = verdict(before, after, "step_time_seconds@clip:5%")
+    assert found.passed
+    assert "clip of train came in 4 of 4 steps in before, in 1 of 4 in after" in found.notes
+
+
+@pytest.mark.parametrize("phase", [STEP, "clip"])
+def test_a_ratio_without_a_baseline_on_either_side_is_unjudged(phase: str) -> None:
+    limit = "kernel_dram_read_ratio" + (f"@{phase}" if phase != STEP else "") + ":5%"
+
+    def lonely(rows: Rows) -> Rows:
+        return [row for row in rows if is_of_case(row) or row["phase"] not in (STEP, phase)]
+
+    before, after = (
+        of_rows(name, dict(run(name, "kernels of a case", factor).document), lonely)
+        for name, factor in (("before", 1.0), ("after", 10.0))
+    )
+    [missing] = verdict(before, after, limit).unjudged
+    assert missing.cases == [Case("dpsgd", 8, 256).id]
+    assert "the ratio needs its baseline standard-bs8-seq256-1b-fp32, which " in missing.why
+    first = verdict(Run.of("the storage"), after, limit, first_run_ok=True)
+    assert not first.passed
+    assert not verdict(before, after, "kernel_dram_read_ratio:5%").passed
+
+
+def test_a_ratio_is_of_no_more_steps_than_its_baseline() -> None:
+    before = run("before", "counters of a case")
+
+    def fewer(rows: Rows) -> Rows:
+        return [row for row in rows if is_of_case(row) or row["repeat"] == 0]
+
+    after = of_rows("after", dict(before.document), fewer)
+    assert verdict(before, before, "dram_read_ratio:5%").passed
+    [missing] = verdict(before, after, "dram_read_ratio:5%").unjudged
+    assert missing.why == "before has 4 steps of it, after only 1"
+
+
+def test_a_baseline_that_moved_nothing_is_nothing_to_divide_by() -> None:
+    def nothing(rows: Rows) -> Rows:
+        return [row | {"value": row["value"] * is_of_case(row)} for row in rows]
+
+    before, after = (
+        of_rows(name, dict(run(name, "counters of a case").document), nothing)
+        for name in ("before", "after")
+    )
+    [missing] = verdict(before, after, "dram_read_ratio@clip:5%").unjudged
+    assert missing.why.endswith("which has nothing to divide by in phase clip in after")
+
+
+def test_numbers_in_another_unit_are_not_compared() -> None:
+    name = "sm__cycles_active.avg"
+
+    def made(unit: str, value: float) -> Callable[[Rows], Rows]:
+        return lambda rows: [r | {"metric": name, "unit": unit, "value": value} for r in rows]
+
+    before = of_rows("before", dict(run("", "counters of a case").document), made("cycle", 5e3))
+    after = of_rows("after", dict(before.document), made("kcycle", 50.0))
+    assert verdict(before, before, f"{name}:5%").passed
+    assert not verdict(before, after, f"{name}:5%").passed
+
+
+def test_an_operator_that_is_no_longer_counted_leaves_its_case_unjudged() -> None:
+    before, after = (run(name, "operators of a step function") for name in ("before", "after"))
+    notes = ["NOT COUNTED: aten.add (sparse) (4×)"]
+    cases = [{**case, "notes": notes} for case in after.document["cases"]]
+    sparse = replace(after, document={**after.document, "cases": cases})
+    limit = "logical_read_bytes:5%"
+    for missing in verdict(before, sparse, limit).unjudged:
+        assert missing.why == "NOT COUNTED: aten.add (sparse) (4×) in after"
+    assert not verdict(before, sparse, limit).passed
+    assert verdict(sparse, sparse, limit).passed
+    assert verdict(sparse, before, limit).passed
+
+
+# --- rows that are said twice ----------------------------------------------------------------
+
+
+def test_rows_that_an_old_file_has_twice_count_once_and_are_noted(tmp_path: Path) -> None:
+    before, worse = (
+        run(name, "times of a case", factor) for name, factor in (("before", 1.0), ("after", 10.0))
+    )
+    rows = [dict(row) for row in worse.document["rows"]]
+    path = tmp_path / "after.json"
+    path.write_text(json.dumps({**worse.document, "rows": [*rows, *rows[:3]]}))
+    after = Run.load(path)
+    assert after.outcomes[0].rows == worse.outcomes[0].rows
+    found = verdict(before, after, "step_time_seconds:5%")
+    assert len(found.regressions) == 1
+    assert "after has 3 rows twice, which count once" in found.notes
+
+
+CLIP = Measurement(RESNET, "timing", "clip", "step_time_seconds", 1.0, "s", 0, "cpu", "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([CLIP, CLIP], "2 rows for step_time_seconds@clip of step 0 by timing"),
+        ([CLIP, replace(CLIP, value=2.0)], "2 rows for step_time_seconds@clip of step 0 by timing"),
+        ([replace(CLIP, case=script_case("loop"))], "the instrument has returned rows of loop"),
+    ],
+)
+def test_what_cannot_be_one_cases_rows_is_refused_when_it_is_recorded(
+    rows: list[Measurement], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        checked(RESNET, rows)
+
+
+def test_a_phase_of_a_case_that_did_nothing_in_a_step_is_recorded_as_zero() -> None:
+    rows = [
+        replace(CLIP, value=2.0),
+        replace(CLIP, phase="backward", repeat=0),
+        replace(CLIP, phase="backward", repeat=1),
+        replace(CLIP, phase=STEP, repeat=2),
+        replace(CLIP, metric="peak_memory_bytes", unit="B"),
+    ]
+    assert checked(RESNET, rows) == [*rows, replace(CLIP, value=0.0, repeat=1)]
+    of_script = [replace(row, case=script_case("train")) for row in rows]
+    assert checked(script_case("train"), of_script) == of_script
