@@ -32,8 +32,8 @@ MOST = 5
 SHARE = 0.02
 """Of what changed most, the part below which nothing is named."""
 
-_MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
-"""Metrics that operators and kernels add up to."""
+_MOVED = re.compile(r"(kernel_)?(dram|l2(?!_(sm|served|crossing))|logical|global)_")
+"""Metrics that operators and kernels add up to; of kernels no crossings of the L2 are known."""
 
 
 def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:

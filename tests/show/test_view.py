@@ -59,7 +59,14 @@ def test_headers_of_different_columns_differ() -> None:
 def test_what_is_shown_by_default() -> None:
     assert [shown.name for shown in shown_by_default(logical=False)] == [
         *("dram_read_bytes", "dram_write_bytes", "dram_bytes", "dram_ratio"),
-        *("l2_total_bytes", "l2_ratio", "peak_memory_bytes", "step_time_seconds"),
+        *(
+            "l2_served_bytes",
+            "l2_served_ratio",
+            "l2_total_bytes",
+            "l2_ratio",
+            "peak_memory_bytes",
+            "step_time_seconds",
+        ),
         "gpu_busy_share",
     ]
     assert [shown.name for shown in shown_by_default(logical=True)] == [

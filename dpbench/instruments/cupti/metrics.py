@@ -27,7 +27,7 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
         peers: whether there are other GPUs, so that everything includes `LINKS` where this
             machine lets them be read (a virtual one may not).
     """
-    ours = having(chip.has, "cupti")
+    ours = having(chip.has, "cupti", chip.name)
     if names is None:
         return [
             metric
@@ -51,7 +51,7 @@ def describe(library: Library, name: str) -> str:
     for metric in metrics:
         places = [i for i, group in enumerate(groups, 1) if {*metric.counters} & {*group}]
         step = ", ".join(map(str, places))
-        lines.append(f"  {metric.name:<24}step {step:<6}{' + '.join(metric.counters)}")
+        lines.append(f"  {metric.name:<24}step {step:<6}{metric.formula}")
     return "\n".join(lines)
 
 
