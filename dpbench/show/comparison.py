@@ -39,7 +39,7 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     rows = changes[changes.metric.isin(SHOWN) & (changes.phase == STEP) & ~known]
     every, both = METRICS.every(), {*as_tuples(changes[changes.change.notna()], keys)}
     better = rows.assign(metric=[every[name].replaced_by for name in rows.metric])
-    rows = rows[[key not in both for key in as_tuples(better, keys)]]
+    rows = rows.loc[[key not in both for key in as_tuples(better, keys)]]
     if not judged.empty:
         rows = pd.concat([rows, judged])
     tables = []
