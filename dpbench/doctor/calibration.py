@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from dpbench.case import Case
@@ -97,20 +99,17 @@ def _compared(
 
 def table(findings: Iterable[Finding]) -> Table | None:
     """What each instrument counted of each work beside what is known, in one table."""
-    lines = [line for finding in findings for line in finding.counted]
-    if not lines:
-        return None
-    import pandas as pd
-
-    frame = pd.DataFrame(lines)
-    frame = frame.assign(GB=frame.counted.map(gigabytes), off=frame.off.map("{:+.2%}".format))
-    wide = frame.pivot(index=["work", "metric", "expected"], columns="instrument")[["GB", "off"]]
-    wide = wide.swaplevel(axis="columns").sort_index(axis="columns").fillna(ABSENT)
-    headers = ["work", "metric", "known\nGB", *map("\n".join, wide.columns)]
+    counted: dict[tuple[str, str, float], dict[str, tuple[str, str]]] = defaultdict(dict)
+    for line in (line for finding in findings for line in finding.counted):
+        said = gigabytes(line["counted"]), f"{line['off']:+.2%}"
+        counted[line["work"], line["metric"], line["expected"]][line["instrument"]] = said
+    names = sorted({name for by in counted.values() for name in by})
     cells = [
-        [work, metric, gigabytes(known), *texts]
-        for (work, metric, known), *texts in wide.itertuples()
+        [*key[:2], gigabytes(key[2]), *chain(*(by.get(name, (ABSENT, ABSENT)) for name in names))]
+        for key, by in sorted(counted.items())
     ]
+    headers = ["work", "metric", "known\nGB"]
+    headers += [f"{name}\n{what}" for name in names for what in ("GB", "off")]
     off = f"Off: as a part of the work's size; more than {TOLERANCE:.0%} fails."
     unjudged = f"Not judged: {', '.join(BOTH)}, which has also what no SM asked for."
-    return Table("Bytes of known work", headers, cells, (off, unjudged))
+    return Table("Bytes of known work", headers, cells, (off, unjudged)) if cells else None
