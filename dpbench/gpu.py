@@ -32,11 +32,28 @@ class Gpu:
 
 
 def chip_of(major: int, minor: int) -> str:
-    """The chip behind a compute capability, as far as ncu names its counters in another way.
+    """The chip behind a compute capability, or the first of several with the same counters.
 
-    12.0 is the GB20x family, whose names are the same; 11.0 (10.1 before CUDA 13) is Jetson Thor.
+    11.0 (10.1 before CUDA 13) is Jetson Thor, 12.1 DGX Spark; "" if nobody has looked.
     """
-    return {(12, 0): "GB202", (10, 1): "GB10B", (11, 0): "GB10B"}.get((major, minor), "")
+    return _CHIPS.get((major, minor), "")
+
+
+_CHIPS = {
+    (7, 0): "GV100",
+    (7, 5): "TU102",
+    (8, 0): "GA100",
+    (8, 6): "GA102",
+    (8, 7): "GA10B",
+    (8, 9): "AD102",
+    (9, 0): "GH100",
+    (10, 0): "GB100",
+    (10, 1): "GB10B",
+    (10, 3): "GB110",
+    (11, 0): "GB10B",
+    (12, 0): "GB202",
+    (12, 1): "GB20B",
+}
 
 
 def visible_gpus() -> list[Gpu]:

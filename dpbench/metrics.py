@@ -54,6 +54,7 @@ class Metric:
     scale: float = 1
     # Other counters for the chips that a pattern fits; none if such a chip lacks it.
     chips: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    less: str = ""  # the one of its counters that is taken off the others, not added
     # nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison" in the
     # Nsight Compute CLI documentation).
     nvprof: str = ""
@@ -71,6 +72,8 @@ class Metric:
     # Where an instrument finds it: a field of `KernelCount`, or how an activity's name in a trace
     # of the PyTorch profiler begins.
     source: str = ""
+    # The metric that is shown in its place where a run has both, e.g. one that counts better.
+    replaced_by: str = ""
     # If it is one of those that `derived` makes: the metric from which it follows, and how.
     of: str = ""
     kind: Kind = "value"
@@ -95,24 +98,30 @@ class Metric:
 
     def derived(self) -> Iterator[Metric]:
         """What follows from it, each a metric of its own."""
-        made: list[tuple[str, str, Kind]] = [
-            (derived_name(self.name, kind), f"{self.short_header}\n{header}", kind)
+        made: list[tuple[str, Kind]] = [
+            (f"{self.short_header}\n{header}", kind)
             for kind, header in DERIVED.items()
             if self.logical or kind not in ("over_logical", "logical")
         ]
         if self.unit == "B" and "ncu" in self.by:
-            name, header = self.name.replace("_bytes", "_throughput"), " ".join(self.header.split())
-            made.append((name, f"{header}\nGB/s", "throughput"))
-        for name, header, kind in made:
+            made.append((" ".join(self.header.split()) + "\nGB/s", "throughput"))
+        for header, kind in made:
             yield Metric(
-                name,
+                derived_name(self.name, kind),
                 header if self.header else "",
                 self.by,
                 shown=_VALUE if kind in self.shown else (),
                 higher_is_better=self.higher_is_better,
+                replaced_by=self.replaced_by and derived_name(self.replaced_by, kind),
                 of=self.name,
                 kind=kind,
             )
+
+    @property
+    def formula(self) -> str:
+        """How its counters make it, in units of `scale`."""
+        signs = (" - " if name == self.less else " + " for name in self.counters)
+        return "".join(map("".join, zip(signs, self.counters, strict=True))).removeprefix(" + ")
 
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:
@@ -121,7 +130,8 @@ class Metric:
 
     def value(self, counted: Mapping[str, float]) -> float:
         """What it is where its counters have these values."""
-        return self.scale * sum(counted[counter] for counter in self.counters)
+        signs = {self.less: -1}
+        return self.scale * sum(signs.get(name, 1) * counted[name] for name in self.counters)
 
 
 UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
@@ -134,7 +144,9 @@ def unit(metric: str) -> str:
 
 
 def derived_name(metric: str, kind: Kind = "ratio") -> str:
-    """The name of what follows from a metric, which has none of its unit, e.g. ``l2_ratio``."""
+    """The name of what follows from a metric, which has none of its unit, e.g. ``dram_ratio``."""
+    if kind == "throughput":
+        return metric.replace("_bytes", "_throughput")
     without_unit = re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
     return f"{without_unit}_{kind}"
 
@@ -189,10 +201,12 @@ class Metrics(Mapping[str, Metric]):
     def find(self, name: str) -> Metric | None:
         """What a person's name means: one of `every`, or a hardware counter by its own name.
 
-        ``l2_bytes`` is the total, ``dram_bytes_ratio`` the same as ``dram_ratio``.
+        ``l2_bytes`` is ``l2_total_bytes``, ``dram_bytes_ratio`` the same as ``dram_ratio``, and
+        nvprof's ``gld_throughput`` is ``global_load_throughput``.
         """
         every, own = self.every(), name.removesuffix(RATIO)
-        spellings = [name, re.sub("_bytes$", "_total_bytes", name)]
+        nvprof = [derived_name(m.name, "throughput") for m in self.values() if m.nvprof == name]
+        spellings = [*nvprof, name, re.sub("_bytes$", "_total_bytes", name)]
         spellings += [derived_name(own)] if own != name else []
         for spelling in spellings:
             if spelling in every:
@@ -207,11 +221,29 @@ LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread")
 
 
 def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return (("GB20[0-9]", (f"dram__bytes_op_{operation}.sum",)), ("GB10B", ()))
+    return (("GB20[0-9]", (f"dram__bytes_op_{operation}.sum",)), ("G[AB]?0B", ()))
 
 
 def _sectors(*operations: str) -> tuple[str, ...]:
     return tuple(f"lts__t_sectors_op_{operation}.sum" for operation in operations)
+
+
+_DIVIDED = ("GA100", "GH100", "GB1[01][02]")
+"""Chips that count what crosses between the two halves of their L2."""
+
+_UNDIVIDED = ("GV1*", "TU1*", "GA10[!0]", "AD1*", "GB20*", "GB10B")
+"""Chips that do not. Of one that fits neither nobody has looked which counters it has."""
+
+_CROSSINGS = "lts__t_sectors_srcunit_ltcfabric.sum"
+
+
+def _l2(
+    counter: str, *crossings: str, undivided: bool = True
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """A counter of the L2, with that of crossings on chips that have it."""
+    named = f"lts__t_sectors{counter}.sum"
+    others = ((chip, (named,) if undivided else ()) for chip in _UNDIVIDED)
+    return (*((chip, (named, *crossings)) for chip in _DIVIDED), *others)
 
 
 _COUNTED, _LOGICAL, _TIMED = ("ncu", "cupti"), ("logical",), ("timing", "cupti")
@@ -234,16 +266,27 @@ METRICS = Metrics((
            shown=_VALUE),
     Metric("dram_bytes", "DRAM\ntotal", _COUNTED, sum_of=("dram_read_bytes", "dram_write_bytes"),
            logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
-    # Atomics and reductions are left out of reads and writes; nvprof counted them in both.
-    Metric("l2_read_bytes", "L2\nread", _COUNTED, _sectors("read"), SECTOR_BYTES,
-           nvprof="l2_read_throughput"),
-    Metric("l2_write_bytes", "L2\nwrite", _COUNTED, _sectors("write"), SECTOR_BYTES,
-           nvprof="l2_write_throughput"),
+    # What SMs ask the L2 for. Atomics and reductions are left out of reads and writes; nvprof
+    # counted them in both.
+    Metric("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, (), SECTOR_BYTES,
+           _l2("_srcunit_tex_op_read"), nvprof="l2_read_throughput"),
+    Metric("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, (), SECTOR_BYTES,
+           _l2("_srcunit_tex_op_write"), nvprof="l2_write_throughput"),
+    # A sector whose home is the other half of the L2 is asked for there, and counted in both.
+    Metric("l2_crossing_bytes", "L2\ncrossing", _COUNTED, (), SECTOR_BYTES,
+           _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
+    # All sectors, whoever asked, SMs or copy engines; without crossings where they are counted.
+    Metric("l2_served_bytes", "L2\nserved", _COUNTED, (), SECTOR_BYTES, _l2("", _CROSSINGS),
+           less=_CROSSINGS, shown=_AND_RATIO, expected=(1.5, 3.0), throughput=False, spread=True),
+    # These count crossings twice, and stay for what was measured before the ones above were.
+    Metric("l2_read_bytes", "old L2\nread", _COUNTED, _sectors("read"), SECTOR_BYTES,
+           replaced_by="l2_sm_read_bytes"),
+    Metric("l2_write_bytes", "old L2\nwrite", _COUNTED, _sectors("write"), SECTOR_BYTES,
+           replaced_by="l2_sm_write_bytes"),
     Metric("l2_atomic_bytes", "L2\natomic", _COUNTED, _sectors("atom", "red"), SECTOR_BYTES,
            throughput=False),
-    # All traffic through the L2's slices, fills and partition crossings included.
-    Metric("l2_total_bytes", "L2\ntotal", _COUNTED, ("lts__t_bytes.sum",), shown=_AND_RATIO,
-           expected=(1.5, 3.0), throughput=False, spread=True),
+    Metric("l2_total_bytes", "old L2\ntotal", _COUNTED, ("lts__t_bytes.sum",), shown=_AND_RATIO,
+           expected=(1.5, 3.0), throughput=False, spread=True, replaced_by="l2_served_bytes"),
     # Misses loads by TMA and LDGSTS on Hopper.
     Metric("global_load_bytes", "global\nload", _COUNTED,
            ("l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",), nvprof="gld_throughput"),

@@ -130,8 +130,8 @@ class Settings:
         metavar="LABEL",
     )
     expect: tuple[str, ...] = options.option(
-        "the expected range of a ratio to standard, e.g. dram_ratio:2-5 (the default, with "
-        "l2_ratio:1.5-3); cases outside are named beside the tables; none: no range; repeatable",
+        "the expected range of a ratio to standard, e.g. dram_ratio:2-5 (the default; for the L2 "
+        "1.5-3); cases outside are named beside the tables; none: no range; repeatable",
         (),
         action="append",
         metavar="RATIO:LOW-HIGH",
@@ -174,7 +174,7 @@ class Settings:
     compare_fail: tuple[str, ...] = options.option(
         "fail if something got worse by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB "
         "(beyond both), METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, "
-        "l2_ratio, logical_ratio, …; repeatable",
+        "l2_served_ratio, logical_ratio, …; repeatable",
         (),
         action="append",
         metavar="SPEC",

@@ -262,7 +262,8 @@ def _is_free(path: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("capability", "chip"), [((9, 0), ""), ((12, 0), "GB202"), ((11, 0), "GB10B"), ((12, 1), "")]
+    ("capability", "chip"),
+    [((9, 0), "GH100"), ((12, 0), "GB202"), ((11, 0), "GB10B"), ((99, 0), "")],
 )
 def test_chip_with_counters_of_its_own_is_named(capability: tuple[int, int], chip: str) -> None:
     assert chip_of(*capability) == chip

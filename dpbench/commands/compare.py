@@ -7,8 +7,8 @@ if a case that the first run has failed in another.
 
 A limit is METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (only what is beyond both fails), or
 METRIC:±5% (either way; +- is the same). Units are SI, a plain number is in the metric's own.
-The ratio of any metric to the standard trainer is a metric too: dram_ratio, l2_ratio,
-logical_ratio, peak_memory_ratio.
+The ratio of any metric to the standard trainer is a metric too: dram_ratio,
+l2_served_ratio, logical_ratio, peak_memory_ratio.
 
 Examples:
   dpbench compare 1 2

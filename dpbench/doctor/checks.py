@@ -1,55 +1,40 @@
-"""The checks: what is installed and attached, and a copy of known size, counted as a case is."""
+"""The checks: what is installed and attached, and work of known size, counted as a case is."""
 
 from __future__ import annotations
 
 import platform
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from dpbench.case import OUTSIDE, Case
-from dpbench.errors import DpbenchError
+from dpbench.case import Case
+from dpbench.doctor.calibration import (
+    EXAMPLE_BYTES,
+    REST,
+    STEPS,
+    TOLERANCE,
+    judge,
+    largest_work,
+)
+from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.files import check_writable
 from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
-from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.metrics import ALWAYS, on_chip
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, ncu_version
 from dpbench.metrics import METRICS
-from dpbench.process.messages import Steps
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
 from dpbench.show.layout import gigabytes
-
-OK, WARNING, FAILED = "ok", "warning", "failed"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found: its name, a status, what is there or wrong, and what would help."""
-
-    check: str
-    status: str
-    detail: str
-    remedy: str = ""
-
-    @classmethod
-    def of_error(cls, check: str, error: Exception) -> Finding:
-        """The failure that an error describes, its remedy apart."""
-        if isinstance(error, InstrumentError):
-            log = f" (log: {error.log})" if error.log else ""
-            return cls(check, FAILED, f"{error.args[0]}{log}", error.remedy)
-        kind = "" if isinstance(error, DpbenchError) else f"{type(error).__name__}: "
-        return cls(check, FAILED, f"{kind}{error}")
-
 
 SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
@@ -134,55 +119,37 @@ def ncu(settings: Settings) -> Iterator[Finding]:
         yield Finding("ncu", OK, detail)
 
 
-COPY_TRAINER = "dpbench.doctor.copying:CopyTrainer"
-
-STEPS = Steps(warmup=1, active=1)  # the first copy leaves the cache as the second finds it
-
-EXAMPLE_BYTES = 2**24
-"""What the trainer that copies moves for each example of its batch, B."""
-
-FEW, ENOUGH, MOST = 4, 256, 512
-"""Examples: of a copy that is quickly made; of one (4.3 GB) beside which what an L2 cache holds
-is about `TOLERANCE`, so that a smaller one proves nothing; of the largest (8.6 GB)."""
-
-TOLERANCE = 0.01
-"""How far counted bytes may be from the bytes that were copied."""
-
-
 def counters(settings: Settings) -> Iterator[Finding]:
-    """Count a copy by every byte metric of ncu, and hold its DRAM bytes to its size."""
+    """Count known work by every byte metric of ncu, and hold its bytes to its size."""
     try:
         path = find_ncu(settings.ncu_path)
     except NcuNotFound:
         path = ""
     if not path or not visible_gpus():
         reason = f"not tried: there is no {'ncu' if visible_gpus() else 'GPU'}"
-        yield from (Finding(c, WARNING, reason) for c in ("counters", "calibration"))
+        yield from (Finding(c, WARNING, reason) for c in ("counters", "ncu calibration"))
         return
-    case, chip = largest_copy(), chip_here()
+    case, chip = largest_work(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
     instrument = Ncu(folder, path, STEPS, settings.timeout, metrics=tuple(metrics.values()))
     instrument.check()
     rows = instrument.measure(case)
     without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)
-    which = f", which is all that {chip} has: no {without}" if without else ""
+    which = f", which is all that {chip or 'this GPU'} has: no {without}" if without else ""
     yield Finding("counters", OK, f"may be read: {', '.join(metrics)}{which}")
-    copied = {row.metric: row.value for row in rows if row.phase == "forward"}
-    if {*ALWAYS} <= copied.keys():
-        yield judge("calibration", case.batch_size, copied)
-    else:
-        yield Finding("calibration", WARNING, "not tried: this GPU does not count DRAM bytes")
+    counted: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        counted[row.phase][row.metric] = row.value
+    yield judge("ncu", case.batch_size, counted)
 
 
 def cupti(settings: Settings) -> Iterator[Finding]:
-    """Count a copy by CUPTI in the process that makes it, and the GPU doing nothing."""
-    calibration = "cupti calibration"
+    """Count known work by CUPTI in the process that does it, and the GPU doing nothing."""
     if not visible_gpus():
-        yield from (
-            Finding(c, WARNING, "not tried: there is no GPU") for c in ("cupti", calibration)
-        )
+        reason = "not tried: there is no GPU"
+        yield from (Finding(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
         return
-    case = largest_copy()
+    case = largest_work()
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     instrument.check()
     record = instrument.start(case).record()
@@ -194,12 +161,9 @@ def cupti(settings: Settings) -> Iterator[Finding]:
         f"libcupti {record['cupti']} counts everything on {chip} in {passes} "
         f"step{'s' if passes > 1 else ''} by phase: {', '.join(names)}",
     )
-    copied, idle = (record["counted"][0][phase] for phase in ("forward", OUTSIDE))
-    if not {*ALWAYS} <= copied.keys():
-        yield Finding(calibration, WARNING, f"not tried: {chip} does not count DRAM bytes")
-        return
-    finding = judge(calibration, case.batch_size, copied)
-    resting = sum(idle[metric] for metric in ALWAYS)
+    counted = record["counted"][0]
+    finding = judge(Cupti.name, case.batch_size, counted)
+    resting = sum(counted.get(REST, {}).get(metric, 0.0) for metric in ALWAYS)
     finding = replace(
         finding, detail=f"{finding.detail}; {gigabytes(resting)} GB while the GPU did nothing"
     )
@@ -207,40 +171,6 @@ def cupti(settings: Settings) -> Iterator[Finding]:
         remedy = "end everything else that uses the GPU: its bytes are counted too"
         finding = replace(finding, status=FAILED, remedy=remedy)
     yield finding
-
-
-def judge(check: str, examples: int, counted: Mapping[str, float]) -> Finding:
-    """Whether counted DRAM bytes are those of a copy, within `TOLERANCE`.
-
-    Args:
-        check: what the finding is called.
-        examples: the copy moved as many times `EXAMPLE_BYTES`.
-        counted: ``dram_read_bytes`` and ``dram_write_bytes``.
-    """
-    size = examples * EXAMPLE_BYTES
-    read, written = counted["dram_read_bytes"], counted["dram_write_bytes"]
-    off = (read + written) / (2 * size) - 1
-    detail = (
-        f"a copy of {gigabytes(size)} GB: {gigabytes(read)} GB read and {gigabytes(written)} GB "
-        f"written by the counters, {off:+.2%}"
-    )
-    if abs(off) <= TOLERANCE:
-        return Finding(check, OK, detail)
-    if examples < ENOUGH:
-        free = "free the GPU's memory: a copy this small partly stays in the L2 cache"
-        return Finding(check, WARNING, detail, free)
-    remedy = (
-        "end everything else that uses the GPU and try again; if it stays, DRAM bytes of this "
-        "card are not to be trusted"
-    )
-    return Finding(check, FAILED, detail, remedy)
-
-
-def largest_copy() -> Case:
-    """The largest copy that fits: its source and itself take at most half of the free memory."""
-    free = visible_gpus()[0].free_bytes
-    examples = ENOUGH if free is None else max(FEW, min(MOST, free // 4 // EXAMPLE_BYTES))
-    return Case(COPY_TRAINER, examples, 1, "tiny")
 
 
 Check = Callable[[Settings], Iterable[Finding]]

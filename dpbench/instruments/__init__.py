@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.ncu.metrics import resolve
+from dpbench.metrics import METRICS
 from dpbench.process.messages import Schedule, Steps
 from dpbench.registry import INSTRUMENTS
 from dpbench.settings import Settings
@@ -21,7 +22,7 @@ def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
 
     What makes no sense is refused, also for instruments that were not chosen.
     """
-    resolve(settings.metric_names)
+    resolve(settings.metric_names, ours={m.name: m for m in METRICS.counted("ncu")})
     Schedule.parse(settings.profile_schedule)
     Steps(settings.warmup, settings.active)
     Steps(settings.ncu_warmup, settings.ncu_active)

@@ -35,8 +35,8 @@ SHARE = 0.02
 _LIMITED = ("value", "ratio")
 """The kinds of metrics that a limit can be for."""
 
-_MOVED = re.compile(r"(kernel_)?(dram|l2|logical|global)_")
-"""Metrics that operators and kernels add up to."""
+_MOVED = re.compile(r"(kernel_)?(dram|l2(?!_(sm|served|crossing))|logical|global)_")
+"""Metrics that operators and kernels add up to; of kernels no crossings of the L2 are known."""
 
 
 def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:

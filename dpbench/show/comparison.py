@@ -10,15 +10,17 @@ import pandas as pd
 
 from dpbench.case import BASELINE_TRAINER, SCRIPT, Case
 from dpbench.files import printable
+from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import KEYS
-from dpbench.results.frame import CONFIGURATION
+from dpbench.results.frame import CONFIGURATION, as_tuples
 from dpbench.results.gate import Verdict
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, written
 
 SHOWN = (
-    *("dram_bytes", "dram_ratio", "l2_total_bytes", "l2_ratio"),
+    *("dram_bytes", "dram_ratio", "l2_served_bytes", "l2_served_ratio"),
+    *("l2_total_bytes", "l2_ratio"),  # where one run has no other
     *("logical_bytes", "logical_ratio", "peak_memory_bytes", "step_time_seconds"),
 )
 """Metrics of the step that are shown without a threshold."""
@@ -36,6 +38,9 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     keys = [*KEYS, "device"]
     known = pd.MultiIndex.from_frame(changes[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
     rows = changes[changes.metric.isin(SHOWN) & (changes.phase == STEP) & ~known]
+    every, both = METRICS.every(), {*as_tuples(changes[changes.change.notna()], keys)}
+    better = rows.assign(metric=[every[name].replaced_by for name in rows.metric])
+    rows = rows.loc[[key not in both for key in as_tuples(better, keys)]]
     if not judged.empty:
         rows = pd.concat([rows, judged])
     tables = []

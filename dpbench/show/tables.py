@@ -17,7 +17,15 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import NAME, OF_TESTS, PARAM, View, column, shown_by_default
+from dpbench.show.view import (
+    NAME,
+    OF_TESTS,
+    PARAM,
+    View,
+    column,
+    shown_by_default,
+    without_replaced,
+)
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -25,6 +33,11 @@ SHOWN_SHARE = 1e-3
 BUSY_OF = (
     "Of the time that the step or phase takes when it is not counted and the CPU runs ahead; of "
     "phases that were not timed, of the time between synchronizations."
+)
+
+OLD_L2 = (
+    "Old L2: where an L2 has two halves, what crosses between them is counted twice; compare it "
+    "with old L2 only."
 )
 
 AGAINST_LOGICAL = (
@@ -226,7 +239,7 @@ def _columns(group: Group, view: View) -> list[Metric]:
     bytes of hardware, say) all of it.
     """
     logical = bool(group.shown.metric.str.startswith("logical_").any())
-    chosen = view.columns or shown_by_default(logical=logical)
+    chosen = view.columns or without_replaced(shown_by_default(logical=logical), group.texts)
     filled = [shown for shown in chosen if group.texts(shown)]
     if view.columns:
         return list(chosen) if filled else []
@@ -266,12 +279,18 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
         yield "WARNING: at this size the data stays in the L2 cache; DRAM ratios mean nothing."
+    yield from about_replaced(columns)
     idle = rows[(rows.metric == BUSY) & (rows.value < LAUNCH_BOUND)]
     if BUSY in names and group.phase == STEP and len(idle):
         yield (
             f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle.label)} is launch-bound; "
             f"bytes do not explain its time."
         )
+
+
+def about_replaced(columns: Iterable[Metric]) -> list[str]:
+    """What must be said beside columns of the L2 as it was counted before."""
+    return [OLD_L2] if any(each.replaced_by for each in columns) else []
 
 
 def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
@@ -331,10 +350,11 @@ def against_logical(group: Group) -> list[Table]:
 def _throughput_table(group: Group) -> list[Table]:
     every = METRICS.every().values()
     rates = [rate for rate in every if rate.kind == "throughput" and METRICS[rate.of].throughput]
-    shown = {METRICS[rate.of].header: group.texts(rate, STEP) for rate in rates}
-    columns = {header: texts for header, texts in shown.items() if texts}
-    note = "Counted bytes ÷ step time of the unprofiled process."
-    return group.table("GB/s", columns, [note])
+    rates = without_replaced(rates, lambda rate: group.texts(rate, STEP))
+    shown = {rate: texts for rate in rates if (texts := group.texts(rate, STEP))}
+    columns = {METRICS[rate.of].header: texts for rate, texts in shown.items()}
+    notes = ["Counted bytes ÷ step time of the unprofiled process.", *about_replaced(shown)]
+    return group.table("GB/s", columns, notes)
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,22 @@ def shown_by_default(*, logical: bool) -> list[Metric]:
     """What is shown of logical counting, or of counters and times, unless columns are chosen."""
     shown = [metric for metric in METRICS.every().values() if "value" in metric.shown]
     return [m for m in shown if ("logical" in m.by if logical else m.by != ("logical",))]
+
+
+def without_replaced(
+    shown: Iterable[Metric], known: Callable[[Metric], Collection[Any]]
+) -> list[Metric]:
+    """Of each column that another replaces and that one, those that are needed.
+
+    ``known`` says for which cases a column has a number: the old one stays where it has some
+    that the other has not, and alone where that one has none.
+    """
+    shown, every = list(shown), METRICS.every()
+    pairs = [(each.name, each.replaced_by) for each in shown if each.replaced_by]
+    numbers = {name: {*known(every[name])} for pair in pairs for name in pair}
+    left_out = {old if numbers[old] <= numbers[new] else "" for old, new in pairs}
+    left_out |= {new for old, new in pairs if numbers[old] and not numbers[new]}
+    return [each for each in shown if each.name not in left_out]
 
 
 def usual_columns() -> list[Metric]:

@@ -9,7 +9,7 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.commands.doctor import as_line
-from dpbench.doctor.checks import FAILED, OK, Finding
+from dpbench.doctor.finding import FAILED, OK, Finding
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def test_without_a_gpu_it_fails_and_says_what_works(
     assert said["ok"] is False
     assert {check for check, found in status.items() if found == "failed"} == {"gpu", "ncu"}
     assert status["logical counting"] == "ok"
-    assert status["calibration"] == "warning"
+    assert status["ncu calibration"] == "warning"
     assert all(f["remedy"] for f in said["findings"] if f["status"] == "failed")
     assert not list(tmp_path.iterdir())
 

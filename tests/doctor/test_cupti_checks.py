@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from dpbench import gpu
-from dpbench.doctor import checks
-from dpbench.doctor.checks import EXAMPLE_BYTES, FAILED, MOST, OK, WARNING, Finding
+from dpbench.doctor import calibration, checks
+from dpbench.doctor.calibration import EXAMPLE_BYTES, MOST, REST, WORK
+from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.gpu import Gpu
 from dpbench.settings import Settings
 from tests.programs import program
@@ -21,12 +22,13 @@ COPIED = MOST * EXAMPLE_BYTES
 
 
 def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str, Any]:
-    """What the process of a copy says, of which this share was counted."""
+    """What the process of known work says, of which this share was counted."""
 
-    def bytes_of(moved: float) -> dict[str, float]:
-        return {"dram_read_bytes": moved, "dram_write_bytes": moved}
+    def bytes_of(read: float, written: float) -> dict[str, float]:
+        return {"dram_read_bytes": read * COPIED, "dram_write_bytes": written * COPIED}
 
-    counted = {"forward": bytes_of(share * COPIED), "outside": bytes_of(resting * COPIED)}
+    counted = {phase: bytes_of(share * r, share * w) for phase, (_, r, w) in WORK.items()}
+    counted[REST] = bytes_of(resting, resting)
     names = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_total_bytes": ["lts__t_bytes.sum"]}
     made = {"cupti": "13.0", "chip": "GH100", "passes": 1, "counters": names}
     return made | {"counted": [counted]} | changed
@@ -35,7 +37,7 @@ def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str
 @pytest.fixture
 def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is found where a case's process prints this record."""
-    for module in (checks, gpu):
+    for module in (checks, calibration, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
 
     def run(printed: dict[str, Any]) -> list[Finding]:
@@ -51,27 +53,27 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_it_says_what_the_chip_counts_and_that_it_is_right(examined: Any) -> None:
-    counts, calibration = examined(record(0.9999, 0.0001))
-    assert (counts.status, calibration.status) == (OK, OK)
+    counts, finding = examined(record(0.9999, 0.0001))
+    assert (counts.status, finding.status) == (OK, OK)
     assert counts.detail == (
         "libcupti 13.0 counts everything on GH100 in 1 step by phase: "
         "dram__bytes_read.sum, lts__t_bytes.sum"
     )
-    assert "a copy of 8.59 GB: 8.59 GB read and 8.59 GB written" in calibration.detail
-    assert calibration.detail.endswith("0.00172 GB while the GPU did nothing")
+    assert "a copy, a fill and a read of 8.59 GB: at most 0.01% off in dram" in finding.detail
+    assert finding.detail.endswith("0.00172 GB while the GPU did nothing")
 
 
 @pytest.mark.parametrize(("share", "resting"), [(1.02, 0.0), (0.98, 0.0), (1.0, 0.02)])
 def test_other_bytes_fail_the_calibration(share: float, resting: float, examined: Any) -> None:
-    counts, calibration = examined(record(share, resting))
-    assert (counts.status, calibration.status) == (OK, FAILED)
-    assert "everything else that uses the GPU" in calibration.remedy
+    counts, finding = examined(record(share, resting))
+    assert (counts.status, finding.status) == (OK, FAILED)
+    assert "everything else that uses the GPU" in finding.remedy
 
 
-def test_a_chip_without_dram_counters_is_no_failure(examined: Any) -> None:
+def test_a_chip_without_counters_of_bytes_is_no_failure(examined: Any) -> None:
     found = examined(record(counted=[{"forward": {}, "outside": {}}]))
     assert [finding.status for finding in found] == [OK, WARNING]
-    assert "GH100 does not count DRAM bytes" in found[1].detail
+    assert "this GPU counts none of the bytes" in found[1].detail
 
 
 def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.doctor.checks import CHECKS, FAILED, OK, Finding, examine
+from dpbench.doctor.checks import CHECKS, examine
+from dpbench.doctor.finding import FAILED, OK, Finding
 from dpbench.instruments.base import CaseFailed, CaseTimedOut
 from dpbench.settings import Settings
 

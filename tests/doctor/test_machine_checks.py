@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dpbench.doctor import checks
-from dpbench.doctor.checks import FAILED, OK, WARNING, Check, Finding
+from dpbench.doctor.checks import Check
+from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.gpu import Gpu
 from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.program import NcuNotFound

@@ -29,7 +29,8 @@ nvmlDeviceGetCount = count
 nvmlSystemGetDriverVersion = lambda: "580.159.03"
 nvmlDeviceGetHandleByIndex = int
 nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
-nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
+# Of no chip that is known: the recorded reports lack what is counted of an L2 since.
+nvmlDeviceGetCudaComputeCapability = lambda handle: (0, 0)
 nvmlDeviceGetName = lambda handle: "NVIDIA H200"
 nvmlDeviceGetComputeRunningProcesses = lambda handle: []
 nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(

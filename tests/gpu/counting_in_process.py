@@ -52,7 +52,7 @@ def alone_on_the_gpu() -> Iterator[None]:
 def test_a_copy_of_known_size_is_counted_within_one_percent_and_idle_near_zero() -> None:
     source = torch.ones(COPIED // 4, device="cuda")
     copy = torch.empty_like(source).copy_(source)  # the first launch loads the kernel
-    with count_ranges() as counts:
+    with count_ranges(["l2_sm_read_bytes", "l2_sm_write_bytes"]) as counts:
         with phase("forward"):
             copy.copy_(source)
         with phase("backward"):
@@ -60,6 +60,8 @@ def test_a_copy_of_known_size_is_counted_within_one_percent_and_idle_near_zero()
     for metric in ALWAYS:
         assert counts["forward"][metric] == pytest.approx(COPIED, rel=0.01)
         assert counts["backward"][metric] < 0.01 * COPIED
+    for metric in ("l2_sm_read_bytes", "l2_sm_write_bytes"):
+        assert counts["forward"][metric] == pytest.approx(COPIED, rel=0.01)
     assert counts["forward"]["gpu_busy_share"] > 0.9
     assert counts["backward"]["gpu_busy_share"] < 0.01
     assert counts["backward"]["range_time_seconds"] == pytest.approx(0.1, rel=0.1)

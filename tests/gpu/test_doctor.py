@@ -8,7 +8,8 @@ import pytest
 
 from bench.ceilings import measure_ceilings
 from dpbench.doctor import checks
-from dpbench.doctor.checks import OK
+from dpbench.doctor.calibration import READ, WORK, WRITTEN
+from dpbench.doctor.finding import OK, Finding
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
 from dpbench.results.roofline import Roofs, find_card
@@ -24,14 +25,19 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     return Settings(ncu_dir=tmp_path, ncu_path=request.config.getoption("--ncu-path"))
 
 
-def test_a_copy_of_known_size_is_counted_by_every_metric_and_rightly(setup: Settings) -> None:
-    found = list(checks.counters(setup))
+def all_is_right(found: list[Finding]) -> None:
+    """Both findings are, and they are about every metric of every work, the L2's too."""
     assert [finding.status for finding in found] == [OK] * 2, found
+    judged = {(line["work"], line["metric"]) for line in found[1].counted}
+    assert judged >= {(work, m) for work, *_ in WORK.values() for m in (*READ, *WRITTEN)}
 
 
-def test_cupti_counts_a_copy_and_nothing_while_the_gpu_rests(tmp_path: Path) -> None:
-    found = list(checks.cupti(Settings(ncu_dir=tmp_path)))
-    assert [finding.status for finding in found] == [OK] * 2, found
+def test_work_of_known_size_is_counted_by_every_metric_and_rightly(setup: Settings) -> None:
+    all_is_right(list(checks.counters(setup)))
+
+
+def test_cupti_counts_known_work_and_nothing_while_the_gpu_rests(tmp_path: Path) -> None:
+    all_is_right(list(checks.cupti(Settings(ncu_dir=tmp_path))))
 
 
 def card() -> Roofs:

@@ -42,6 +42,8 @@ def test_names_are_separated_by_commas_and_each_counts_once() -> None:
         ("dram_over_logical", "dram_over_logical", "dram_bytes", "over_logical"),
         ("logical_ratio", "logical_ratio", "logical_bytes", "ratio"),
         ("dram_throughput", "dram_throughput", "dram_bytes", "throughput"),
+        ("gld_throughput", "global_load_throughput", "global_load_bytes", "throughput"),
+        ("l2_read_throughput", "l2_sm_read_throughput", "l2_sm_read_bytes", "throughput"),
         ("spread", "spread", "", "spread"),
         ("lts__t_sectors.sum", "lts__t_sectors.sum", "", "value"),
         ("lts__t_sectors.sum_ratio", "lts__t_sectors.sum_ratio", "lts__t_sectors.sum", "ratio"),
@@ -59,7 +61,14 @@ def test_headers_of_different_columns_differ() -> None:
 def test_what_is_shown_by_default() -> None:
     assert [shown.name for shown in shown_by_default(logical=False)] == [
         *("dram_read_bytes", "dram_write_bytes", "dram_bytes", "dram_ratio"),
-        *("l2_total_bytes", "l2_ratio", "peak_memory_bytes", "step_time_seconds"),
+        *(
+            "l2_served_bytes",
+            "l2_served_ratio",
+            "l2_total_bytes",
+            "l2_ratio",
+            "peak_memory_bytes",
+            "step_time_seconds",
+        ),
         "gpu_busy_share",
     ]
     assert [shown.name for shown in shown_by_default(logical=True)] == [

@@ -26,7 +26,7 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
         names: of ours, of nvprof, or of counters.
         peers: whether there are other GPUs, so that everything includes `LINKS`.
     """
-    ours = having(chip.has, "cupti")
+    ours = having(chip.has, "cupti", chip.name)
     if names is None:
         return [metric for metric in ours.values() if peers or metric.name not in LINKS]
     parts = [part for name in names for part in _parts(name)]
@@ -46,7 +46,7 @@ def describe(library: Library, name: str) -> str:
     for metric in metrics:
         places = [i for i, group in enumerate(groups, 1) if {*metric.counters} & {*group}]
         step = ", ".join(map(str, places))
-        lines.append(f"  {metric.name:<24}step {step:<6}{' + '.join(metric.counters)}")
+        lines.append(f"  {metric.name:<24}step {step:<6}{metric.formula}")
     return "\n".join(lines)
 
 

@@ -19,15 +19,19 @@ def on_chip(chip: str = "") -> dict[str, Metric]:
 
 
 def having(
-    are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu"
+    are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu", chip: str = ""
 ) -> dict[str, Metric]:
-    """The metrics of which all counters are there, in the first such spelling."""
+    """The metrics of which all counters are there, in the first such spelling.
+
+    A metric without usual counters is had by those of the chip alone: what another chip's add up
+    to would not be the same.
+    """
     spelled = [
         replace(metric, counters=names, chips=())
         for metric in METRICS.counted(instrument)
-        for names in reversed(metric.spellings)
+        for names in (reversed(metric.spellings) if metric.counters else [metric.on(chip)])
     ]
-    return {metric.name: metric for metric in spelled if are_there(metric.counters)}
+    return {m.name: m for m in spelled if m.counters and are_there(m.counters)}
 
 
 def resolve(
@@ -48,7 +52,7 @@ def resolve(
         if name in ours:
             chosen[name] = ours[name]
         elif name in [metric.name for metric in METRICS.counted("ncu")]:
-            raise ConfigurationError(f"{chip} has no counters for {asked}")
+            raise ConfigurationError(f"{chip or 'this GPU'} has no counters for {asked}")
         elif "__" in name and not name.endswith(".sum"):
             raise ConfigurationError(
                 f"{name} does not add up over the ranges of a step, as counters whose names end in "

@@ -21,6 +21,7 @@ from typing import Any
 
 from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.errors import ConfigurationError
+from dpbench.gpu import chip_of
 from dpbench.instruments.base import CounterUnknown, InstrumentError
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.cupti.library import load_helpers_first
@@ -34,6 +35,7 @@ REPORT_MAGIC = b"NVR\0"
 """The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
 
 DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
+CAPABILITY = "device__attribute_compute_capability"
 KERNELS = "kernels"
 """The folder beside the reports of ranges with those of each kernel."""
 
@@ -78,7 +80,8 @@ def read(
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
-    metrics = list(having({*first}.issuperset).values() if metrics is None else metrics)
+    there = having({*first}.issuperset, chip=_chip(first)).values()
+    metrics = list(there if metrics is None else metrics)
     device = str(counter(first, DEVICE, path).value())
     # A phase may be entered more than once in a step: its ranges add up.
     sums: dict[tuple[int, str, Metric], float] = defaultdict(float)
@@ -201,6 +204,12 @@ def counter(action: Any, name: str, path: Path) -> Any:
     if metric is None:
         raise CounterUnknown(f"{path}: the report has no {name}")
     return metric
+
+
+def _chip(action: Any) -> str:
+    """The chip that an action ran on, as `chip_of` names it."""
+    parts = (action.metric_by_name(f"{CAPABILITY}_{part}") for part in ("major", "minor"))
+    return chip_of(*(part.value() if part else 0 for part in parts))
 
 
 def launches_by_phase(path: Path) -> Counter[str]:

@@ -25,8 +25,8 @@ from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.profile import recorded_tables
-from dpbench.show.tables import in_order, ordered
-from dpbench.show.view import column, usual_columns
+from dpbench.show.tables import about_replaced, in_order, ordered
+from dpbench.show.view import column, usual_columns, without_replaced
 
 NEEDS_LOGICAL = (
     "These runs hold no logical counts of the measured cases, without which there is no roofline "
@@ -132,18 +132,19 @@ def cases(material: Material) -> Table:
     step = material.summary[material.summary.phase == STEP]
     wide = pivot(pd.concat([step, derived(step, "ratio")]), "metric")
     numbers: dict[str, Shown] = {}
-    for shown in (*usual_columns(), column("samples_per_second")):
-        if shown.name in wide:
-            header = shown.header.replace("\n", " ").replace("mem.", "memory")
-            header = header.replace("÷ std", f"÷ {material.baseline}")
-            usual = times if shown.kind == "ratio" else "{:.2f}".format
-            write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)
-            numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
+    listed = [c for c in (*usual_columns(), column("samples_per_second")) if c.name in wide]
+    listed = without_replaced(listed, lambda c: wide.get(c.name, wide.iloc[:0, 0]).dropna().index)
+    for shown in listed:
+        header = shown.header.replace("\n", " ").replace("mem.", "memory")
+        header = header.replace("÷ std", f"÷ {material.baseline}")
+        usual = times if shown.kind == "ratio" else "{:.2f}".format
+        write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)
+        numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
     run: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
     columns: dict[str, Shown] = {**run, **NAMES, "premise": ("premise", str), **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
     title = "One step of each case: means over the steps, medians of times; exact when pointed at"
-    return Table.of(title, known, columns)
+    return Table.of(title, known, columns, about_replaced(listed))
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:

@@ -14,7 +14,7 @@ from dpbench.instruments.cupti.structures import NAMES, c_function, struct_size
 from dpbench.metrics import METRICS
 
 ALL = tuple(
-    dict.fromkeys(c for m in METRICS.counted("cupti") if m.name not in LINKS for c in m.counters)
+    dict.fromkeys(c for m in METRICS.counted("cupti") if m.name not in LINKS for c in m.on("GH100"))
 )
 """Every counter that is read by default."""
 

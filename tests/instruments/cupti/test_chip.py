@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from dpbench.errors import ConfigurationError
+from dpbench.gpu import chip_of
 from dpbench.instruments.base import CounterUnknown
 from dpbench.instruments.cupti.chip import Chip, Configuration, known_chips
 from dpbench.instruments.cupti.errors import CountersDoNotCombine
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.metrics import BASIC, chosen
-from dpbench.instruments.ncu.metrics import counters, having
+from dpbench.instruments.ncu.metrics import counters, having, on_chip
 from tests.instruments.cupti.fake import ALL, FakeCupti, library
 from tests.instruments.cupti.wheels import usable_library
 
@@ -30,7 +31,7 @@ def nvidia() -> Library:
     [
         ("GH100", 1, "dram__bytes_read.sum"),
         ("GB100", 1, "dram__bytes_read.sum"),
-        ("GA100", 2, "dram__bytes_read.sum"),
+        ("GA100", 3, "dram__bytes_read.sum"),
         ("AD102", 2, "dram__bytes_read.sum"),
         ("GB202", 2, "dram__bytes_op_read.sum"),
     ],
@@ -78,7 +79,30 @@ def test_a_chip_that_does_not_exist_is_answered_with_those_that_do(nvidia: Libra
         Chip(nvidia, "GX100")
 
 
-@pytest.mark.parametrize(("a_pass", "sizes"), [(18, [18]), (12, [12, 8]), (6, [6, 6, 6, 6])])
+def test_l2_is_counted_by_what_sms_ask_and_what_crosses(nvidia: Library) -> None:
+    sectors, tex = "lts__t_sectors", "lts__t_sectors_srcunit_tex_op"
+    for name in {"GH100", "GA100", "AD102", "GB202", "GV100"} & {*known_chips(nvidia)}:
+        chip = Chip(nvidia, name)
+        counted = {metric.name: metric.formula for metric in chosen(chip)}
+        assert counted["l2_sm_read_bytes"] == f"{tex}_read.sum"
+        assert counted["l2_sm_write_bytes"] == f"{tex}_write.sum"
+        crossings = f"{sectors}_srcunit_ltcfabric.sum"
+        divided = chip.has([crossings])
+        assert counted.get("l2_crossing_bytes") == (crossings if divided else None)
+        less = f" - {crossings}" if divided else ""
+        assert counted["l2_served_bytes"] == f"{sectors}.sum{less}"
+        assert divided == (name in ("GH100", "GA100"))
+
+
+def test_every_counter_that_ncu_is_asked_for_is_known_to_cupti(nvidia: Library) -> None:
+    for capability in ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+        if (name := chip_of(*capability)) in known_chips(nvidia):
+            assert Chip(nvidia, name).has(counters(on_chip(name).values())) == (
+                name != "GB202" or nvidia.version >= 28
+            )
+
+
+@pytest.mark.parametrize(("a_pass", "sizes"), [(22, [22]), (12, [12, 12]), (7, [7, 7, 7, 7])])
 def test_groups_are_of_one_pass_and_each_has_dram_bytes(a_pass: int, sizes: list[int]) -> None:
     groups = Chip(library(FakeCupti(a_pass=a_pass)), "GH100").spread(ALL, DRAM)
     assert [len(group) for group in groups] == sizes
@@ -87,7 +111,9 @@ def test_groups_are_of_one_pass_and_each_has_dram_bytes(a_pass: int, sizes: list
 
 def test_a_counter_of_several_passes_cannot_be_counted() -> None:
     chip = Chip(library(FakeCupti(a_pass=0.5)), "GH100")
-    with pytest.raises(CounterUnknown, match=r"lts__t_sectors_op_read\.sum needs several passes"):
+    with pytest.raises(
+        CounterUnknown, match=r"lts__t_sectors_srcunit_tex_op_read\.sum needs several passes"
+    ):
         chip.spread(ALL, DRAM)
 
 

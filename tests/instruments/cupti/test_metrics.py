@@ -11,11 +11,11 @@ from dpbench.instruments.ncu import metrics as ncu
 from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, library
 
 CHIP = Chip(library(FakeCupti(counters=("sm__inst_executed.sum", *FakeCupti().base))), "GH100")
-OURS = ncu.having(CHIP.has, "cupti")
+OURS = ncu.having(CHIP.has, "cupti", "GH100")
 
 
 def test_all_that_ncu_counts_is_counted_by_the_same_names_and_counters() -> None:
-    assert ncu.on_chip().items() <= OURS.items()
+    assert ncu.on_chip("GH100").items() <= OURS.items()
     assert list(OURS.values()) == chosen(CHIP)
 
 
@@ -65,7 +65,7 @@ def test_what_the_chip_lacks_is_refused_where_it_is_asked_for() -> None:
 def test_a_chip_is_described_without_a_gpu() -> None:
     first, *lines = describe(library(FakeCupti(a_pass=12)), "GA100").splitlines()
     assert first == "GA100, libcupti 13.0: 2 step(s) to count everything by phase"
-    assert len(lines) == len(ncu.on_chip()) + 9
+    assert len(lines) == len(ncu.on_chip("GA100")) + 9
     assert lines[0].split() == ["dram_read_bytes", "step", "1,", "2", "dram__bytes_read.sum"]
 
 
@@ -83,5 +83,5 @@ def test_sums_and_shares_follow_from_their_parts() -> None:
 
 def test_every_counter_adds_up_over_ranges_and_is_asked_for_once() -> None:
     counters = ncu.counters(OURS.values())
-    assert len(counters) == len(set(counters)) == 18
+    assert len(counters) == len(set(counters)) == 22
     assert all(c.endswith((".sum", ".sum.peak_sustained_elapsed")) for c in counters)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import Case, ConfigurationError, InstrumentError
+from dpbench import Case, ConfigurationError, InstrumentError, gpu
 from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.ncu import program as ncu
@@ -80,6 +80,25 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
         "sm__cycles_active.sum",
         "lts__t_sectors_op_write.sum",
     ]
+
+
+def test_names_of_the_l2_reach_ncu_as_the_counters_of_the_chip(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["l2_read_throughput", "l2_served_bytes"]
+    settings = Settings(ncu_path=sys.executable, ncu_metrics=names)
+    monkeypatch.setattr(gpu, "chip_here", lambda: "GH100")
+    [instrument] = choose(["ncu"], settings)
+    assert isinstance(instrument, Ncu)
+    asked = instrument.command(CASE)
+    assert asked[asked.index("--metrics") + 1].split(",")[2:] == [
+        "lts__t_sectors_srcunit_tex_op_read.sum",
+        "lts__t_sectors.sum",
+        "lts__t_sectors_srcunit_ltcfabric.sum",
+    ]
+    monkeypatch.setattr(gpu, "chip_here", lambda: "")
+    with pytest.raises(ConfigurationError, match="no counters for l2_read_throughput"):
+        choose(["ncu"], settings)
 
 
 def test_a_list_of_no_metrics_is_refused() -> None:

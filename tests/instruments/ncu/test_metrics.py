@@ -14,14 +14,14 @@ from dpbench.metrics import METRICS
     [
         ("dram_read_throughput", "dram__bytes_read.sum"),
         ("dram_write_throughput", "dram__bytes_write.sum"),
-        ("l2_read_throughput", "lts__t_sectors_op_read.sum"),
-        ("l2_write_throughput", "lts__t_sectors_op_write.sum"),
+        ("l2_read_throughput", "lts__t_sectors_srcunit_tex_op_read.sum"),
+        ("l2_write_throughput", "lts__t_sectors_srcunit_tex_op_write.sum"),
         ("gld_throughput", "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum"),
         ("gst_throughput", "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum"),
     ],
 )
 def test_nvprof_names_are_understood(nvprof: str, counter: str) -> None:
-    assert counter in counters(resolve([nvprof]))
+    assert counter in counters(resolve([nvprof], "GH100"))
 
 
 def test_dram_bytes_are_always_measured() -> None:
@@ -48,7 +48,9 @@ def test_what_does_not_add_up_over_ranges_is_refused(name: str) -> None:
 
 
 def test_each_counter_is_asked_for_once() -> None:
-    asked = counters(resolve(["l2_read_bytes", "l2_read_throughput", "dram_read_bytes"]))
+    asked = counters(
+        resolve(["l2_sm_read_bytes", "l2_read_throughput", "dram_read_bytes"], "GH100")
+    )
     assert len(asked) == len(set(asked))
 
 
@@ -58,6 +60,33 @@ def test_an_unknown_metric_is_answered_with_those_that_exist() -> None:
     assert "'dram_bytez'" in str(caught.value)
     for name in (*on_chip(), "gld_throughput", "dram_read_throughput"):
         assert name in str(caught.value)
+
+
+def test_what_the_l2_served_is_all_sectors_less_those_that_crossed() -> None:
+    """A copy of 4.295 GB, as measured on an NVIDIA H200."""
+    sectors, crossings = 13.15e9 / 32, 4.35e9 / 32
+    fabric = "lts__t_sectors_srcunit_ltcfabric.sum"
+    counted = {"lts__t_sectors.sum": sectors, fabric: crossings}
+    there = on_chip("GH100")
+    assert there["l2_served_bytes"].value(counted) == pytest.approx(8.80e9)
+    assert there["l2_crossing_bytes"].value(counted) == pytest.approx(4.35e9)
+    undivided = on_chip("AD102")
+    assert undivided["l2_served_bytes"].value(counted) == pytest.approx(13.15e9)
+    assert "l2_crossing_bytes" not in undivided
+
+
+def test_a_chip_that_nobody_looked_at_has_the_old_l2_metrics_alone() -> None:
+    there = [name for name in on_chip() if name.startswith("l2_")]
+    assert there == ["l2_read_bytes", "l2_write_bytes", "l2_atomic_bytes", "l2_total_bytes"]
+    with pytest.raises(ConfigurationError, match="this GPU has no counters for l2_served_bytes"):
+        resolve(["l2_served_bytes"])
+
+
+def test_a_report_without_crossings_says_nothing_of_what_the_l2_served() -> None:
+    old = {*counters(resolve()), "lts__t_sectors.sum"}
+    found = having(old.issuperset, chip="GH100")
+    assert "l2_total_bytes" in found
+    assert not {"l2_served_bytes", "l2_sm_read_bytes", "l2_crossing_bytes"} & {*found}
 
 
 def test_l2_bytes_are_sectors_of_32_bytes() -> None:
@@ -108,7 +137,8 @@ def test_metric_is_collected_by_the_names_of_the_chip() -> None:
 
 
 def test_what_a_chip_lacks_is_left_out_or_refused_by_name() -> None:
-    assert [m.name for m in resolve(None, "GB10B")] == [m for m in on_chip() if m not in DRAM]
+    here = [m for m in on_chip("AD102") if m not in DRAM]
+    assert [m.name for m in resolve(None, "GB10B")] == here
     assert [m.name for m in resolve(["l2_total_bytes"], "GB10B")] == ["l2_total_bytes"]
     with pytest.raises(ConfigurationError, match="GB10B has no counters for dram_read_throughput"):
         resolve(["dram_read_throughput"], "GB10B")
@@ -117,4 +147,4 @@ def test_what_a_chip_lacks_is_left_out_or_refused_by_name() -> None:
 @pytest.mark.parametrize("chip", ["GH100", "GB202", "GB10B"])
 def test_report_is_read_by_the_names_that_it_has(chip: str) -> None:
     there = {*counters(resolve(None, chip))}
-    assert [*having(there.issuperset).values()] == resolve(None, chip)
+    assert [*having(there.issuperset, chip=chip).values()] == resolve(None, chip)

@@ -172,7 +172,7 @@ def cases_are_means_of_their_rows(browser: Chrome, rows: list[dict[str, Any]]) -
             "DRAM read, GB": of("dram_read_bytes"),
             "DRAM write, GB": of("dram_write_bytes"),
             "DRAM total, GB": of("dram_read_bytes") + of("dram_write_bytes"),
-            "L2 total, GB": of("l2_total_bytes"),
+            "old L2 total, GB": of("l2_total_bytes"),
             "peak memory, GB": of("peak_memory_bytes"),
             "step ms": of("step_time_seconds"),
             "samples per s": of("samples_per_second"),
@@ -185,7 +185,7 @@ def cases_are_means_of_their_rows(browser: Chrome, rows: list[dict[str, Any]]) -
     for line in lines:
         cell = int(line["batch"]), int(line["sequence"])
         case, baseline = expected(line["trainer"], *cell), expected("standard", *cell)
-        for bytes_of in ("DRAM", "L2"):
+        for bytes_of in ("DRAM", "old L2"):
             total = f"{bytes_of} total, GB"
             case[f"{bytes_of} ÷ standard"] = case[total] / baseline[total]
         assert {name: float(line[name]) for name in case} == pytest.approx(case, rel=1e-12)

@@ -1,0 +1,115 @@
+"""Whether counters count what is known: the bytes of a copy, a fill and a read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from dpbench.case import Case
+from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
+from dpbench.gpu import visible_gpus
+from dpbench.process.messages import Steps
+from dpbench.show.layout import ABSENT, Table, gigabytes
+
+TRAINER = "dpbench.doctor.known_work:KnownWork"
+
+STEPS = Steps(warmup=1, active=1)  # the first loads the kernels
+
+EXAMPLE_BYTES = 2**24
+"""What the trainer copies, fills and reads for each example of its batch, B."""
+
+FEW, ENOUGH, MOST = 4, 256, 512
+"""Examples: of work that is quickly done; of such (4.3 GB) beside which what an L2 cache holds
+is about `TOLERANCE`, so that less proves nothing of DRAM; of the most (8.6 GB)."""
+
+TOLERANCE = 0.01
+"""How far counted bytes may be from those that are known, as a part of the work's size."""
+
+WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
+"""By the phase that it is done in: what it is called, how often its size is read and written."""
+
+REST = "noise"
+"""The phase in which the GPU does nothing."""
+
+READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
+WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
+BOTH = ("l2_served_bytes",)
+"""Metrics by what they count. The last has also what no SM asked for: it is shown, not judged."""
+
+
+def largest_work() -> Case:
+    """The most that fits: what is read and what is written take at most half of free memory."""
+    free = visible_gpus()[0].free_bytes
+    examples = ENOUGH if free is None else max(FEW, min(MOST, free // 4 // EXAMPLE_BYTES))
+    return Case(TRAINER, examples, 1, "tiny")
+
+
+def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, float]]) -> Finding:
+    """Whether each metric has the bytes of the work, within `TOLERANCE` of its size.
+
+    Args:
+        instrument: who counted.
+        examples: the work's size, in `EXAMPLE_BYTES`.
+        counted: metrics by phase, see `WORK`.
+    """
+    check, size = f"{instrument} calibration", examples * EXAMPLE_BYTES
+    lines = tuple(_compared(instrument, size, counted))
+    judged = [line for line in lines if line["metric"] not in BOTH]
+    if not judged:
+        return Finding(check, WARNING, "not tried: this GPU counts none of the bytes")
+    of = f"a copy, a fill and a read of {gigabytes(size)} GB"
+    wrong = [line for line in judged if abs(line["off"]) > TOLERANCE]
+    if not wrong:
+        most = max(abs(line["off"]) for line in judged)
+        names = ", ".join(dict.fromkeys(line["metric"] for line in judged))
+        return Finding(check, OK, f"{of}: at most {most:.2%} off in {names}", counted=lines)
+    said = "; ".join(
+        f"{line['metric']} of the {line['work']} {gigabytes(line['counted'])} GB, "
+        f"{line['off']:+.2%}"
+        for line in wrong
+    )
+    if examples < ENOUGH and all(line["metric"].startswith("dram_") for line in wrong):
+        remedy = "free the GPU's memory: data this small partly stays in the L2 cache"
+        return Finding(check, WARNING, f"{of}: {said}", remedy, lines)
+    remedy = (
+        "end everything else that uses the GPU and try again; if it stays, these bytes are not to "
+        "be trusted on this card"
+    )
+    return Finding(check, FAILED, f"{of}: {said}", remedy, lines)
+
+
+def _compared(
+    instrument: str, size: int, counted: Mapping[str, Mapping[str, float]]
+) -> Iterator[dict[str, Any]]:
+    for phase, (work, read, written) in WORK.items():
+        expected = dict.fromkeys(READ, read) | dict.fromkeys(WRITTEN, written)
+        for metric, times in (expected | dict.fromkeys(BOTH, read + written)).items():
+            if (value := counted.get(phase, {}).get(metric)) is not None:
+                yield {
+                    "work": work,
+                    "metric": metric,
+                    "instrument": instrument,
+                    "expected": times * size,
+                    "counted": value,
+                    "off": value / size - times,
+                }
+
+
+def table(findings: Iterable[Finding]) -> Table | None:
+    """What each instrument counted of each work beside what is known, in one table."""
+    counted: dict[tuple[str, str, float], dict[str, tuple[str, str]]] = defaultdict(dict)
+    for line in (line for finding in findings for line in finding.counted):
+        said = gigabytes(line["counted"]), f"{line['off']:+.2%}"
+        counted[line["work"], line["metric"], line["expected"]][line["instrument"]] = said
+    names = sorted({name for by in counted.values() for name in by})
+    cells = [
+        [*key[:2], gigabytes(key[2]), *chain(*(by.get(name, (ABSENT, ABSENT)) for name in names))]
+        for key, by in sorted(counted.items())
+    ]
+    headers = ["work", "metric", "known\nGB"]
+    headers += [f"{name}\n{what}" for name in names for what in ("GB", "off")]
+    off = f"Off: as a part of the work's size; more than {TOLERANCE:.0%} fails."
+    unjudged = f"Not judged: {', '.join(BOTH)}, which has also what no SM asked for."
+    return Table("Bytes of known work", headers, cells, (off, unjudged)) if cells else None

@@ -1,0 +1,49 @@
+"""The work that calibrates the counters, in the shape of a trainer.
+
+As a trainer it runs through the same command, process, ranges and report reader as a case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbench.doctor.calibration import EXAMPLE_BYTES, REST, WORK
+from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.phases import phase
+
+IDLE_SECONDS = 0.05
+"""For how long the GPU rests in each step."""
+
+
+class KnownWork(TrainerBase):
+    """Copies, fills and reads ``batch_size * EXAMPLE_BYTES`` bytes on its device, and rests.
+
+    SMs do it all: the copy changes signs, because one without would be the driver's choice.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        device = next(model.parameters()).device
+        # Random numbers, for a memory that compresses zeros.
+        self.source = torch.rand(batch_size * EXAMPLE_BYTES // 4, device=device)
+        self.copy = torch.empty_like(self.source)
+        self.loss = torch.zeros((), device=device)
+        self.work: Mapping[str, Callable[[], object]] = {
+            "copy": lambda: torch.neg(self.source, out=self.copy),
+            "fill": lambda: self.copy.fill_(0.5),
+            "read": lambda: torch.sum(self.source),
+        }
+
+    def train_step(self, batch: Batch) -> Tensor:
+        for name, (work, *_) in WORK.items():
+            self.work[work]()  # so that the L2 holds as much to be written before as after
+            with phase(name):
+                self.work[work]()
+        with phase(REST):
+            time.sleep(IDLE_SECONDS)
+        return self.loss
