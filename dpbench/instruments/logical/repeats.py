@@ -148,26 +148,37 @@ def _answer(out: Any, given: Given, made: set[int]) -> Answer:
 
 def _new(like: FakeTensor) -> Answer:
     """Makes tensors like one, each with memory of its own."""
-    shape, stride, dtype = tuple(like.shape), like.stride(), like.dtype
-    mode, device = like.fake_mode, like.fake_device
+    shape, stride, dtype, wrap = tuple(like.shape), like.stride(), like.dtype, _wrapping(like)
 
     def make(given: Given) -> FakeTensor:
         with no_dispatch():
-            data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(mode, data, device)
+            return wrap(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
     return make
 
 
 def _view(like: FakeTensor, base: int) -> Answer:
     """Makes tensors like one, in the memory of a tensor that is given."""
-    where = like.storage_offset(), tuple(like.shape), like.stride()
-    dtype, mode, device = like.dtype, like.fake_mode, like.fake_device
+    where, dtype = (like.storage_offset(), tuple(like.shape), like.stride()), like.dtype
+    wrap = _wrapping(like)
 
     def make(given: Given) -> FakeTensor:
         with no_dispatch():
             data = torch.empty(0, dtype=dtype, device="meta")
-            data.set_(given[base].untyped_storage(), *where)
-        return FakeTensor(mode, data, device)
+            return wrap(data.set_(given[base].untyped_storage(), *where))
 
     return make
+
+
+def _wrapping(like: FakeTensor) -> Callable[[Tensor], FakeTensor]:
+    """Makes fake tensors of meta tensors, as FakeTensor's constructor does, in less time."""
+    state, device = dict(vars(like)), like.fake_device
+
+    def wrap(data: Tensor) -> FakeTensor:
+        tensor: FakeTensor = Tensor._make_subclass(
+            FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(tensor).update(state)
+        return tensor
+
+    return wrap

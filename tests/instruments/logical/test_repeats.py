@@ -17,7 +17,7 @@ from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.instruments.logical.rules import tensors
 from dpbench.training.phases import observed_step
-from tests.instruments.logical.cases import ALL_TRAINERS, tiny
+from tests.instruments.logical.cases import ALL_TRAINERS, count, tiny
 
 
 def transpose_in_place(x: Tensor) -> list[Tensor]:
@@ -97,8 +97,8 @@ def test_what_is_remembered_is_what_pytorch_answers(
 
 @pytest.mark.parametrize("trainer", ALL_TRAINERS)
 def test_cases_count_the_same_without_memory(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = tiny(trainer, precision="bf16-amp", optimizer="adamw", micro_batches=2)
-    remembered = Logical().count(case)
+    case = tiny(trainer)
+    remembered = count(case)
     monkeypatch.setattr(repeats, "is_usual", lambda func: False)
     assert Logical().count(case) == remembered
 
