@@ -2,13 +2,16 @@
 
 How many examples a forward sees cannot be read off one tensor: a model may fold examples and
 positions, have the batch elsewhere than first, or be mapped over by ``torch.func.vmap``. Its size
-can: the workload's own call for a micro-batch says how many elements the layer that is called first
-is given, and the first call in each step may not be given more.
+can: the workload's own calls for a micro-batch say how many elements the layer that is called first
+is given, and no call that trains may be given more, nor all of a step together fewer than for the
+batch.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +23,10 @@ from dpbench.training.base import Batch, TrainerBase
 from dpbench.workloads.base import Workload, parts_of
 
 UNTOLD = "how many examples a forward sees cannot be told"
+
+
+ENOUGH = 0.99
+"""Examples of other lengths may be given a little less than in proportion."""
 
 
 class FirstCall(Exception):
@@ -38,20 +45,23 @@ def hold_to_parts(
     def refuse(why: str) -> None:
         raise ConfigurationError(f"{type(trainer).__name__} with micro_batches={number}: {why}")
 
-    parts = (part for batch in batches for part in parts_of(batch, number))
-    calls = [first_call(workload, trainer.model, part) for part in parts]
-    layer, most = calls[0].layer, max(call.elements for call in calls)
-    if first_call(workload, trainer.model, batches[0]).elements <= calls[0].elements:
+    first = partial(first_call, workload, trainer.model)
+    calls = [[(part, first(part)) for part in parts_of(batch, number)] for batch in batches]
+    least = min(sum(call.elements for _, call in parts) for parts in calls)
+    largest, call = max(chain(*calls), key=lambda each: each[1].elements)
+    whole, layer = first(batches[0]), call.layer
+    if whole.elements <= call.elements:
         refuse(f"{UNTOLD}, because the layer that {losses} calls first does not see the batch")
+    usual = sizes_of_calls(workload, trainer.model, largest, layer)
     seen: list[int] = []
 
     def see(_: nn.Module, args: Any, kwargs: Any) -> None:
-        if not seen:
+        if torch.is_grad_enabled():
             seen.append(elements_in((args, kwargs)))
-            if seen[0] > most:
+            if seen[-1] > max(usual):
                 refuse(
-                    "the first forward of a step sees more examples than a micro-batch has; train "
-                    "each part by itself: for last, part in self.parts(batch)"
+                    "a forward sees more examples than a micro-batch has; train each part by "
+                    "itself: for last, part in self.parts(batch)"
                 )
 
     take_step = trainer.train_step
@@ -61,6 +71,8 @@ def hold_to_parts(
         loss = take_step(batch)
         if not seen:
             refuse(f"{UNTOLD}: a step does not call {type(layer).__name__} as {losses} does")
+        if sum(seen) < ENOUGH * least * sum(usual) / call.elements:
+            refuse("the forwards of a step see fewer examples than the batch has")
         return loss
 
     layer.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
@@ -83,6 +95,28 @@ def first_call(workload: Workload, model: nn.Module, batch: Batch) -> FirstCall:
         except FirstCall as call:
             return call.with_traceback(None)  # which holds the batch
     raise ConfigurationError(f"{UNTOLD}: {type(workload).__name__}.losses calls no layer")
+
+
+def sizes_of_calls(
+    workload: Workload, model: nn.Module, batch: Batch, layer: nn.Module
+) -> list[int]:
+    """The elements that a layer is given, each time that a workload calls it for a batch."""
+    sizes: list[int] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        sizes.append(elements_in((args, kwargs)))
+
+    training = [module for module in model.modules() if module.training]
+    hook = layer.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    try:
+        with torch.no_grad():
+            model.eval()  # no statistics are kept of this batch, and nothing is drawn
+            workload.losses(model, batch)
+    finally:
+        hook.remove()
+        for module in training:
+            module.training = True
+    return sizes
 
 
 def elements_in(values: Any) -> int:

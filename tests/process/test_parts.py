@@ -69,6 +69,22 @@ class Helper(StandardTrainer):
         return self.mean_loss(self.model, batch).detach()
 
 
+class LooksFirst(OwnLoss):
+    """Looks at a part of a batch before it trains all of it."""
+
+    def divided(self, batch: Batch) -> list[Batch]:
+        with torch.no_grad():
+            self.loss_of(tuple(t[:1] for t in batch))
+        return [batch]
+
+
+class OneHalf(Halves):
+    """Trains one half of a batch alone."""
+
+    def divided(self, batch: Batch) -> list[Batch]:
+        return super().divided(batch)[:1]
+
+
 class Mapped(OwnLoss):
     """Maps a loss over all examples, of which each call sees one."""
 
@@ -204,11 +220,17 @@ def test_who_divides_is_not(workload: type) -> None:
         smoke_test(case_of(trainer, workload))
 
 
-@pytest.mark.parametrize("trainer", [Helper, Mapped, Again, Compiled])
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_who_leaves_a_part_out_is_refused(workload: type) -> None:
+    with pytest.raises(ConfigurationError, match="see fewer examples than the batch has"):
+        smoke_test(case_of(OneHalf, workload))
+
+
+@pytest.mark.parametrize("trainer", [Helper, LooksFirst, Mapped, Again, Compiled])
 def test_no_way_to_call_a_model_hides_that_it_sees_the_whole_batch(trainer: type) -> None:
     with pytest.raises(
         ConfigurationError,
-        match=rf"^{trainer.__name__} with micro_batches=2: the first forward of a step sees more",
+        match=rf"^{trainer.__name__} with micro_batches=2: a forward sees more",
     ):
         smoke_test(case_of(trainer))
 
