@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.gpu import Gpu
-from dpbench.metrics import METRICS, Metric
+from dpbench.metrics import METRICS, Counters, Metric
 from tests.programs import program
 
 TESTS = Path(__file__).parent
@@ -40,9 +40,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_metric_of_counters_is_one_line_and_works_everywhere(
     elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    METRICS.register(
-        Metric("global_bytes", "global\nboth", ("ncu",), (LDST.format("ld"), LDST.format("st")))
-    )
+    both = (LDST.format("ld"), LDST.format("st"))
+    METRICS.register(Metric("global_bytes", "global\nboth", ("ncu",), Counters(both)))
     assert main([*MEASURED, "--save=own"]) == 0
     [path] = Path(".dpbench").rglob("0001_own.json")
     document = json.loads(path.read_text())
@@ -80,9 +79,9 @@ def test_metric_of_counters_is_one_line_and_works_everywhere(
 def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path) -> None:
     """It is a sum of others, so runs that were saved before it was declared have it, too."""
     (tmp_path / "ownmetrics.py").write_text(
-        "from dpbench.metrics import Metric\n"
+        "from dpbench.metrics import Metric, Sum\n"
         "MOVED = Metric(\n"
-        "    'l2_moved_bytes', 'L2\\nmoved', sum_of=('l2_read_bytes', 'l2_write_bytes')\n"
+        "    'l2_moved_bytes', 'L2\\nmoved', how=Sum(('l2_read_bytes', 'l2_write_bytes'))\n"
         ")\n"
     )
     installed = tmp_path / "ownmetrics-1.0.dist-info"

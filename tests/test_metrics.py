@@ -8,7 +8,7 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.torch_profiler.files import COPIES
-from dpbench.metrics import METRICS, Metric, Metrics, derived_name, expectations
+from dpbench.metrics import METRICS, Counters, Metric, Metrics, derived_name, expectations
 from dpbench.results.kernels import KernelCount
 
 DRAM = {"dram_bytes": (2.0, 5.0)}
@@ -31,7 +31,7 @@ def test_ratio_has_the_name_without_the_unit() -> None:
 
 def test_what_a_metric_is_made_of_exists() -> None:
     for metric in METRICS.values():
-        assert {*metric.sum_of, *filter(None, [metric.logical])} <= set(METRICS)
+        assert {*metric.parts, *filter(None, [metric.logical])} <= set(METRICS)
     fields = KernelCount.__dataclass_fields__
     assert all(metric.source in fields for metric in METRICS.had_by("ncu_kernels"))
     assert {*COPIES.values()} <= set(METRICS)
@@ -39,7 +39,7 @@ def test_what_a_metric_is_made_of_exists() -> None:
 
 # --- added by a project --------------------------------------------------------------------------
 
-OWN = Metric("l1_total_bytes", "L1\ntotal", ("ncu",), ("l1tex__t_bytes.sum",))
+OWN = Metric("l1_total_bytes", "L1\ntotal", ("ncu",), Counters(("l1tex__t_bytes.sum",)))
 
 
 def test_name_means_one_metric() -> None:

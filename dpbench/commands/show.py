@@ -43,7 +43,7 @@ from pathlib import Path
 import pandas as pd
 
 from dpbench import gpu
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
+from dpbench.case import ALL_PHASES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import (
@@ -67,7 +67,7 @@ from dpbench.results.roofline import (
     read_ceilings,
     under,
 )
-from dpbench.results.rows import NO_HARDWARE
+from dpbench.results.rows import NO_HARDWARE, identity
 from dpbench.results.run import Run
 from dpbench.results.times import account
 from dpbench.settings import declare
@@ -161,7 +161,7 @@ def _tables(options: argparse.Namespace, view: View) -> list[Table]:
 
 def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
     frame = pd.concat([run.frame for run in runs], ignore_index=True)
-    if frame.duplicated([*AXES, "instrument", "phase", "metric", "repeat", "device"]).any():
+    if frame.duplicated(identity()).any():
         names = ", ".join(options.files)
         raise ConfigurationError(f"{names}: the same case is in two of them; name one")
     return frame

@@ -19,10 +19,10 @@ from dpbench.case import AXES, SCRIPT, Case
 from dpbench.metrics import RATIO
 from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
-from dpbench.results.frame import CONFIGURATION, as_tuples
+from dpbench.results.frame import as_tuples
 from dpbench.results.kernels import NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, summed
 from dpbench.results.run import Run
 
 CasesAsked = Collection[tuple[Case, str]]
@@ -257,7 +257,7 @@ class Gate:
         scripts = self.inside[(self.inside.workload == SCRIPT) & (self.inside.phase != STEP)]
         before, after = scripts.came / scripts.steps, scripts.came_new / scripts.steps_new
         other = scripts[before.notna() & after.notna() & (before != after)]
-        for case, row in _by_case(other.drop_duplicates([*AXES, "instrument", "phase"])):
+        for case, row in _by_case(other.drop_duplicates(summed("metric"))):
             came = "{came:.0f} of {steps:.0f}".format(**row)
             now = "{came_new:.0f} of {steps_new:.0f}".format(**row)
             where = f"steps in {self.before.name}, in {now} in {self.after.name}"
@@ -267,7 +267,7 @@ class Gate:
         self, judged: pd.DataFrame, limits: Iterable[Threshold]
     ) -> Iterator[str]:
         """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
-        keys = [*CONFIGURATION, "instrument", "device", "phase"]
+        keys = summed("trainer", "metric")
         for limit in (each for each in limits if each.of):
             own = self.pairs[self.pairs.metric == limit.of]
             own = own[own.trainer == self.after.baseline]

@@ -13,12 +13,12 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable, read_file
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of, each_once
-from dpbench.results.rows import COLUMNS, IDENTITY, SCHEMA, STEP, as_rows
+from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -276,8 +276,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
     for instrument, options in document.get("session", {}).get("settings", {}).items():
         _check(options, dict, f"session.settings.{instrument}")
     for part in ("cases", *LISTS):
+        added = ADDED | LATER if part == "rows" else ADDED
         for entry in document.get(part, ()):
-            entry.update(ADDED | entry)
+            entry.update(added | entry)
     for case in document.get("cases", ()):
         Case.from_row(case)
     return dict(document)
@@ -290,7 +291,7 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     frame = pd.DataFrame(rows, columns=COLUMNS)
     for column in COLUMNS if rows else ():
-        allowed = ["integer" if column in (*COUNTS, "repeat") else "string"]
+        allowed = ["integer" if column in INTEGERS else "string"]
         if column == "value":
             allowed = ["integer", "floating", "mixed-integer-float"]
         if frame[column].hasnans or pd.api.types.infer_dtype(frame[column]) not in allowed:
@@ -300,11 +301,13 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         Case(*axes)
     said = frame.drop_duplicates([*IDENTITY, "value", "unit"])
     units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
-    may_fall = units.isna() | frame.metric.str.endswith("growth_bytes")
+    signed = [metric.name for metric in METRICS.values() if metric.signed]
+    may_fall = units.isna() | frame.metric.isin(signed)
     wrong = {
         "the phase {phase!r}": ~frame.phase.isin((STEP, *ALL_PHASES)),
         "the unit {unit!r}": units.notna() & (units != frame.unit),
         "the repeat {repeat}": frame.repeat < 0,
+        "the rank {rank}": frame["rank"] < 0,
         "the value {value}": ~np.isfinite(frame.value) | (frame.value < 0) & ~may_fall,
         "a second value, {value},": frame.index.isin(said.index[said.duplicated(IDENTITY)]),
     }

@@ -23,8 +23,8 @@ IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
 
 def columns() -> dict[str, Metric]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
-    named = {name: metric for name, metric in METRICS.every().items() if metric.header}
-    return {n: metric for n, metric in named.items() if not IN_OTHER_TABLES.issuperset(metric.by)}
+    every = METRICS.every().items()
+    return {name: each for name, each in every if not IN_OTHER_TABLES.issuperset(each.by)}
 
 
 def column(name: str) -> Metric:
