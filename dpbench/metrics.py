@@ -92,13 +92,13 @@ class Metrics(Mapping[str, Metric]):
         What is known already stays as it is: a name means what it means here.
         """
         known, self._every = self._all(), {}
-        self._known = {metric.name: metric for side in sides for metric in side} | known
-        # In the order of before, and then the others.
-        self._known = known | self._known
+        lent = {each.name: each for side in sides for each in side if each.name not in known}
+        self._known = known | lent
         try:
             yield
         finally:
-            self._known, self._every = known, {}
+            registered = {name: m for name, m in self._known.items() if name not in lent}
+            self._known, self._every = known | registered, {}
 
     def behind(self, names: Collection[str]) -> list[Metric]:
         """The definitions of these metrics, and of the sums and shares that they make."""

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES, SCRIPT, Case
-from dpbench.metrics import RATIO
+from dpbench.metrics import METRICS, RATIO
 from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import as_tuples
@@ -92,6 +92,10 @@ class Gate:
 
     def judge(self, limits: Sequence[Threshold] = ()) -> Verdict:
         """What changed, and what limits say of that: what may change by how much."""
+        with METRICS.including(self.after.metrics, self.before.metrics):
+            return self._judge(limits)
+
+    def _judge(self, limits: Sequence[Threshold]) -> Verdict:
         inside, after, judged, unjudged = self.inside, self.after, [], list[Unjudged]()
         for limit in limits:
             about = _about(inside, limit)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
+from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, summed
@@ -121,11 +122,17 @@ def document(
         "environment": dict(environment),
         "session": dict(session or {}),
         "summary": trainer_summary(outcomes),
+        "metrics": definitions(rows),
         "cases": cases,
         "devices": sorted({row.device for row in rows}),
         **lists,
         **(_derived(rows, baseline_of(session or {})) if derive else {}),
     }
+
+
+def definitions(rows: Iterable[Measurement]) -> list[dict[str, Any]]:
+    """What is measured in rows, as this process knows it; so others need not know it."""
+    return [metric.as_json() for metric in METRICS.behind({row.metric for row in rows})]
 
 
 def baseline_of(session: Mapping[str, Any]) -> str:

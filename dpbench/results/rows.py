@@ -11,7 +11,7 @@ from typing import Any
 from dpbench.case import AXES, COUNTS, SCRIPT, Case
 from dpbench.metrics import METRICS
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON documents; raised when a field changes its meaning."""
 
 STEP = "step"

@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import ADDED, ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable, read_file
+from dpbench.metric import AGGREGATES, Metric
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of, each_once
+from dpbench.results.outcome import (
+    COMPLETE,
+    LISTS,
+    STATUSES,
+    Outcome,
+    baseline_of,
+    definitions,
+    each_once,
+)
 from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
@@ -58,7 +67,8 @@ class Run:
                 for entry in run.document.get(part, ()):
                     LISTS[part].from_row(entry)
             rows = run.document["rows"]
-            frame = checked_frame(rows)
+            with METRICS.including(run.metrics):
+                frame = checked_frame(rows)
             again = frame.duplicated(IDENTITY)
             rows[:] = compress(rows, ~again)
             vars(run).update(frame=frame[~again].reset_index(drop=True), repeated=int(again.sum()))
@@ -90,8 +100,9 @@ class Run:
     ) -> Run:
         """A session so far, which need not have a file."""
         listed = tuple(each_once(outcomes))
-        rows = as_rows(row for outcome in listed for row in outcome.rows)
-        document = {"environment": environment or {}, "session": session or {}, "rows": rows}
+        rows = [row for outcome in listed for row in outcome.rows]
+        document: dict[str, Any] = {"environment": environment or {}, "session": session or {}}
+        document |= {"metrics": definitions(rows), "rows": as_rows(rows)}
         run = cls(Path(name), document)
         vars(run)["outcomes"] = listed
         return run
@@ -142,6 +153,11 @@ class Run:
         return tuple(sorted({device for device, _ in self.sources}))
 
     @cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The definitions of what it measured; none in documents of older versions."""
+        return tuple(map(Metric.from_json, self.document.get("metrics", ())))
+
+    @cached_property
     def frame(self) -> pd.DataFrame:
         """The long table, with the columns of `Measurement.as_row`."""
         import pandas as pd
@@ -153,7 +169,8 @@ class Run:
         """What is compared of it; see `dpbench.results.frame.numbers`."""
         from dpbench.results.frame import numbers
 
-        return numbers(self.frame, self.baseline)
+        with METRICS.including(self.metrics):
+            return numbers(self.frame, self.baseline)
 
     @cached_property
     def places(self) -> dict[Case, dict[str, list[str]]]:
@@ -241,6 +258,17 @@ _SHAPE: dict[str, Any] = {
         }
     ],
     "devices": [str],
+    "metrics": [
+        {
+            "name": str,
+            **dict.fromkeys(("header", "logical", "nvprof", "replaced_by"), str),
+            **dict.fromkeys(("repeats", "ranks"), AGGREGATES),
+            "by": [str],
+            "shown": [str],
+            "how": {"names": [str], "parts": [str], "scale": _NUMBER},
+            "expected": [_NUMBER],
+        }
+    ],
     **{part: [{}] for part in LISTS},
 }
 """What parts of a document are, if it has them: of a kind, one of some values, a list of such, or
