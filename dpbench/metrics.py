@@ -14,7 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import entry_points
+from typing import Any
 
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metric import (
@@ -105,6 +107,10 @@ class Metrics(Mapping[str, Metric]):
         known = {*names}
         return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
 
+    def definitions(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """The same as plain JSON types, for those who do not know them."""
+        return [metric.as_json() for metric in self.behind(names)]
+
     def had_by(self, instrument: str) -> list[Metric]:
         """Those of an instrument."""
         return [metric for metric in self.values() if instrument in metric.by]
@@ -156,14 +162,18 @@ def _global(operation: str) -> Counters:
     return Counters((f"l1tex__t_bytes_pipe_lsu_mem_global_op_{operation}.sum",))
 
 
+_hidden = partial(Metric, shown=())
+"""One that is in no table unless it is asked for."""
+
+
 def _cycles(name: str, counter: str) -> Metric:
-    return Metric(name, "", ("cupti",), Counters((counter,)), shown=())
+    return _hidden(name, "", ("cupti",), Counters((counter,)))
 
 
 def _recorded(
     name: str, header: str, by: tuple[str, ...], ranks: Aggregate = "sum", source: str = ""
 ) -> Metric:
-    return Metric(name, header, by, ranks=ranks, source=source, shown=())
+    return _hidden(name, header, by, ranks=ranks, source=source)
 
 
 _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
@@ -206,76 +216,71 @@ METRICS = Metrics((
            logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
     # What SMs ask the L2 for. Atomics and reductions are left out of reads and writes; nvprof
     # counted them in both.
-    Metric("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, _l2("_srcunit_tex_op_read"),
-           nvprof="l2_read_throughput", shown=()),
-    Metric("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, _l2("_srcunit_tex_op_write"),
-           nvprof="l2_write_throughput", shown=()),
+    _hidden("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, _l2("_srcunit_tex_op_read"),
+            nvprof="l2_read_throughput"),
+    _hidden("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, _l2("_srcunit_tex_op_write"),
+            nvprof="l2_write_throughput"),
     # A sector whose home is the other half of the L2 is asked for there, and counted in both.
-    Metric("l2_crossing_bytes", "L2\ncrossing", _COUNTED,
-           _l2("_srcunit_ltcfabric", undivided=False), throughput=False, shown=()),
+    _hidden("l2_crossing_bytes", "L2\ncrossing", _COUNTED,
+            _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
     # All sectors, whoever asked, SMs or copy engines; without crossings where they are counted.
     Metric("l2_served_bytes", "L2\nserved", _COUNTED, _l2("", _CROSSINGS), shown=_AND_RATIO,
            expected=(1.5, 3.0), throughput=False, spread=True),
     # These count crossings twice, and stay for what was measured before the ones above were.
-    Metric("l2_read_bytes", "old L2\nread", _COUNTED, _sectors("read"), shown=(),
-           replaced_by="l2_sm_read_bytes"),
-    Metric("l2_write_bytes", "old L2\nwrite", _COUNTED, _sectors("write"), shown=(),
-           replaced_by="l2_sm_write_bytes"),
-    Metric("l2_atomic_bytes", "L2\natomic", _COUNTED, _sectors("atom", "red"), shown=(),
-           throughput=False),
+    _hidden("l2_read_bytes", "old L2\nread", _COUNTED, _sectors("read"),
+            replaced_by="l2_sm_read_bytes"),
+    _hidden("l2_write_bytes", "old L2\nwrite", _COUNTED, _sectors("write"),
+            replaced_by="l2_sm_write_bytes"),
+    _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED, _sectors("atom", "red"), throughput=False),
     Metric("l2_total_bytes", "old L2\ntotal", _COUNTED, Counters(("lts__t_bytes.sum",)),
            shown=_AND_RATIO, expected=(1.5, 3.0), throughput=False, spread=True,
            replaced_by="l2_served_bytes"),
     # Misses loads by TMA and LDGSTS on Hopper.
-    Metric("global_load_bytes", "global\nload", _COUNTED, _global("ld"), nvprof="gld_throughput",
-           shown=()),
-    Metric("global_store_bytes", "global\nstore", _COUNTED, _global("st"), nvprof="gst_throughput",
-           shown=()),
+    _hidden("global_load_bytes", "global\nload", _COUNTED, _global("ld"), nvprof="gld_throughput"),
+    _hidden("global_store_bytes", "global\nstore", _COUNTED, _global("st"),
+            nvprof="gst_throughput"),
     Metric("logical_read_bytes", "logical\nread", _LOGICAL, shown=_VALUE),
     Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=_VALUE),
     Metric("logical_bytes", "logical\ntotal", _LOGICAL,
            Sum(("logical_read_bytes", "logical_write_bytes")), shown=_AND_RATIO),
     Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), Peak(), throughput=False,
            logical="peak_memory_bytes"),
-    Metric("flops", "GFLOP", _LOGICAL, giga=True, shown=()),
+    _hidden("flops", "GFLOP", _LOGICAL, giga=True),
     Metric("step_time_seconds", "step\nms", _TIMED, Timed(), spread=True),
     Metric("gpu_busy_share", "busy", _CUPTI, Share(("gpu_busy_cycles", "gpu_elapsed_cycles")),
            shown=_VALUE, higher_is_better=True),
-    Metric("samples_per_second", "samples\nper s", _TIMED, Timed(), ranks="sum", shown=(),
-           higher_is_better=True),
+    _hidden("samples_per_second", "samples\nper s", _TIMED, Timed(), ranks="sum",
+            higher_is_better=True),
     # How long a range took by the GPU's clock, synchronized at its borders.
-    Metric("range_time_seconds", "range\nms", _CUPTI, Counters(("gpu__time_duration.sum",), 1e-9),
-           repeats="median", ranks="max", shown=()),
+    _hidden("range_time_seconds", "range\nms", _CUPTI,
+            Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),
     # Of the range's time, when anything ran; of all SMs' time, when an SM had a warp; of what
     # tensor cores, and the slots for warps, could do in that time, what they did.
     _cycles("gpu_busy_cycles", "gr__cycles_active.sum"),
     _cycles("gpu_elapsed_cycles", "gr__cycles_elapsed.sum"),
-    Metric("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),
-           higher_is_better=True, shown=()),
+    _hidden("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),
+            higher_is_better=True),
     _cycles("sm_busy_cycles", "sm__cycles_active.sum"),
     _cycles("sm_elapsed_cycles", "sm__cycles_elapsed.sum"),
-    Metric("tensor_pipe_share", "tensor\npipe", _CUPTI,
-           Share(("tensor_pipe_cycles", "tensor_pipe_peak_cycles")), higher_is_better=True,
-           shown=()),
+    _hidden("tensor_pipe_share", "tensor\npipe", _CUPTI,
+            Share(("tensor_pipe_cycles", "tensor_pipe_peak_cycles")), higher_is_better=True),
     _cycles("tensor_pipe_cycles", _TENSOR),
     _cycles("tensor_pipe_peak_cycles", _TENSOR + _PEAK),
-    Metric("warps_active_share", "warps\nactive", _CUPTI,
-           Share(("warp_cycles", "warp_peak_cycles")), higher_is_better=True, shown=()),
+    _hidden("warps_active_share", "warps\nactive", _CUPTI,
+            Share(("warp_cycles", "warp_peak_cycles")), higher_is_better=True),
     _cycles("warp_cycles", "sm__warps_active.sum"),
     _cycles("warp_peak_cycles", "sm__warps_active.sum" + _PEAK),
     # By Nsight Systems, between the first and last moment of a range, under its recording.
-    Metric("timeline_seconds", "ms", _NSYS, Timed(), shown=()),
-    Metric("timeline_busy_seconds", "GPU busy\nms", _NSYS, Timed(), shown=()),
-    Metric("timeline_busy_share", "busy", _NSYS,
-           Share(("timeline_busy_seconds", "timeline_seconds")), higher_is_better=True, shown=()),
-    Metric("timeline_launches", "launches", _NSYS, repeats="median", shown=()),
+    _hidden("timeline_seconds", "ms", _NSYS, Timed()),
+    _hidden("timeline_busy_seconds", "GPU busy\nms", _NSYS, Timed()),
+    _hidden("timeline_busy_share", "busy", _NSYS,
+            Share(("timeline_busy_seconds", "timeline_seconds")), higher_is_better=True),
+    _hidden("timeline_launches", "launches", _NSYS, repeats="median"),
     # What a GPU exchanges with others and with the host; counted where there are others.
-    Metric("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, Counters(("nvlrx__bytes.sum",)),
-           shown=()),
-    Metric("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, Counters(("nvltx__bytes.sum",)), shown=()),
-    Metric("pcie_read_bytes", "PCIe\nread", _CUPTI, Counters(("pcie__read_bytes.sum",)), shown=()),
-    Metric("pcie_write_bytes", "PCIe\nwrite", _CUPTI, Counters(("pcie__write_bytes.sum",)),
-           shown=()),
+    _hidden("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, Counters(("nvlrx__bytes.sum",))),
+    _hidden("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, Counters(("nvltx__bytes.sum",))),
+    _hidden("pcie_read_bytes", "PCIe\nread", _CUPTI, Counters(("pcie__read_bytes.sum",))),
+    _hidden("pcie_write_bytes", "PCIe\nwrite", _CUPTI, Counters(("pcie__write_bytes.sum",))),
     # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
     _recorded("kernel_launches", "", _KERNELS, source="launches"),
     _recorded("kernel_dram_read_bytes", "", _KERNELS, source="read_bytes"),
@@ -284,8 +289,8 @@ METRICS = Metrics((
     _recorded("kernel_time_seconds", "", _KERNELS, "max", source="seconds"),
     _recorded("cpu_time_seconds", "CPU\nms", _PROFILER, "max"),
     _recorded("device_time_seconds", "GPU\nms", _PROFILER, "max"),
-    Metric("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, Peak(), shown=()),
-    Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, Peak(), signed=True, shown=()),
+    _hidden("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, Peak()),
+    _hidden("memory_growth_bytes", "memory\ngrowth", _PROFILER, Peak(), signed=True),
     _recorded("memcpy_device_to_device_bytes", "device\nto device", _PROFILER,
               source="Memcpy DtoD"),
     _recorded("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),

@@ -120,6 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write the page; returns the exit code."""
+    if options.html:
+        check_libraries()
     runs = [saved_run(name, options.storage) for name in _names_of_runs(options)]
     with METRICS.including(*(run.metrics for run in runs)):
         return _show(options, runs)
@@ -222,7 +224,6 @@ def _card_here() -> str:
 
 def _draw(runs: Sequence[Run], options: argparse.Namespace, view: View) -> None:
     """Write the page of the runs."""
-    check_libraries()
     from dpbench.show.html.page import render  # which needs them
 
     for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:

@@ -17,7 +17,7 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, RATIO, Metric
+from dpbench.metrics import METRICS, Metric
 from dpbench.results.frame import as_tuples
 from dpbench.results.rows import STEP, summed
 from dpbench.results.run import Run
@@ -52,10 +52,10 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     """
     where = ["device"] if across else []
     measured = summed("metric", "phase", *where)
-    keys = [*summed(*where), "unit"]
+    keys = [*summed(*where), "of", "unit"]
     old, new = before.numbers, after.numbers
     if other_baseline(before, after):
-        old, new = (side[~side.metric.str.endswith(RATIO)] for side in (old, new))
+        old, new = (side[side.of == ""] for side in (old, new))
     if any(len({*as_tuples(side, keys)}) < len(side) for side in (old, new)):
         raise ConfigurationError("a run has one case on several devices: no one value of it")
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))

@@ -208,7 +208,8 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
 
     A number of which a repeat is none is left out: its sum or mean would be wrong. It is NaN if
     some steps of a case lack it, and so is a ratio without a baseline, but of scripts, which need
-    none. ``steps`` is how many it is of, ``came`` how many of these have it.
+    none. ``steps`` is how many it is of, ``came`` how many of these have it; a ratio is ``of`` a
+    metric.
     """
     keys = summed()
     finite = frame.value.astype(float).abs() < float("inf")  # nor is NaN
@@ -226,8 +227,9 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     ratios = ratios.assign(steps=ratios.steps.where(~(fewer < ratios.steps), fewer))
     if baseline == BASELINE_TRAINER:
         ratios = ratios[ratios.ratio.notna() | (ratios.workload != SCRIPT)]
-    both = pd.concat([summary, as_metrics(ratios, "ratio")], ignore_index=True)
-    both = both[[*keys, "unit", "value", "steps", "came"]]
+    ratios = as_metrics(ratios.assign(of=ratios.metric), "ratio")
+    both = pd.concat([summary.assign(of=""), ratios], ignore_index=True)
+    both = both[[*keys, "of", "unit", "value", "steps", "came"]]
     order = as_tuples(both, keys)
     return both.iloc[sorted(both.index, key=order.__getitem__)].reset_index(drop=True)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES, SCRIPT, Case
-from dpbench.metrics import METRICS, RATIO
+from dpbench.metrics import METRICS
 from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import as_tuples
@@ -101,17 +101,17 @@ class Gate:
             about = _about(inside, limit)
             rows = about.dropna(subset=["before", "after"])
             allowed = limit.exceeded(rows.before, rows.after)
-            judged.append(rows[CHANGES].join(allowed).assign(threshold=str(limit)))
+            judged.append(rows[[*CHANGES, "of"]].join(allowed).assign(threshold=str(limit)))
             unjudged += self._unjudged(limit, about)
         if limits and after.status != COMPLETE and self.asked is None:
             counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
             why = f"{after.name} was interrupted, with {counted}"
             unjudged.append(Unjudged("a limit", [], why))
-        nothing = pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])
+        nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
         table = pd.concat(judged, ignore_index=True) if judged else nothing
         # Without the baselines that were measured for their ratios alone.
         is_shown = inside.before.notna() & inside.shared
-        is_shown &= inside.after.notna() | ~inside.metric.str.endswith(RATIO)
+        is_shown &= inside.after.notna() | (inside.of == "")
         return Verdict(
             inside.loc[is_shown, CHANGES].reset_index(drop=True),
             table,
@@ -182,7 +182,7 @@ class Gate:
         steps, came = (row[f"{name}{'_new' * (run is self.after)}"] for name in ("steps", "came"))
         if came < steps:
             return f"only {came:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
-        if metric.endswith(RATIO):
+        if row["of"]:
             needed = f"the ratio needs its baseline {_baseline(run, case).id}"
             if _lacks_baseline(run, case, instrument):
                 return f"{needed}, which is not in {run.name}"
@@ -234,7 +234,7 @@ class Gate:
                 yield f"{what}: {listed(names)}"
         is_lost = self.pairs.before.notna() & self.pairs.after.isna()
         lost = self.pairs[self.pairs.shared & is_lost]
-        is_ratio = lost.metric.str.endswith(RATIO)
+        is_ratio = lost.of != ""
         lacking = {
             _baseline(self.after, case).id
             for case, row in _by_case(lost[is_ratio])
@@ -291,7 +291,7 @@ class Gate:
         for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
             where = row["metric"], row["phase"]
             growth = grown(self.before, self.after, case, *where)
-            if row["metric"].endswith(RATIO):
+            if row["of"]:
                 growth += grown(self.before, self.after, _baseline(self.after, case), *where)
             listed.append({**row, "reference": self.before.name, "grown": growth})
         return listed

@@ -122,17 +122,12 @@ def document(
         "environment": dict(environment),
         "session": dict(session or {}),
         "summary": trainer_summary(outcomes),
-        "metrics": definitions(rows),
+        "metrics": METRICS.definitions({row.metric for row in rows}),
         "cases": cases,
         "devices": sorted({row.device for row in rows}),
         **lists,
         **(_derived(rows, baseline_of(session or {})) if derive else {}),
     }
-
-
-def definitions(rows: Iterable[Measurement]) -> list[dict[str, Any]]:
-    """What is measured in rows, as this process knows it; so others need not know it."""
-    return [metric.as_json() for metric in METRICS.behind({row.metric for row in rows})]
 
 
 def baseline_of(session: Mapping[str, Any]) -> str:

@@ -18,15 +18,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import printable, read_file
 from dpbench.metric import AGGREGATES, Metric
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import (
-    COMPLETE,
-    LISTS,
-    STATUSES,
-    Outcome,
-    baseline_of,
-    definitions,
-    each_once,
-)
+from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of, each_once
 from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
@@ -102,7 +94,8 @@ class Run:
         listed = tuple(each_once(outcomes))
         rows = [row for outcome in listed for row in outcome.rows]
         document: dict[str, Any] = {"environment": environment or {}, "session": session or {}}
-        document |= {"metrics": definitions(rows), "rows": as_rows(rows)}
+        document["metrics"] = METRICS.definitions({row.metric for row in rows})
+        document["rows"] = as_rows(rows)
         run = cls(Path(name), document)
         vars(run)["outcomes"] = listed
         return run
@@ -259,15 +252,8 @@ _SHAPE: dict[str, Any] = {
     ],
     "devices": [str],
     "metrics": [
-        {
-            "name": str,
-            **dict.fromkeys(("header", "logical", "nvprof", "replaced_by"), str),
-            **dict.fromkeys(("repeats", "ranks"), AGGREGATES),
-            "by": [str],
-            "shown": [str],
-            "how": {"names": [str], "parts": [str], "scale": _NUMBER},
-            "expected": [_NUMBER],
-        }
+        {"name": str, "header": str, "by": [str], "shown": [str], "logical": str}
+        | {"how": {"names": [str], "parts": [str]}, "repeats": AGGREGATES, "ranks": AGGREGATES}
     ],
     **{part: [{}] for part in LISTS},
 }

@@ -9,10 +9,15 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from dpbench.case import script_case
 from dpbench.errors import ConfigurationError
-from dpbench.metrics import METRICS, Counters
+from dpbench.metrics import METRICS, Counters, Metric
+from dpbench.results.compare import Threshold
 from dpbench.results.frame import summarise, to_frame, with_ratios
+from dpbench.results.gate import Gate
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement, checked, identity, summed
+from dpbench.results.run import Run
 from tests.results.figures import GB, notes, rows, tables_of
 
 NEW_FIELD = """
@@ -172,3 +177,23 @@ def test_every_kind_says_how_steps_and_ranks_become_one() -> None:
         assert {metric.over("repeat"), metric.over("rank")} <= {"mean", "median", "sum", "max"}
     assert METRICS["range_time_seconds"].over("rank") == "max"
     assert isinstance(METRICS["range_time_seconds"].how, Counters)
+
+
+# --- names that look like others -----------------------------------------------------------------
+
+
+def test_metric_whose_name_ends_like_a_ratio_is_judged_as_what_it_is() -> None:
+    """Of a script nothing is a ratio to a baseline; the metric is one of its own."""
+    own = Metric("compression_ratio", by=("zip",))
+    case = script_case("train.py")
+
+    def run(name: str, value: float) -> Run:
+        row = Measurement(case, "zip", STEP, own.name, value, "1", 0, "cpu", "zip 1")
+        return Run.of(name, [Outcome(case, (row,), instruments=("zip",))])
+
+    with METRICS.including([own]):
+        verdict = Gate(run("before", 2.0), run("after", 3.0)).judge(
+            [Threshold.parse("compression_ratio:5%")]
+        )
+    assert [row["metric"] for row in verdict.regressions] == ["compression_ratio"]
+    assert not verdict.unjudged
