@@ -217,6 +217,9 @@ class Gate:
             return
         if other := other_baseline(self.before, self.after):
             yield other
+        was, now = (run.frame["rank"].nunique() for run in (self.before, self.after))
+        if now not in (was, 0):
+            yield f"{before} is the sum over {was} ranks, {after} over {now}"
         old, new = (
             [(case, by) for case, places in run.places.items() for by in places]
             for run in (self.before, self.after)

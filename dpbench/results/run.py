@@ -252,7 +252,7 @@ _SHAPE: dict[str, Any] = {
     ],
     "devices": [str],
     "metrics": [
-        {"name": str, "header": str, "by": [str], "shown": [str], "logical": str}
+        {"name": str, "header": str, "by": [str], "shown": [str], "expected": [_NUMBER]}
         | {"how": {"names": [str], "parts": [str]}, "repeats": AGGREGATES, "ranks": AGGREGATES}
     ],
     **{part: [{}] for part in LISTS},
