@@ -14,7 +14,7 @@ _HOMES = {
     "dpbench.case": ("Case", "MODEL_SIZES", "ModelSize", "PHASES"),
     "dpbench.grid": ("Grid", "GRIDS"),
     "dpbench.errors": ("ConfigurationError", "DpbenchError"),
-    "dpbench.metrics": ("METRICS", "Metric"),
+    "dpbench.metrics": ("METRICS", "Counters", "Metric", "Peak", "Share", "Sum", "Timed"),
     "dpbench.registry": ("MODELS", "TRAINERS", "WORKLOADS"),
     "dpbench.training.base": ("Batch", "TrainerBase"),
     "dpbench.training.standard": ("StandardTrainer",),

@@ -2,23 +2,50 @@ r"""Every metric, once: what it is called, how it is had, and how it is shown an
 
 A new metric is one more `Metric` in `METRICS`, whether dpbench's or a project's own::
 
-    METRICS.register(Metric("l1_total_bytes", "L1\ntotal", ("ncu",), ("l1tex__t_bytes.sum",)))
+    METRICS.register(Metric("l1_bytes", "L1", ("ncu",), Counters(("l1tex__t_bytes.sum",))))
 
 in a ``conftest.py``, or as an entry point of the group ``dpbench.metrics``, which is a `Metric` or
-several in a list. Counters of Nsight Compute by their own names (``lts__t_sectors.sum``) need no
-declaration.
+several in a list. A saved run holds the definitions of its metrics. Counters of Nsight Compute by
+their own names (``lts__t_sectors.sum``) need no declaration.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import entry_points
-from typing import Literal
+from typing import Any
 
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.metric import (
+    SHOWN,
+    Aggregate,
+    Counters,
+    Metric,
+    Peak,
+    Share,
+    Shown,
+    Sum,
+    Timed,
+    derived_name,
+    is_counter,
+    unit,
+)
+
+__all__ = [
+    "METRICS",
+    "Counters",
+    "Metric",
+    "Peak",
+    "Share",
+    "Sum",
+    "Timed",
+    "derived_name",
+    "expectations",
+    "unit",
+]
 
 SECTOR_BYTES = 32
 """An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
@@ -26,136 +53,13 @@ SECTOR_BYTES = 32
 RATIO = "_ratio"
 """The end of the name of a metric's ratio to the baseline's."""
 
-Kind = Literal["value", "ratio", "spread", "over_logical", "logical", "throughput"]
-"""What a number is: a metric's own value, or what follows from it."""
-
-STANDARD = "÷ std"
-"""How a header says that a column is a ratio to standard training."""
-
-DERIVED: Mapping[Kind, str] = {
-    "ratio": STANDARD,
-    "spread": "spread",
-    "over_logical": "÷ logical",
-    "logical": "logical",
-}
-"""What follows from a metric and is one, e.g. ``dram_ratio``; and what heads its column."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One thing that can be known of a step."""
-
-    name: str  # spelled out, with its kind of unit at the end: one of `UNITS`, else it is a number
-    header: str = ""  # of its column, on one or two lines; empty if it is in no table of cases
-    by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it
-    # The hardware counters that add up to it, by the names of ``ncu --query-metrics``, and what
-    # their sum is multiplied by; it is counted unless others are asked for.
-    counters: tuple[str, ...] = ()
-    scale: float = 1
-    # Other counters for the chips that a pattern fits; none if such a chip lacks it.
-    chips: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    less: str = ""  # the one of its counters that is taken off the others, not added
-    # nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison" in the
-    # Nsight Compute CLI documentation).
-    nvprof: str = ""
-    # Where it is not measured itself: the metrics that add up to it, or part and whole.
-    sum_of: tuple[str, ...] = ()
-    share_of: tuple[str, ...] = ()
-    logical: str = ""  # what logical counting says in its place
-    shown: tuple[Kind, ...] = ()  # what of it is shown unless columns are chosen
-    expected: tuple[float, float] | None = None  # range of the ratio to the baseline
-    higher_is_better: bool = False  # a fall is a change for the worse; else a rise is
-    adds_up: bool = True  # its phases add up to the step
-    middle: bool = False  # a case's value is the median over its steps; else it is the mean
-    throughput: bool = True  # it is shown divided by the time of a step, too
-    spread: bool = False  # its spread over the steps says how far a row can be trusted
-    # Where an instrument finds it: a field of `KernelCount`, or how an activity's name in a trace
-    # of the PyTorch profiler begins.
-    source: str = ""
-    # The metric that is shown in its place where a run has both, e.g. one that counts better.
-    replaced_by: str = ""
-    # If it is one of those that `derived` makes: the metric from which it follows, and how.
-    of: str = ""
-    kind: Kind = "value"
-
-    @property
-    def unit(self) -> str:
-        """``B``, ``s``, ``1/s`` or ``1``."""
-        return unit(self.name)
-
-    @property
-    def short_header(self) -> str:
-        """The header on one line, without what goes without saying."""
-        return self.header.replace("\n", " ").removesuffix(" total").removesuffix(" ms")
-
-    def on(self, chip: str) -> tuple[str, ...]:
-        """Its counters on a chip, e.g. ``GB202``; none if the chip lacks them.
-
-        A chip without a name, or with one that no pattern fits, has the usual ones.
-        """
-        fitting = (names for pattern, names in self.chips if fnmatchcase(chip.upper(), pattern))
-        return next(fitting, self.counters)
-
-    def derived(self) -> Iterator[Metric]:
-        """What follows from it, each a metric of its own."""
-        made: list[tuple[str, Kind]] = [
-            (f"{self.short_header}\n{header}", kind)
-            for kind, header in DERIVED.items()
-            if self.logical or kind not in ("over_logical", "logical")
-        ]
-        if self.unit == "B" and "ncu" in self.by:
-            made.append((" ".join(self.header.split()) + "\nGB/s", "throughput"))
-        for header, kind in made:
-            yield Metric(
-                derived_name(self.name, kind),
-                header if self.header else "",
-                self.by,
-                shown=_VALUE if kind in self.shown else (),
-                higher_is_better=self.higher_is_better,
-                replaced_by=self.replaced_by and derived_name(self.replaced_by, kind),
-                of=self.name,
-                kind=kind,
-            )
-
-    @property
-    def formula(self) -> str:
-        """How its counters make it, in units of `scale`."""
-        signs = (" - " if name == self.less else " + " for name in self.counters)
-        return "".join(map("".join, zip(signs, self.counters, strict=True))).removeprefix(" + ")
-
-    @property
-    def spellings(self) -> tuple[tuple[str, ...], ...]:
-        """Its counters as each kind of chip has them."""
-        return tuple(filter(None, (self.counters, *(names for _, names in self.chips))))
-
-    def value(self, counted: Mapping[str, float]) -> float:
-        """What it is where its counters have these values."""
-        signs = {self.less: -1}
-        return self.scale * sum(signs.get(name, 1) * counted[name] for name in self.counters)
-
-
-UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
-"""Units by the end of a metric's name."""
-
-
-def unit(metric: str) -> str:
-    """The unit that a metric's name says; a number has "1"."""
-    return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
-
-
-def derived_name(metric: str, kind: Kind = "ratio") -> str:
-    """The name of what follows from a metric, which has none of its unit, e.g. ``dram_ratio``."""
-    if kind == "throughput":
-        return metric.replace("_bytes", "_throughput")
-    without_unit = re.sub(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$", "", metric)
-    return f"{without_unit}_{kind}"
-
 
 class Metrics(Mapping[str, Metric]):
     """Metrics by name, in the order in which tables show them; entry points are read on use."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._known = {metric.name: metric for metric in metrics}
+        self.built_in = frozenset(self._known)
         self._every: dict[str, Metric] = {}
         self._complete = False
 
@@ -182,6 +86,30 @@ class Metrics(Mapping[str, Metric]):
 
     def __len__(self) -> int:
         return len(self._all())
+
+    @contextmanager
+    def including(self, *sides: Iterable[Metric]) -> Iterator[None]:
+        """Know the metrics of saved runs, too, until the end of a block.
+
+        What is known already stays as it is: a name means what it means here.
+        """
+        known, self._every = self._all(), {}
+        lent = {each.name: each for side in sides for each in side if each.name not in known}
+        self._known = known | lent
+        try:
+            yield
+        finally:
+            registered = {name: m for name, m in self._known.items() if name not in lent}
+            self._known, self._every = known | registered, {}
+
+    def behind(self, names: Collection[str]) -> list[Metric]:
+        """The definitions of these metrics, and of the sums and shares that they make."""
+        known = {*names}
+        return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
+
+    def definitions(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """The same as plain JSON types, for those who do not know them."""
+        return [metric.as_json() for metric in self.behind(names)]
 
     def had_by(self, instrument: str) -> list[Metric]:
         """Those of an instrument."""
@@ -211,12 +139,13 @@ class Metrics(Mapping[str, Metric]):
         for spelling in spellings:
             if spelling in every:
                 return every[spelling]
-        counter = Metric(own, own)
+        ends: dict[str, Aggregate] = {"sum": "sum", "max": "max"}
+        counter = Metric(own, own, ranks=ends.get(own.rpartition(".")[2], "mean"), shown=())
         known = (each for each in (counter, *counter.derived()) if each.name == name)
-        return next(known, None) if "__" in name else None
+        return next(known, None) if is_counter(name) else None
 
 
-LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread")
+LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread", shown=())
 """The largest of the spreads that say how far a row can be trusted."""
 
 
@@ -224,8 +153,27 @@ def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return (("GB20[0-9]", (f"dram__bytes_op_{operation}.sum",)), ("G[AB]?0B", ()))
 
 
-def _sectors(*operations: str) -> tuple[str, ...]:
-    return tuple(f"lts__t_sectors_op_{operation}.sum" for operation in operations)
+def _sectors(*operations: str) -> Counters:
+    names = tuple(f"lts__t_sectors_op_{operation}.sum" for operation in operations)
+    return Counters(names, SECTOR_BYTES)
+
+
+def _global(operation: str) -> Counters:
+    return Counters((f"l1tex__t_bytes_pipe_lsu_mem_global_op_{operation}.sum",))
+
+
+_hidden = partial(Metric, shown=())
+"""One that is in no table unless it is asked for."""
+
+
+def _cycles(name: str, counter: str) -> Metric:
+    return _hidden(name, "", ("cupti",), Counters((counter,)))
+
+
+def _recorded(
+    name: str, header: str, by: tuple[str, ...], ranks: Aggregate = "sum", source: str = ""
+) -> Metric:
+    return _hidden(name, header, by, ranks=ranks, source=source)
 
 
 _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
@@ -237,117 +185,118 @@ _UNDIVIDED = ("GV1*", "TU1*", "GA10[!0]", "AD1*", "GB20*", "GB10B")
 _CROSSINGS = "lts__t_sectors_srcunit_ltcfabric.sum"
 
 
-def _l2(
-    counter: str, *crossings: str, undivided: bool = True
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """A counter of the L2, with that of crossings on chips that have it."""
+def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
+    """A counter of the L2, less that of crossings on chips that have it."""
     named = f"lts__t_sectors{counter}.sum"
     others = ((chip, (named,) if undivided else ()) for chip in _UNDIVIDED)
-    return (*((chip, (named, *crossings)) for chip in _DIVIDED), *others)
+    divided = (named, less) if less else (named,)
+    chips = (*((chip, divided) for chip in _DIVIDED), *others)
+    return Counters((), SECTOR_BYTES, chips, less)
 
 
 _COUNTED, _LOGICAL, _TIMED = ("ncu", "cupti"), ("logical",), ("timing", "cupti")
 _CUPTI = ("cupti",)  # under ncu the CPU does not run ahead of the GPU: no time, no busy share
 _TENSOR, _PEAK = "sm__pipe_tensor_cycles_active.sum", ".peak_sustained_elapsed"
 _KERNELS, _PROFILER, _NSYS = ("ncu_kernels",), ("torch_profiler",), ("nsys",)
-_VALUE: tuple[Kind, ...] = ("value",)
-_AND_RATIO: tuple[Kind, ...] = ("value", "ratio")
+_VALUE: tuple[Shown, ...] = ("value",)
+_AND_RATIO: tuple[Shown, ...] = (*SHOWN, "ratio")
 
 OTHER_COPIES = "memcpy_other_bytes"
 """Copies in no direction that a trace names, between two GPUs, say; rows only if there are any."""
 
 # fmt: off
 METRICS = Metrics((
-    Metric("dram_read_bytes", "DRAM\nread", _COUNTED, ("dram__bytes_read.sum",),
-           chips=_dram("read"), nvprof="dram_read_throughput", logical="logical_read_bytes",
-           shown=_VALUE),
-    Metric("dram_write_bytes", "DRAM\nwrite", _COUNTED, ("dram__bytes_write.sum",),
-           chips=_dram("write"), nvprof="dram_write_throughput", logical="logical_write_bytes",
-           shown=_VALUE),
-    Metric("dram_bytes", "DRAM\ntotal", _COUNTED, sum_of=("dram_read_bytes", "dram_write_bytes"),
+    Metric("dram_read_bytes", "DRAM\nread", _COUNTED,
+           Counters(("dram__bytes_read.sum",), chips=_dram("read")),
+           nvprof="dram_read_throughput", logical="logical_read_bytes", shown=_VALUE),
+    Metric("dram_write_bytes", "DRAM\nwrite", _COUNTED,
+           Counters(("dram__bytes_write.sum",), chips=_dram("write")),
+           nvprof="dram_write_throughput", logical="logical_write_bytes", shown=_VALUE),
+    Metric("dram_bytes", "DRAM\ntotal", _COUNTED, Sum(("dram_read_bytes", "dram_write_bytes")),
            logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
     # What SMs ask the L2 for. Atomics and reductions are left out of reads and writes; nvprof
     # counted them in both.
-    Metric("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, (), SECTOR_BYTES,
-           _l2("_srcunit_tex_op_read"), nvprof="l2_read_throughput"),
-    Metric("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, (), SECTOR_BYTES,
-           _l2("_srcunit_tex_op_write"), nvprof="l2_write_throughput"),
+    _hidden("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, _l2("_srcunit_tex_op_read"),
+            nvprof="l2_read_throughput"),
+    _hidden("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, _l2("_srcunit_tex_op_write"),
+            nvprof="l2_write_throughput"),
     # A sector whose home is the other half of the L2 is asked for there, and counted in both.
-    Metric("l2_crossing_bytes", "L2\ncrossing", _COUNTED, (), SECTOR_BYTES,
-           _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
+    _hidden("l2_crossing_bytes", "L2\ncrossing", _COUNTED,
+            _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
     # All sectors, whoever asked, SMs or copy engines; without crossings where they are counted.
-    Metric("l2_served_bytes", "L2\nserved", _COUNTED, (), SECTOR_BYTES, _l2("", _CROSSINGS),
-           less=_CROSSINGS, shown=_AND_RATIO, expected=(1.5, 3.0), throughput=False, spread=True),
+    Metric("l2_served_bytes", "L2\nserved", _COUNTED, _l2("", _CROSSINGS), shown=_AND_RATIO,
+           expected=(1.5, 3.0), throughput=False, spread=True),
     # These count crossings twice, and stay for what was measured before the ones above were.
-    Metric("l2_read_bytes", "old L2\nread", _COUNTED, _sectors("read"), SECTOR_BYTES,
-           replaced_by="l2_sm_read_bytes"),
-    Metric("l2_write_bytes", "old L2\nwrite", _COUNTED, _sectors("write"), SECTOR_BYTES,
-           replaced_by="l2_sm_write_bytes"),
-    Metric("l2_atomic_bytes", "L2\natomic", _COUNTED, _sectors("atom", "red"), SECTOR_BYTES,
-           throughput=False),
-    Metric("l2_total_bytes", "old L2\ntotal", _COUNTED, ("lts__t_bytes.sum",), shown=_AND_RATIO,
-           expected=(1.5, 3.0), throughput=False, spread=True, replaced_by="l2_served_bytes"),
+    _hidden("l2_read_bytes", "old L2\nread", _COUNTED, _sectors("read"),
+            replaced_by="l2_sm_read_bytes"),
+    _hidden("l2_write_bytes", "old L2\nwrite", _COUNTED, _sectors("write"),
+            replaced_by="l2_sm_write_bytes"),
+    _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED, _sectors("atom", "red"), throughput=False),
+    Metric("l2_total_bytes", "old L2\ntotal", _COUNTED, Counters(("lts__t_bytes.sum",)),
+           shown=_AND_RATIO, expected=(1.5, 3.0), throughput=False, spread=True,
+           replaced_by="l2_served_bytes"),
     # Misses loads by TMA and LDGSTS on Hopper.
-    Metric("global_load_bytes", "global\nload", _COUNTED,
-           ("l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",), nvprof="gld_throughput"),
-    Metric("global_store_bytes", "global\nstore", _COUNTED,
-           ("l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",), nvprof="gst_throughput"),
+    _hidden("global_load_bytes", "global\nload", _COUNTED, _global("ld"), nvprof="gld_throughput"),
+    _hidden("global_store_bytes", "global\nstore", _COUNTED, _global("st"),
+            nvprof="gst_throughput"),
     Metric("logical_read_bytes", "logical\nread", _LOGICAL, shown=_VALUE),
     Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=_VALUE),
-    Metric("logical_bytes", "logical\ntotal", _LOGICAL, shown=_AND_RATIO,
-           sum_of=("logical_read_bytes", "logical_write_bytes")),
-    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), logical="peak_memory_bytes",
-           shown=_VALUE, adds_up=False),
-    Metric("flops", "GFLOP", _LOGICAL),
-    Metric("step_time_seconds", "step\nms", _TIMED, shown=_VALUE, middle=True, spread=True),
-    Metric("gpu_busy_share", "busy", _CUPTI, share_of=("gpu_busy_cycles", "gpu_elapsed_cycles"),
-           shown=_VALUE, higher_is_better=True, adds_up=False, middle=True),
-    Metric("samples_per_second", "samples\nper s", _TIMED, higher_is_better=True, middle=True),
+    Metric("logical_bytes", "logical\ntotal", _LOGICAL,
+           Sum(("logical_read_bytes", "logical_write_bytes")), shown=_AND_RATIO),
+    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), Peak(), throughput=False,
+           logical="peak_memory_bytes"),
+    _hidden("flops", "GFLOP", _LOGICAL, giga=True),
+    Metric("step_time_seconds", "step\nms", _TIMED, Timed(), spread=True),
+    Metric("gpu_busy_share", "busy", _CUPTI, Share(("gpu_busy_cycles", "gpu_elapsed_cycles")),
+           shown=_VALUE, higher_is_better=True),
+    _hidden("samples_per_second", "samples\nper s", _TIMED, Timed(), ranks="sum",
+            higher_is_better=True),
     # How long a range took by the GPU's clock, synchronized at its borders.
-    Metric("range_time_seconds", "range\nms", _CUPTI, ("gpu__time_duration.sum",), 1e-9,
-           middle=True),
+    _hidden("range_time_seconds", "range\nms", _CUPTI,
+            Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),
     # Of the range's time, when anything ran; of all SMs' time, when an SM had a warp; of what
     # tensor cores, and the slots for warps, could do in that time, what they did.
-    Metric("gpu_busy_cycles", by=_CUPTI, counters=("gr__cycles_active.sum",)),
-    Metric("gpu_elapsed_cycles", by=_CUPTI, counters=("gr__cycles_elapsed.sum",)),
-    Metric("sm_busy_share", "SMs\nbusy", _CUPTI, share_of=("sm_busy_cycles", "sm_elapsed_cycles"),
-           higher_is_better=True, adds_up=False, middle=True),
-    Metric("sm_busy_cycles", by=_CUPTI, counters=("sm__cycles_active.sum",)),
-    Metric("sm_elapsed_cycles", by=_CUPTI, counters=("sm__cycles_elapsed.sum",)),
-    Metric("tensor_pipe_share", "tensor\npipe", _CUPTI, higher_is_better=True, adds_up=False,
-           share_of=("tensor_pipe_cycles", "tensor_pipe_peak_cycles"), middle=True),
-    Metric("tensor_pipe_cycles", by=_CUPTI, counters=(_TENSOR,)),
-    Metric("tensor_pipe_peak_cycles", by=_CUPTI, counters=(_TENSOR + _PEAK,)),
-    Metric("warps_active_share", "warps\nactive", _CUPTI, higher_is_better=True, adds_up=False,
-           share_of=("warp_cycles", "warp_peak_cycles"), middle=True),
-    Metric("warp_cycles", by=_CUPTI, counters=("sm__warps_active.sum",)),
-    Metric("warp_peak_cycles", by=_CUPTI, counters=("sm__warps_active.sum" + _PEAK,)),
+    _cycles("gpu_busy_cycles", "gr__cycles_active.sum"),
+    _cycles("gpu_elapsed_cycles", "gr__cycles_elapsed.sum"),
+    _hidden("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),
+            higher_is_better=True),
+    _cycles("sm_busy_cycles", "sm__cycles_active.sum"),
+    _cycles("sm_elapsed_cycles", "sm__cycles_elapsed.sum"),
+    _hidden("tensor_pipe_share", "tensor\npipe", _CUPTI,
+            Share(("tensor_pipe_cycles", "tensor_pipe_peak_cycles")), higher_is_better=True),
+    _cycles("tensor_pipe_cycles", _TENSOR),
+    _cycles("tensor_pipe_peak_cycles", _TENSOR + _PEAK),
+    _hidden("warps_active_share", "warps\nactive", _CUPTI,
+            Share(("warp_cycles", "warp_peak_cycles")), higher_is_better=True),
+    _cycles("warp_cycles", "sm__warps_active.sum"),
+    _cycles("warp_peak_cycles", "sm__warps_active.sum" + _PEAK),
     # By Nsight Systems, between the first and last moment of a range, under its recording.
-    Metric("timeline_seconds", "ms", _NSYS, middle=True),
-    Metric("timeline_busy_seconds", "GPU busy\nms", _NSYS, middle=True),
-    Metric("timeline_busy_share", "busy", _NSYS, higher_is_better=True, adds_up=False, middle=True,
-           share_of=("timeline_busy_seconds", "timeline_seconds")),
-    Metric("timeline_launches", "launches", _NSYS, middle=True),
+    _hidden("timeline_seconds", "ms", _NSYS, Timed()),
+    _hidden("timeline_busy_seconds", "GPU busy\nms", _NSYS, Timed()),
+    _hidden("timeline_busy_share", "busy", _NSYS,
+            Share(("timeline_busy_seconds", "timeline_seconds")), higher_is_better=True),
+    _hidden("timeline_launches", "launches", _NSYS, repeats="median"),
     # What a GPU exchanges with others and with the host; counted where there are others.
-    Metric("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, ("nvlrx__bytes.sum",)),
-    Metric("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, ("nvltx__bytes.sum",)),
-    Metric("pcie_read_bytes", "PCIe\nread", _CUPTI, ("pcie__read_bytes.sum",)),
-    Metric("pcie_write_bytes", "PCIe\nwrite", _CUPTI, ("pcie__write_bytes.sum",)),
+    _hidden("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, Counters(("nvlrx__bytes.sum",))),
+    _hidden("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, Counters(("nvltx__bytes.sum",))),
+    _hidden("pcie_read_bytes", "PCIe\nread", _CUPTI, Counters(("pcie__read_bytes.sum",))),
+    _hidden("pcie_write_bytes", "PCIe\nwrite", _CUPTI, Counters(("pcie__write_bytes.sum",))),
     # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
-    Metric("kernel_launches", by=_KERNELS, source="launches"),
-    Metric("kernel_dram_read_bytes", by=_KERNELS, source="read_bytes"),
-    Metric("kernel_dram_write_bytes", by=_KERNELS, source="write_bytes"),
-    Metric("kernel_l2_total_bytes", by=_KERNELS, source="l2_bytes"),
-    Metric("kernel_time_seconds", by=_KERNELS, source="seconds"),
-    Metric("cpu_time_seconds", "CPU\nms", _PROFILER),
-    Metric("device_time_seconds", "GPU\nms", _PROFILER),
-    Metric("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, adds_up=False),
-    Metric("memory_growth_bytes", "memory\ngrowth", _PROFILER, adds_up=False),
-    Metric("memcpy_device_to_device_bytes", "device\nto device", _PROFILER, source="Memcpy DtoD"),
-    Metric("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
-    Metric("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
-    Metric(OTHER_COPIES, "other", _PROFILER),
-    Metric("memset_bytes", "memset", _PROFILER, source="Memset"),
+    _recorded("kernel_launches", "", _KERNELS, source="launches"),
+    _recorded("kernel_dram_read_bytes", "", _KERNELS, source="read_bytes"),
+    _recorded("kernel_dram_write_bytes", "", _KERNELS, source="write_bytes"),
+    _recorded("kernel_l2_total_bytes", "", _KERNELS, source="l2_bytes"),
+    _recorded("kernel_time_seconds", "", _KERNELS, "max", source="seconds"),
+    _recorded("cpu_time_seconds", "CPU\nms", _PROFILER, "max"),
+    _recorded("device_time_seconds", "GPU\nms", _PROFILER, "max"),
+    _hidden("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, Peak()),
+    _hidden("memory_growth_bytes", "memory\ngrowth", _PROFILER, Peak(), signed=True),
+    _recorded("memcpy_device_to_device_bytes", "device\nto device", _PROFILER,
+              source="Memcpy DtoD"),
+    _recorded("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
+    _recorded("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
+    _recorded(OTHER_COPIES, "other", _PROFILER),
+    _recorded("memset_bytes", "memset", _PROFILER, source="Memset"),
 ))
 # fmt: on
 """What can be in a run besides counters by their own names, which have ``__`` in them."""

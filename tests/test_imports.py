@@ -15,18 +15,30 @@ import dpbench
 
 PACKAGE = Path(dpbench.__file__).parent
 
-VALUES = {"errors", "files", "case", "grid", "options", "metrics", "registry", "gpu", "settings"}
+VALUES = {
+    "errors",
+    "files",
+    "case",
+    "grid",
+    "options",
+    "metric",
+    "metrics",
+    "registry",
+    "gpu",
+    "settings",
+}
 """Places at the bottom, which every other may import."""
 
 MAY_IMPORT = {
     "errors": set(),
-    "metrics": {"errors"},
+    "metric": set(),
+    "metrics": {"errors", "metric"},
     "case": {"errors"},
     "grid": {"errors", "case"},
     "files": {"errors"},
     "registry": {"errors", "case", "grid"},
     "options": {"case", "registry"},
-    "settings": {"errors", "files", "case", "grid", "metrics", "registry", "options"},
+    "settings": {"errors", "files", "case", "grid", "metric", "metrics", "registry", "options"},
     "gpu": {"errors", "files"},
     "workloads": VALUES,
     "training": VALUES | {"workloads"},

@@ -94,6 +94,7 @@ def test_it_runs_and_is_saved_and_compared(
     assert main([*RUN, *on_cpu, "--save=first", "--json=run.json"]) == 0
     [row] = json.loads(Path("run.json").read_text())["rows"]
     assert (row["instrument"], row["metric"], row["value"]) == ("power", "energy_joules", 8.0)
+    assert "energy" in capsys.readouterr().out  # shown without asking
     assert main([*RUN, *on_cpu, "--compare"]) == 0
     assert "compared with 0001_first" in capsys.readouterr().err
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import EntryPoint
 
 import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.torch_profiler.files import COPIES
-from dpbench.metrics import METRICS, Metric, Metrics, derived_name, expectations
+from dpbench.metrics import METRICS, Counters, Metric, Metrics, Share, derived_name, expectations
 from dpbench.results.kernels import KernelCount
 
 DRAM = {"dram_bytes": (2.0, 5.0)}
@@ -31,7 +32,7 @@ def test_ratio_has_the_name_without_the_unit() -> None:
 
 def test_what_a_metric_is_made_of_exists() -> None:
     for metric in METRICS.values():
-        assert {*metric.sum_of, *filter(None, [metric.logical])} <= set(METRICS)
+        assert {*metric.parts, *filter(None, [metric.logical])} <= set(METRICS)
     fields = KernelCount.__dataclass_fields__
     assert all(metric.source in fields for metric in METRICS.had_by("ncu_kernels"))
     assert {*COPIES.values()} <= set(METRICS)
@@ -39,7 +40,7 @@ def test_what_a_metric_is_made_of_exists() -> None:
 
 # --- added by a project --------------------------------------------------------------------------
 
-OWN = Metric("l1_total_bytes", "L1\ntotal", ("ncu",), ("l1tex__t_bytes.sum",))
+OWN = Metric("l1_total_bytes", "L1\ntotal", ("ncu",), Counters(("l1tex__t_bytes.sum",)))
 
 
 def test_name_means_one_metric() -> None:
@@ -88,3 +89,30 @@ def test_expectation_that_is_no_range_is_refused(text: str) -> None:
 def test_expectation_of_what_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="unknown ratio 'dram_bytes'; choose from dram_r"):
         expectations(["dram_bytes:2-5"])
+
+
+# --- of saved runs -------------------------------------------------------------------------------
+
+RATE = Metric("compression_ratio", by=("zip",), how=Share(("packed_bytes", "plain_bytes")))
+
+
+def test_definition_survives_json() -> None:
+    for metric in (*METRICS.values(), OWN, RATE):
+        assert Metric.from_json(json.loads(json.dumps(metric.as_json()))) == metric
+
+
+def test_lent_metric_is_known_as_long_as_it_is_lent_and_replaces_none() -> None:
+    metrics = Metrics([OWN])
+    with metrics.including([RATE, Metric(OWN.name, "another")]):
+        assert [*metrics] == [OWN.name, RATE.name]
+        assert metrics[OWN.name] == OWN
+        assert metrics.find("compression_ratio") == RATE
+        metrics.register(Metric("plain_bytes"))
+    assert [*metrics] == [OWN.name, "plain_bytes"]
+    assert metrics.find("compression_ratio") is None
+
+
+def test_metric_without_a_header_is_headed_by_its_name() -> None:
+    names = ("energy_joules", "wait_seconds", "l1_total_bytes", "compression_ratio")
+    headings = ["energy\nJ", "wait\nms", "l1", "compression ratio"]
+    assert [Metric(name).heading for name in names] == headings

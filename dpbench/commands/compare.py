@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
+from dpbench.metrics import METRICS
 from dpbench.results.compare import Threshold, check_comparable
 from dpbench.results.gate import Gate
 from dpbench.results.run import Run
@@ -44,10 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare the first run with each of the others."""
-    thresholds = [Threshold.parse(text) for text in options.fail]
     names = (options.before, *options.after)
-    before, *others = (saved_run(name, options.storage) for name in names)
-    bad = [_compare(before, after, thresholds, options.across) for after in others]
+    before, *others = runs = [saved_run(name, options.storage) for name in names]
+    with METRICS.including(*(run.metrics for run in runs)):
+        thresholds = [Threshold.parse(text) for text in options.fail]
+        bad = [_compare(before, after, thresholds, options.across) for after in others]
     return 1 if any(bad) else 0
 
 

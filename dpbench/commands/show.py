@@ -43,7 +43,7 @@ from pathlib import Path
 import pandas as pd
 
 from dpbench import gpu
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, Case
+from dpbench.case import ALL_PHASES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import (
@@ -56,6 +56,7 @@ from dpbench.files import (
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.instrument import timeline_of
 from dpbench.instruments.torch_profiler.files import with_operators
+from dpbench.metrics import METRICS
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount, fold
 from dpbench.results.roofline import (
@@ -67,7 +68,7 @@ from dpbench.results.roofline import (
     read_ceilings,
     under,
 )
-from dpbench.results.rows import NO_HARDWARE
+from dpbench.results.rows import NO_HARDWARE, identity
 from dpbench.results.run import Run
 from dpbench.results.times import account
 from dpbench.settings import declare
@@ -119,6 +120,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write the page; returns the exit code."""
+    if options.html:
+        check_libraries()
+    runs = [saved_run(name, options.storage) for name in _names_of_runs(options)]
+    with METRICS.including(*(run.metrics for run in runs)):
+        return _show(options, runs)
+
+
+def _names_of_runs(options: argparse.Namespace) -> list[str]:
+    """Which of the files are runs, not reports; refused where they share no table."""
+    if options.html or options.roofline is not None or options.time is not None:
+        return list(options.files)
+    others = [name for name in options.files if Path(name).suffix != REPORT]
+    if others and len(options.files) > 1:
+        raise ConfigurationError(
+            f"show {others[0]} alone: only reports of Nsight Compute share tables; dpbench compare "
+            f"takes more runs, and so do --html, --roofline and --time"
+        )
+    return [name for name in others if Path(name).suffix not in TIMELINES]
+
+
+def _show(options: argparse.Namespace, runs: Sequence[Run]) -> int:
     view = View.of(options)
     written = {"--markdown": options.markdown, "--html": options.html}
     written = {option: path for option, path in written.items() if path}
@@ -126,9 +148,9 @@ def run(options: argparse.Namespace) -> int:
     for path in written.values():
         check_writable_file(path)
     if options.html:
-        _draw(options, view)
+        _draw(runs, options, view)
         return 0
-    shown = _tables(options, view)
+    shown = _tables(runs, options, view)
     if not shown:
         raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
     print(as_text(shown, terminal_width()))
@@ -137,31 +159,23 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tables(options: argparse.Namespace, view: View) -> list[Table]:
+def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> list[Table]:
     if options.roofline is not None and options.time is not None:
         raise ConfigurationError("--roofline and --time are two tables: ask for one")
     if options.roofline is not None or options.time is not None:
-        runs = [saved_run(name, options.storage) for name in options.files]
         return list((_roofline if options.time is None else _times)(runs, options))
-    alone = next((name for name in options.files if Path(name).suffix != REPORT), None)
-    if alone is None:
-        return list(_of_reports(map(Path, options.files), view, options))
-    if len(options.files) > 1:
-        raise ConfigurationError(
-            f"show {alone} alone: only reports of Nsight Compute share tables; dpbench compare "
-            f"takes more runs, and so do --html, --roofline and --time"
-        )
-    path = Path(alone)
+    for run in runs:
+        return summary_tables(run.outcomes, View.of(options, run.baseline))
+    path = Path(options.files[0])
     if path.suffix in TIMELINES:
         check_is_file(path)
         return whole_timeline(timeline_of(path), path.stem)
-    run = saved_run(alone, options.storage)
-    return summary_tables(run.outcomes, View.of(options, run.baseline))
+    return list(_of_reports(map(Path, options.files), view, options))
 
 
 def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
     frame = pd.concat([run.frame for run in runs], ignore_index=True)
-    if frame.duplicated([*AXES, "instrument", "phase", "metric", "repeat", "device"]).any():
+    if frame.duplicated(identity()).any():
         names = ", ".join(options.files)
         raise ConfigurationError(f"{names}: the same case is in two of them; name one")
     return frame
@@ -211,12 +225,10 @@ def _card_here() -> str:
     )
 
 
-def _draw(options: argparse.Namespace, view: View) -> None:
+def _draw(runs: Sequence[Run], options: argparse.Namespace, view: View) -> None:
     """Write the page of the runs."""
-    check_libraries()
     from dpbench.show.html.page import render  # which needs them
 
-    runs = [saved_run(name, options.storage) for name in options.files]
     for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
         view = View.of(options, baseline)  # the usual ranges are of ratios to standard
     for run in runs:

@@ -15,15 +15,14 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, Case
+from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, RATIO, Metric
+from dpbench.metrics import METRICS, Metric
 from dpbench.results.frame import as_tuples
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, summed
 from dpbench.results.run import Run
 
-KEYS = [*AXES, "instrument", "metric", "phase"]
-CHANGES = [*KEYS, "device", "unit", "before", "after", "change", "relative"]
+CHANGES = [*summed(), "unit", "before", "after", "change", "relative"]
 """The columns of a comparison; ``change`` is after - before, ``relative`` that over before."""
 
 MOST = 5
@@ -51,11 +50,12 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
         and as ``steps`` and ``came`` what `dpbench.results.frame.numbers` says of the one, as
         ``steps_new`` and ``came_new`` of the other.
     """
-    measured = [*AXES, "instrument", *([] if across else ["device"])]
-    keys = [*measured, "metric", "phase", "unit"]
+    where = ["device"] if across else []
+    measured = summed("metric", "phase", *where)
+    keys = [*summed(*where), "of", "unit"]
     old, new = before.numbers, after.numbers
     if other_baseline(before, after):
-        old, new = (side[~side.metric.str.endswith(RATIO)] for side in (old, new))
+        old, new = (side[side.of == ""] for side in (old, new))
     if any(len({*as_tuples(side, keys)}) < len(side) for side in (old, new)):
         raise ConfigurationError("a run has one case on several devices: no one value of it")
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))

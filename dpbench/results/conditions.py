@@ -80,7 +80,9 @@ def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> li
     """
     old, new = (_named(run.environment, run.session) for run in (before, after))
     every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
-    return [
+    was, now = ({metric.name: metric.how for metric in run.metrics} for run in (before, after))
+    redefined = [f"what {name} is" for name in was if was[name] != now.get(name, was[name])]
+    return redefined + [
         f"{name} {was} -> {now}"
         for name, (was, now) in every.items()
         if was != now and (resumed or not (None in (was, now) or name.startswith("grid's ")))

@@ -8,9 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT
-from dpbench.metrics import DERIVED, LARGEST_SPREAD, METRICS, OTHER_COPIES, Kind, derived_name
-from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.errors import ConfigurationError
+from dpbench.metric import DERIVED, Kind, Share, derived_name
+from dpbench.metrics import LARGEST_SPREAD, METRICS, OTHER_COPIES
+from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows, identity, summed
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
@@ -38,12 +40,10 @@ def as_tuples(frame: pd.DataFrame, columns: Iterable[str]) -> list[tuple[Any, ..
 
 def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with rows of metrics that are sums or shares of others added, step by step."""
-    parts = {metric: {*metric.sum_of, *metric.share_of} for metric in METRICS.values()}
-    there = {*frame.metric}
-    made = [metric for metric, needed in parts.items() if needed and needed <= there]
+    made = [metric for metric in METRICS.behind({*frame.metric}) if metric.parts]
     if not made:
         return frame
-    needed = [*set().union(*(parts[metric] for metric in made)), "range_time_seconds"]
+    needed = [*{part for metric in made for part in metric.parts}, "range_time_seconds"]
     keys = [column for column in frame.columns if column not in ("metric", "value", "unit")]
     counted: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
     rows = as_tuples(frame[frame.metric.isin(needed)], [*keys, "metric", "value"])
@@ -53,9 +53,9 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
     wide = pd.DataFrame([*counted.values()], columns=needed)
     added = []
     for metric in made:
-        values = wide[[*metric.sum_of]].sum(axis="columns", skipna=False)
-        if metric.share_of:
-            part, whole = (wide[name] for name in metric.share_of)
+        values = wide[[*metric.parts]].sum(axis="columns", skipna=False)
+        if isinstance(metric.how, Share):
+            part, whole = (wide[name] for name in metric.parts)
             values = part / whole.where(whole > 0)
         if metric.name == "gpu_busy_share":
             values = _of_timed_steps(values, wide.range_time_seconds, steps, frame)
@@ -75,7 +75,7 @@ def _of_timed_steps(
     range's time, and none of its busy time. Where nothing was timed, a step's share is unknown, and
     a phase's that of its range.
     """
-    case = [*AXES, "instrument", "device", "phase"]
+    case = identity("metric", "repeat")
     timed = frame[frame.metric == "step_time_seconds"]
     number = _numbered(timed, case)
     timed = timed.assign(value=timed.value.groupby(number).transform("median"))
@@ -92,24 +92,59 @@ def _numbered(frame: pd.DataFrame, keys: Iterable[str]) -> pd.Series[int]:
     return pd.Series(each, frame.index, dtype=int)
 
 
+def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with one row for all ranks of a step, which it says are ``ranks``.
+
+    Each metric says how: bytes are their sum, times the longest, shares the mean.
+
+    Raises:
+        ConfigurationError: some ranks lack a number of the whole step, or nobody says how the
+            metric is to be had of several.
+    """
+    if not frame["rank"].any():
+        return frame.assign(ranks=1)
+    number = _numbered(frame, [*identity("rank"), "unit"])
+    values = frame.value.groupby(number)
+    reduced = frame[~number.duplicated()].reset_index(drop=True).assign(ranks=values.count())
+    every = reduced.ranks.groupby(_numbered(reduced, summed("metric", "phase"))).transform("max")
+    for row in reduced[(reduced.ranks < every) & (reduced.phase == STEP)].to_dict("records"):
+        raise ConfigurationError(
+            f"{Case.from_row(row).id}: some ranks have no {row['metric']} of step {row['repeat']}"
+        )
+    return reduced.assign(value=_aggregate(values, reduced.metric, "rank"), rank=0)
+
+
+def _aggregate(values: Any, metrics: pd.Series[str], column: str) -> pd.Series[float]:
+    """A number for each group of values that differ along a column, as its metric says."""
+    known = {name: METRICS.find(name) for name in metrics.unique()}
+    if column == "rank" and (unknown := [name for name, metric in known.items() if not metric]):
+        raise ConfigurationError(f"nobody says what {unknown[0]} is of several ranks: register it")
+    how = metrics.map({name: m.over(column) if m else "mean" for name, m in known.items()})
+    reduced: pd.Series[float] = values.mean()
+    for other in {*how} - {"mean"}:
+        reduced = reduced.mask(how == other, values.agg(other))
+    return reduced
+
+
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per case, instrument, phase and metric, over the active steps.
+    """One row per case, instrument, phase and metric, over ranks and active steps.
 
     ``value`` is the mean over the steps, for times and rates the median; ``spread`` is
-    (largest - smallest) / value, over ``repeats`` steps. Metrics of `with_totals` included.
+    (largest - smallest) / value, over ``repeats`` steps. Metrics of `with_totals` included. Of
+    several ``ranks`` each step is what `over_ranks` says.
 
     A phase that only some of a script's steps have, such as the optimizer's under gradient
     accumulation, did nothing in the others: its value is the mean over all steps, and phases add
     up to the step. ``came`` is how many of the ``steps`` have it.
     """
-    frame = with_totals(frame)
-    keys = [*AXES, "instrument", "phase", "metric", "unit", "device"]
+    frame = over_ranks(with_totals(frame))
+    keys = [*summed(), "unit"]
+    _check_unique(frame, [*keys, "repeat"])
     number = _numbered(frame, keys)
-    summary = frame.loc[~number.duplicated(), keys].reset_index(drop=True)
+    summary = frame.loc[~number.duplicated(), [*keys, "ranks"]].reset_index(drop=True)
     values = frame.value.groupby(number)
     mean, count, smallest = values.mean(), values.count(), values.min()
-    middle = [metric.name for metric in METRICS.values() if metric.middle]
-    value = mean.where(~summary.metric.isin(middle), values.median())
+    value = _aggregate(values, summary.metric, "repeat")
     # Apart, for whole steps can be counted more often.
     like = summary.assign(phase=summary.phase == STEP)
     steps = count.groupby(_numbered(like, keys)).transform("max")
@@ -135,7 +170,7 @@ def of_one_instrument(summary: pd.DataFrame, preferred: Sequence[str] = PREFERRE
     """The summary with one number a case, device, phase and metric: the first ``preferred``."""
     places = summary.instrument.map({name: place for place, name in enumerate(preferred)})
     best_first = summary.loc[places.sort_values(kind="stable").index]
-    return best_first.drop_duplicates([*AXES, "device", "phase", "metric"]).sort_index()
+    return best_first.drop_duplicates(summed("instrument")).sort_index()
 
 
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
@@ -144,17 +179,28 @@ def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.D
     Each metric has a ratio, by phase and for the step; NaN where no baseline was measured or
     it moved nothing.
     """
-    keys = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
-    divisor = _beside(summary, summary[summary.trainer == baseline], keys)
+    divisor = _beside(summary, summary[summary.trainer == baseline], summed("trainer"))
     return summary.assign(ratio=summary.value / divisor.where(divisor != 0), baseline=baseline)
 
 
 def _beside(rows: pd.DataFrame, others: pd.DataFrame, keys: list[str]) -> pd.Series[float]:
     """For each row the value of the other with the same keys; NaN where there is none."""
+    _check_unique(others, keys)
     values = dict(zip(as_tuples(others, keys), others.value, strict=True))
-    if len(values) < len(others):
-        raise ValueError("several rows with one number's keys")
     return pd.Series([values.get(key) for key in as_tuples(rows, keys)], rows.index, dtype=float)
+
+
+def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
+    """Refuse rows that differ in something besides these, naming the column in which they do."""
+    number = _numbered(rows, keys)
+    if number.is_unique:
+        return
+    alike = rows[number == number[number.duplicated()].iloc[0]]
+    differ = [str(name) for name in alike if name != "value" and alike[name].nunique() > 1]
+    row = alike.to_dict("records")[0]
+    what = f"{row['metric']}@{row['phase']} of {Case.from_row(row).id} by {row['instrument']}"
+    columns = ", ".join(differ) or "nothing but their value"
+    raise ValueError(f"{len(alike)} rows of {what} differ in {columns}")
 
 
 def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
@@ -162,9 +208,10 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
 
     A number of which a repeat is none is left out: its sum or mean would be wrong. It is NaN if
     some steps of a case lack it, and so is a ratio without a baseline, but of scripts, which need
-    none. ``steps`` is how many it is of, ``came`` how many of these have it.
+    none. ``steps`` is how many it is of, ``came`` how many of these have it; a ratio is ``of`` a
+    metric.
     """
-    keys = [*AXES, "instrument", "metric", "phase", "device"]
+    keys = summed()
     finite = frame.value.astype(float).abs() < float("inf")  # nor is NaN
     wrong = {*as_tuples(frame[~finite], keys)}
     known = [key not in wrong for key in as_tuples(frame, keys)]
@@ -174,15 +221,15 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     summary["steps"] = summary.steps.where(is_script | partial, summary.came)
     summary["value"] = summary.value.mask(partial & ~is_script)
     summary = with_ratios(summary, baseline)
-    by_both = [*CONFIGURATION, "instrument", "phase", "metric", "device"]
     standards = summary[summary.trainer == baseline]
     ratios = summary[summary.trainer != baseline]
-    fewer = _beside(ratios, standards.assign(value=standards.steps), by_both)
+    fewer = _beside(ratios, standards.assign(value=standards.steps), summed("trainer"))
     ratios = ratios.assign(steps=ratios.steps.where(~(fewer < ratios.steps), fewer))
     if baseline == BASELINE_TRAINER:
         ratios = ratios[ratios.ratio.notna() | (ratios.workload != SCRIPT)]
-    both = pd.concat([summary, as_metrics(ratios, "ratio")], ignore_index=True)
-    both = both[[*keys, "unit", "value", "steps", "came"]]
+    ratios = as_metrics(ratios.assign(of=ratios.metric), "ratio")
+    both = pd.concat([summary.assign(of=""), ratios], ignore_index=True)
+    both = both[[*keys, "of", "unit", "value", "steps", "came"]]
     order = as_tuples(both, keys)
     return both.iloc[sorted(both.index, key=order.__getitem__)].reset_index(drop=True)
 
@@ -210,8 +257,8 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     by_hardware = summary.instrument != "logical"
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
     wanted = summary.metric.map(said).where(by_hardware).astype(object)
-    keys = [*AXES, "phase", "metric"]
-    logical = _beside(summary.assign(metric=wanted), summary[~by_hardware], keys)
+    counted = summary[~by_hardware]
+    logical = _beside(summary.assign(metric=wanted), counted, summed("instrument", "device"))
     over = summary.value / logical.where(logical != 0)
     return summary.assign(logical=logical, over_logical=over)
 
@@ -222,9 +269,10 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     By ncu the two factors come from two processes, one profiled and one not, which may be CUPTI's;
     the instrument column says so.
     """
-    of_case, step = [*AXES, "device"], summary[summary.phase == STEP]
+    of_case, step = summed("instrument", "phase", "metric"), summary[summary.phase == STEP]
     times = step[step.metric == "step_time_seconds"]
-    counted = step[(step.unit == "B") & (step.metric != "peak_memory_bytes")]
+    whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
+    counted = step[(step.unit == "B") & ~step.metric.isin(whole)]
     rates = []
     for counts, measures in (("ncu", "timing"), ("ncu", "cupti"), ("cupti", "cupti")):
         rows = counted[counted.instrument == counts]
@@ -232,8 +280,8 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
         by = f"{counts} bytes / {measures} seconds"
         rates.append(rows.assign(value=rows.value / seconds, by=by)[seconds.notna()])
     table = pd.concat(rates, ignore_index=True)
-    table = table.drop_duplicates([*of_case, "instrument", "metric"])
-    names = table.metric.str.replace("_bytes", "_throughput")
+    table = table.drop_duplicates(summed())
+    names = table.metric.map(lambda metric: derived_name(metric, "throughput"))
     table = table.assign(metric=names, unit="B/s", instrument=table.by, spread=float("nan"))
     return table.drop(columns="by")
 
@@ -252,19 +300,21 @@ def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFr
     trusted = [metric.name for metric in METRICS.values() if metric.spread]
     spreads = derived(summary[summary.metric.isin(trusted)], "spread")
     largest = spreads.sort_values("value", ascending=False, kind="stable")
-    largest = largest.assign(metric=LARGEST_SPREAD.name).drop_duplicates([*AXES, "device", "phase"])
+    largest = largest.assign(metric=LARGEST_SPREAD.name)
+    largest = largest.drop_duplicates(summed("instrument", "metric"))
     parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
     rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
     dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
     return rows.assign(
-        has_baseline=_in_any(rows.trainer == baseline, rows, CONFIGURATION),
-        in_cache=_in_any(dram_step & (rows.value < IN_CACHE_BYTES), rows, AXES),
+        has_baseline=_in_any(rows.trainer == baseline, rows, "trainer"),
+        in_cache=_in_any(dram_step & (rows.value < IN_CACHE_BYTES), rows),
     )
 
 
-def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, by: Iterable[str]) -> pd.Series[bool]:
-    """Whether something holds for any row with the same values along ``by`` and device."""
-    return holds.groupby([rows[name] for name in (*by, "device")]).transform("any")
+def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, *but: str) -> pd.Series[bool]:
+    """Whether something holds for any row of the same case, or of those that differ in these."""
+    by = summed("instrument", "phase", "metric", *but)
+    return holds.groupby([rows[name] for name in by]).transform("any")
 
 
 # --- the account of a step ----------------------------------------------------------------------

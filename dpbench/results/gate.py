@@ -16,13 +16,13 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import AXES, SCRIPT, Case
-from dpbench.metrics import RATIO
+from dpbench.metrics import METRICS
 from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
-from dpbench.results.frame import CONFIGURATION, as_tuples
+from dpbench.results.frame import as_tuples
 from dpbench.results.kernels import NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, summed
 from dpbench.results.run import Run
 
 CasesAsked = Collection[tuple[Case, str]]
@@ -92,22 +92,26 @@ class Gate:
 
     def judge(self, limits: Sequence[Threshold] = ()) -> Verdict:
         """What changed, and what limits say of that: what may change by how much."""
+        with METRICS.including(self.after.metrics, self.before.metrics):
+            return self._judge(limits)
+
+    def _judge(self, limits: Sequence[Threshold]) -> Verdict:
         inside, after, judged, unjudged = self.inside, self.after, [], list[Unjudged]()
         for limit in limits:
             about = _about(inside, limit)
             rows = about.dropna(subset=["before", "after"])
             allowed = limit.exceeded(rows.before, rows.after)
-            judged.append(rows[CHANGES].join(allowed).assign(threshold=str(limit)))
+            judged.append(rows[[*CHANGES, "of"]].join(allowed).assign(threshold=str(limit)))
             unjudged += self._unjudged(limit, about)
         if limits and after.status != COMPLETE and self.asked is None:
             counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
             why = f"{after.name} was interrupted, with {counted}"
             unjudged.append(Unjudged("a limit", [], why))
-        nothing = pd.DataFrame(columns=[*CHANGES, "limit", "regressed", "threshold"])
+        nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
         table = pd.concat(judged, ignore_index=True) if judged else nothing
         # Without the baselines that were measured for their ratios alone.
         is_shown = inside.before.notna() & inside.shared
-        is_shown &= inside.after.notna() | ~inside.metric.str.endswith(RATIO)
+        is_shown &= inside.after.notna() | (inside.of == "")
         return Verdict(
             inside.loc[is_shown, CHANGES].reset_index(drop=True),
             table,
@@ -178,7 +182,7 @@ class Gate:
         steps, came = (row[f"{name}{'_new' * (run is self.after)}"] for name in ("steps", "came"))
         if came < steps:
             return f"only {came:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
-        if metric.endswith(RATIO):
+        if row["of"]:
             needed = f"the ratio needs its baseline {_baseline(run, case).id}"
             if _lacks_baseline(run, case, instrument):
                 return f"{needed}, which is not in {run.name}"
@@ -213,6 +217,9 @@ class Gate:
             return
         if other := other_baseline(self.before, self.after):
             yield other
+        was, now = (run.frame["rank"].nunique() for run in (self.before, self.after))
+        if now not in (was, 0):
+            yield f"{before} is the sum over {was} ranks, {after} over {now}"
         old, new = (
             [(case, by) for case, places in run.places.items() for by in places]
             for run in (self.before, self.after)
@@ -230,7 +237,7 @@ class Gate:
                 yield f"{what}: {listed(names)}"
         is_lost = self.pairs.before.notna() & self.pairs.after.isna()
         lost = self.pairs[self.pairs.shared & is_lost]
-        is_ratio = lost.metric.str.endswith(RATIO)
+        is_ratio = lost.of != ""
         lacking = {
             _baseline(self.after, case).id
             for case, row in _by_case(lost[is_ratio])
@@ -257,7 +264,7 @@ class Gate:
         scripts = self.inside[(self.inside.workload == SCRIPT) & (self.inside.phase != STEP)]
         before, after = scripts.came / scripts.steps, scripts.came_new / scripts.steps_new
         other = scripts[before.notna() & after.notna() & (before != after)]
-        for case, row in _by_case(other.drop_duplicates([*AXES, "instrument", "phase"])):
+        for case, row in _by_case(other.drop_duplicates(summed("metric"))):
             came = "{came:.0f} of {steps:.0f}".format(**row)
             now = "{came_new:.0f} of {steps_new:.0f}".format(**row)
             where = f"steps in {self.before.name}, in {now} in {self.after.name}"
@@ -267,7 +274,7 @@ class Gate:
         self, judged: pd.DataFrame, limits: Iterable[Threshold]
     ) -> Iterator[str]:
         """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
-        keys = [*CONFIGURATION, "instrument", "device", "phase"]
+        keys = summed("trainer", "metric")
         for limit in (each for each in limits if each.of):
             own = self.pairs[self.pairs.metric == limit.of]
             own = own[own.trainer == self.after.baseline]
@@ -287,7 +294,7 @@ class Gate:
         for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
             where = row["metric"], row["phase"]
             growth = grown(self.before, self.after, case, *where)
-            if row["metric"].endswith(RATIO):
+            if row["of"]:
                 growth += grown(self.before, self.after, _baseline(self.after, case), *where)
             listed.append({**row, "reference": self.before.name, "grown": growth})
         return listed

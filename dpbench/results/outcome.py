@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES, BASELINE_TRAINER, Case
+from dpbench.case import BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
+from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement
+from dpbench.results.rows import SCHEMA, Measurement, summed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,6 +122,7 @@ def document(
         "environment": dict(environment),
         "session": dict(session or {}),
         "summary": trainer_summary(outcomes),
+        "metrics": METRICS.definitions({row.metric for row in rows}),
         "cases": cases,
         "devices": sorted({row.device for row in rows}),
         **lists,
@@ -140,7 +142,7 @@ def _derived(rows: Sequence[Measurement], baseline: str) -> dict[str, Any]:
     summary = summarise(to_frame(rows))
     ratios = with_ratios(summary, baseline).dropna(subset="ratio")
     against = with_logical(summary).dropna(subset="over_logical")
-    by = [*AXES, "instrument", "device", "phase", "metric", "unit", "value"]
+    by = [*summed(), "unit", "value"]
     return {
         "ratios": _records(ratios.loc[ratios.trainer != baseline, [*by, "ratio"]]),
         "measured_over_logical": _records(against[[*by, "logical", "over_logical"]]),

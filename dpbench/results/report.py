@@ -14,7 +14,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.results.frame import PREFERRED, of_one_instrument, summarise, to_frame
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import STEP, Measurement, summed
 
 BY_PHASE = ("ncu", "cupti", "logical")
 """Instruments whose metrics have values by phase that add up to the step."""
@@ -100,7 +100,7 @@ class CaseReport:
         rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(BY_PHASE)]
         wide = (
             of_one_instrument(rows)
-            .drop_duplicates(["phase", "metric"])
+            .drop_duplicates(summed("instrument", "device"))
             .pivot(index="phase", columns="metric", values="value")
         )
         return wide.reindex([name for name in ALL_PHASES if name in wide.index])

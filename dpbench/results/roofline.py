@@ -22,10 +22,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES, PRODUCTS, Case
+from dpbench.case import PRODUCTS, Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import read_file
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, summed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,7 +163,8 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
 
     from dpbench.results.frame import of_one_instrument, summarise
 
-    case, place = list(AXES), [*AXES, "device", "phase"]
+    place, of_case = summed("instrument", "metric"), summed("instrument", "metric", "phase")
+    case = summed("instrument", "metric", "phase", "device")
     everything = summarise(frame)
     summary = of_one_instrument(everything)
     timed = everything[everything.metric.isin(["step_time_seconds", BUSY])]
@@ -176,14 +177,14 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     flops = of("flops", "flops").drop(columns="device")
     dram = of("dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
     seconds, busy = of("step_time_seconds", "seconds", timed), of(BUSY, "busy", timed)
-    on_hardware = pd.concat([dram, seconds])[[*case, "device"]].drop_duplicates()
+    on_hardware = pd.concat([dram, seconds])[of_case].drop_duplicates()
     logical = of("logical_bytes", "bytes")
     logical = logical.merge(on_hardware, "outer", case, suffixes=("_counted", ""))
     logical["bytes_are"] = COUNTED_BYTES
     logical["device"] = logical.device.fillna(logical.pop("device_counted"))
     logical["phase"] = logical.phase.fillna(STEP)  # of a case that nobody counted
     both = pd.concat([dram, logical], ignore_index=True)
-    first = both.groupby([*case, "device"]).bytes_are.transform("first")
+    first = both.groupby(of_case).bytes_are.transform("first")
     table = both[both.bytes_are == first].merge(flops, "left", [*case, "phase"])
     table = table.merge(seconds, "left", place).merge(busy, "left", place)
     return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
@@ -212,7 +213,8 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     roof = (arithmetic > bandwidth).map({True: "arithmetic", False: "bandwidth"})
     waits = table.busy.map("launch-bound ({:.0%})".format)
     of_step = table.phase == STEP
-    by_step = [table[key] for key in (*AXES, "device", "bytes_are")]
+    of_case = [*summed("instrument", "metric", "phase"), "bytes_are"]
+    by_step = [table[key] for key in of_case]
     unknown = (longer.isna() & ~of_step).groupby(by_step).transform("any")
     total = longer.mask(of_step).groupby(by_step).transform("sum", min_count=1)
     least = longer.mask(of_step, total.fillna(longer).mask(unknown))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import product
 from typing import Any
 
-from dpbench.case import AXES, SCRIPT, Case
+from dpbench.case import AXES, COUNTS, SCRIPT, Case
 from dpbench.metrics import METRICS
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON documents; raised when a field changes its meaning."""
 
 STEP = "step"
@@ -34,6 +35,7 @@ class Measurement:
         repeat: which of the active steps, from 0.
         device: the name of the processor that ran it.
         tool: the versions that made the number, e.g. ``ncu 2025.3.1``.
+        rank: which process of a distributed step, from 0.
     """
 
     case: Case
@@ -45,6 +47,7 @@ class Measurement:
     repeat: int
     device: str
     tool: str
+    rank: int = 0
 
     def as_row(self) -> dict[str, Any]:
         """The row as plain JSON types, the case's fields first."""
@@ -54,18 +57,41 @@ class Measurement:
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
-        """The inverse of `as_row`."""
-        return cls(Case.from_row(row), **{name: row[name] for name in OWN_COLUMNS})
+        """The inverse of `as_row`, or a row of an older document."""
+        return cls(Case.from_row(row), **{name: (LATER | row)[name] for name in OWN_COLUMNS})
 
 
-OWN_COLUMNS = [field.name for field in fields(Measurement) if field.name != "case"]
+_, *OWN_FIELDS = fields(Measurement)
+
+OWN_COLUMNS = [field.name for field in OWN_FIELDS]
 """The columns of the long table that are not the case's."""
+
+LATER = {field.name: field.default for field in OWN_FIELDS if field.default is not MISSING}
+"""What older documents mean that lack a column."""
 
 COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
 
+INTEGERS = {*COUNTS, *(field.name for field in OWN_FIELDS if field.type == "int")}
+"""The columns that hold integers."""
+
 IDENTITY = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
-"""The columns that tell one number from another."""
+"""The columns that tell one number from another: all others are lists of these less some."""
+
+REDUCED = ("rank", "repeat")
+"""The columns that a summary has no longer: it has one number for all ranks and steps."""
+
+
+def identity(*without: str) -> list[str]:
+    """The columns that tell one number from another where it has none of ``without``."""
+    if unknown := {*without} - {*IDENTITY}:
+        raise ValueError(f"rows are not told apart by {', '.join(sorted(unknown))}")
+    return [column for column in IDENTITY if column not in without]
+
+
+def summed(*without: str) -> list[str]:
+    """The columns that tell one number of a summary from another, less ``without``."""
+    return identity(*REDUCED, *without)
 
 
 def checked(case: Case, rows: Sequence[Measurement]) -> list[Measurement]:
@@ -79,10 +105,10 @@ def checked(case: Case, rows: Sequence[Measurement]) -> list[Measurement]:
     """
     if others := {row.case.id for row in rows if row.case != case}:
         raise ValueError(f"the instrument has returned rows of {min(others)}")
-    said = Counter((r.instrument, r.phase, r.metric, r.repeat, r.device) for r in rows)
-    for (instrument, phase, metric, repeat, _), times in said.items():
+    said = Counter(map(_without_value, rows))
+    for row, times in said.items():
         if times > 1:
-            where = f"{metric}@{phase} of step {repeat} by {instrument}"
+            where = f"{row.metric}@{row.phase} of step {row.repeat} by {row.instrument}"
             raise ValueError(f"the instrument has returned {times} rows for {where}")
     return [*rows, *(() if case.workload == SCRIPT else _zeros(rows))]
 
@@ -90,16 +116,24 @@ def checked(case: Case, rows: Sequence[Measurement]) -> list[Measurement]:
 def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:
     """Rows for the phases that only other steps have; what does not add up to a step has none."""
     whole = {metric.name for metric in METRICS.values() if not metric.adds_up}
-    metrics: dict[tuple[str, str, str], dict[str, dict[int, Measurement]]] = {}
+    there = {_without_value(row) for row in rows}
+    phases: dict[Measurement, dict[str, Measurement]] = defaultdict(dict)
+    steps: dict[Measurement, set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
         if row.phase != STEP and row.metric not in whole:
-            phases = metrics.setdefault((row.instrument, row.metric, row.device), {})
-            phases.setdefault(row.phase, {})[row.repeat] = row
-    for phases in metrics.values():
-        repeats = {repeat for steps in phases.values() for repeat in steps}
-        for steps in phases.values():
-            like = next(iter(steps.values()))
-            yield from (replace(like, value=0.0, repeat=n) for n in sorted(repeats - {*steps}))
+            alike = replace(_without_value(row), phase="", rank=0, repeat=0)
+            phases[alike].setdefault(row.phase, row)
+            steps[alike].add((row.rank, row.repeat))
+    for alike, by_phase in phases.items():
+        for row, (rank, repeat) in product(by_phase.values(), sorted(steps[alike])):
+            zero = replace(row, value=0.0, rank=rank, repeat=repeat)
+            if _without_value(zero) not in there:
+                yield zero
+
+
+def _without_value(row: Measurement) -> Measurement:
+    """What a row is about, whatever it says."""
+    return replace(row, value=0.0, unit="", tool="")
 
 
 def as_rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:

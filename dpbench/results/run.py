@@ -13,12 +13,13 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, COUNTS, Case
+from dpbench.case import ADDED, ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable, read_file
+from dpbench.metric import AGGREGATES, Metric
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of, each_once
-from dpbench.results.rows import COLUMNS, IDENTITY, SCHEMA, STEP, as_rows
+from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP, as_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +59,8 @@ class Run:
                 for entry in run.document.get(part, ()):
                     LISTS[part].from_row(entry)
             rows = run.document["rows"]
-            frame = checked_frame(rows)
+            with METRICS.including(run.metrics):
+                frame = checked_frame(rows)
             again = frame.duplicated(IDENTITY)
             rows[:] = compress(rows, ~again)
             vars(run).update(frame=frame[~again].reset_index(drop=True), repeated=int(again.sum()))
@@ -90,8 +92,10 @@ class Run:
     ) -> Run:
         """A session so far, which need not have a file."""
         listed = tuple(each_once(outcomes))
-        rows = as_rows(row for outcome in listed for row in outcome.rows)
-        document = {"environment": environment or {}, "session": session or {}, "rows": rows}
+        rows = [row for outcome in listed for row in outcome.rows]
+        document: dict[str, Any] = {"environment": environment or {}, "session": session or {}}
+        document["metrics"] = METRICS.definitions({row.metric for row in rows})
+        document["rows"] = as_rows(rows)
         run = cls(Path(name), document)
         vars(run)["outcomes"] = listed
         return run
@@ -142,6 +146,11 @@ class Run:
         return tuple(sorted({device for device, _ in self.sources}))
 
     @cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The definitions of what it measured; none in documents of older versions."""
+        return tuple(map(Metric.from_json, self.document.get("metrics", ())))
+
+    @cached_property
     def frame(self) -> pd.DataFrame:
         """The long table, with the columns of `Measurement.as_row`."""
         import pandas as pd
@@ -153,7 +162,8 @@ class Run:
         """What is compared of it; see `dpbench.results.frame.numbers`."""
         from dpbench.results.frame import numbers
 
-        return numbers(self.frame, self.baseline)
+        with METRICS.including(self.metrics):
+            return numbers(self.frame, self.baseline)
 
     @cached_property
     def places(self) -> dict[Case, dict[str, list[str]]]:
@@ -241,6 +251,10 @@ _SHAPE: dict[str, Any] = {
         }
     ],
     "devices": [str],
+    "metrics": [
+        {"name": str, "header": str, "by": [str], "shown": [str], "expected": [_NUMBER]}
+        | {"how": {"names": [str], "parts": [str]}, "repeats": AGGREGATES, "ranks": AGGREGATES}
+    ],
     **{part: [{}] for part in LISTS},
 }
 """What parts of a document are, if it has them: of a kind, one of some values, a list of such, or
@@ -276,8 +290,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
     for instrument, options in document.get("session", {}).get("settings", {}).items():
         _check(options, dict, f"session.settings.{instrument}")
     for part in ("cases", *LISTS):
+        added = ADDED | LATER if part == "rows" else ADDED
         for entry in document.get(part, ()):
-            entry.update(ADDED | entry)
+            entry.update(added | entry)
     for case in document.get("cases", ()):
         Case.from_row(case)
     return dict(document)
@@ -290,7 +305,7 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     frame = pd.DataFrame(rows, columns=COLUMNS)
     for column in COLUMNS if rows else ():
-        allowed = ["integer" if column in (*COUNTS, "repeat") else "string"]
+        allowed = ["integer" if column in INTEGERS else "string"]
         if column == "value":
             allowed = ["integer", "floating", "mixed-integer-float"]
         if frame[column].hasnans or pd.api.types.infer_dtype(frame[column]) not in allowed:
@@ -300,11 +315,13 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         Case(*axes)
     said = frame.drop_duplicates([*IDENTITY, "value", "unit"])
     units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
-    may_fall = units.isna() | frame.metric.str.endswith("growth_bytes")
+    signed = [metric.name for metric in METRICS.values() if metric.signed]
+    may_fall = units.isna() | frame.metric.isin(signed)
     wrong = {
         "the phase {phase!r}": ~frame.phase.isin((STEP, *ALL_PHASES)),
         "the unit {unit!r}": units.notna() & (units != frame.unit),
         "the repeat {repeat}": frame.repeat < 0,
+        "the rank {rank}": frame["rank"] < 0,
         "the value {value}": ~np.isfinite(frame.value) | (frame.value < 0) & ~may_fall,
         "a second value, {value},": frame.index.isin(said.index[said.duplicated(IDENTITY)]),
     }

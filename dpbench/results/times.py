@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpbench.case import AXES, BASELINE_TRAINER
+from dpbench.case import BASELINE_TRAINER
 from dpbench.results.roofline import MEASURED_BYTES, Roofs, phases, under
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, summed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,10 +51,12 @@ def additional(times: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.Data
     """
     steps = times[times.phase == STEP]
     seconds = ["seconds", *(f"{part}_seconds" for part in PARTS)]
-    keys = [*(axis for axis in AXES if axis != "trainer"), "device"]
+    keys = summed("instrument", "metric", "phase", "trainer")
     base = steps.loc[steps.trainer == baseline, [*keys, *seconds]]
     both = steps.merge(base, on=keys, suffixes=("", "_of_baseline"))
     both = both[(both.trainer != baseline) & (both.seconds > both.seconds_of_baseline)]
     more = {name: both[name] - both[f"{name}_of_baseline"] for name in seconds}
     shares = {f"{part}_share": more[f"{part}_seconds"] / more["seconds"] for part in PARTS}
-    return both[[*AXES, "device"]].assign(more_seconds=more["seconds"], **shares)
+    return both[summed("instrument", "metric", "phase")].assign(
+        more_seconds=more["seconds"], **shares
+    )

@@ -12,19 +12,10 @@ from dpbench.case import BASELINE_TRAINER, SCRIPT, Case
 from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
-from dpbench.results.compare import KEYS
-from dpbench.results.frame import CONFIGURATION, as_tuples
+from dpbench.results.frame import as_tuples
 from dpbench.results.gate import Verdict
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, summed
 from dpbench.show.layout import ABSENT, Table, gigabytes, written
-
-SHOWN = (
-    *("dram_bytes", "dram_ratio", "l2_served_bytes", "l2_served_ratio"),
-    *("l2_total_bytes", "l2_ratio"),  # where one run has no other
-    *("logical_bytes", "logical_ratio", "peak_memory_bytes", "step_time_seconds"),
-)
-"""Metrics of the step that are shown without a threshold."""
-
 
 HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
 
@@ -35,17 +26,18 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     A table's title begins with ``title``, and ends with the reference it is ``against``.
     """
     changes, judged = verdict.changes, verdict.judged
-    keys = [*KEYS, "device"]
+    keys = summed()
     known = pd.MultiIndex.from_frame(changes[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
-    rows = changes[changes.metric.isin(SHOWN) & (changes.phase == STEP) & ~known]
+    rows = changes[changes.metric.isin(_shown()) & (changes.phase == STEP) & ~known]
     every, both = METRICS.every(), {*as_tuples(changes[changes.change.notna()], keys)}
     better = rows.assign(metric=[every[name].replaced_by for name in rows.metric])
     rows = rows.loc[[key not in both for key in as_tuples(better, keys)]]
     if not judged.empty:
         rows = pd.concat([rows, judged])
     tables = []
-    for key, group in rows.groupby([*CONFIGURATION, "instrument", "device"]):
-        cell = dict(zip([*CONFIGURATION, "instrument", "device"], key, strict=True))
+    cells_by = summed("trainer", "metric", "phase")
+    for key, group in rows.groupby(cells_by):
+        cell = dict(zip(cells_by, key, strict=True))
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
         what = f"{case.configuration}, batch {case.batch_size}"
         what += f", sequence {case.seq_len}" if case.seq_len else ""
@@ -62,10 +54,16 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
 
 
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
-    """Trainers as they are registered, the baseline first; metrics as in `SHOWN`; then others."""
+    """Trainers as they are registered, the baseline first; what is shown anyway, then others."""
     if names.name == "trainer":
         return names.map(TRAINERS.rank)
-    return names.map(lambda name: [*SHOWN, name].index(name))
+    shown = _shown()
+    return names.map(lambda name: [*shown, name].index(name))
+
+
+def _shown() -> list[str]:
+    """Metrics of the step that are shown without a threshold."""
+    return [name for name, metric in METRICS.every().items() if "change" in metric.shown]
 
 
 def change_cells(row: Mapping[Any, Any]) -> list[str]:

@@ -39,12 +39,11 @@ def recorded_tables(frame: pd.DataFrame) -> list[Table]:
 def _by_phase(title: str, wide: pd.DataFrame, instrument: str) -> Table:
     """A line for each phase; the columns are the instrument's metrics that are not all zero."""
     columns: dict[str, Shown] = {"phase": ("phase", str)}
-    writers = {"B": gigabytes, "s": milliseconds}
+    writers = {"giga": gigabytes, "ms": milliseconds, "percent": "{:.0%}".format}
     for metric in METRICS.had_by(instrument):
         if metric.name in wide and wide[metric.name].any():
-            header = f"{metric.header} GB" if metric.unit == "B" else metric.header
-            share = "{:.0%}" if metric.share_of else "{:.0f}"
-            columns[header] = (metric.name, writers.get(metric.unit, share.format))
+            header = f"{metric.heading} GB" if metric.form == "giga" else metric.heading
+            columns[header] = (metric.name, writers.get(metric.form, "{:.0f}".format))
     notes = []
     if "device_time_seconds" in wide:
         ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in, unusual
-from dpbench.metrics import METRICS, STANDARD, Metric, derived_name
+from dpbench.metric import STANDARD, Metric, derived_name
+from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
 from dpbench.results.frame import CONFIGURATION, complete
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
-from dpbench.results.rows import STEP
+from dpbench.results.rows import STEP, summed
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import (
     NAME,
@@ -64,7 +65,7 @@ def tables(
     listed: list[Table] = []
     for group in groups(summary, view):
         columns = _columns(group, view)
-        in_bytes = any(c.kind == "value" and c.name.endswith("_bytes") for c in columns)
+        in_bytes = any(c.kind == "value" and c.unit == "B" for c in columns)
         listed += group.table(
             "GB per step" if in_bytes else "per step",
             {_header(shown, view): group.texts(shown) for shown in columns},
@@ -131,18 +132,17 @@ class Group:
 
 def _written(shown: Metric, value: float, unit: str) -> str:
     """A number of a column, for people."""
-    if shown.kind == "spread":
-        return f"{value:.2%}"
-    if shown.kind in ("ratio", "over_logical"):
-        return f"{value:.2f}"
-    if "__" in shown.name:  # as the tool gives it
-        return f"{value:.6g} {unit}"
-    if shown.name.endswith("_share"):
-        return f"{value:.0%}"
-    if unit == "s":
-        return f"{value * 1e3:.1f}"
-    in_billions = unit in ("B", "B/s") or shown.name == "flops"
-    return gigabytes(value) if in_billions else three_digits(value)
+    return f"{value:.6g} {unit}" if shown.form == "as is" else _WRITERS[shown.form](value)
+
+
+_WRITERS: dict[str, Callable[[float], str]] = {
+    "ratio": "{:.2f}".format,
+    "spread": "{:.2%}".format,
+    "percent": "{:.0%}".format,
+    "ms": lambda seconds: f"{seconds * 1e3:.1f}",
+    "giga": gigabytes,
+    "number": three_digits,
+}
 
 
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
@@ -178,11 +178,14 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
     always = ("trainer", "batch_size", "seq_len")
     labels = [
         axis
-        for axis in AXES
+        for axis in summed("instrument", "phase", "metric")
         if axis not in keys and (axis in always or summary[axis].nunique() > 1)
     ] or ["trainer"]
     rows = ordered(in_order(summary), keys)
-    prefixes = {"batch_size": "bs", "seq_len": "seq"}  # as in `Case.id`
+    # As in `Case.id`; what is no axis is named.
+    prefixes = {"batch_size": "bs", "seq_len": "seq"} | {
+        column: f"{column} " for column in labels if column not in AXES
+    }
     parts = [
         (prefixes.get(axis, "") + rows[axis].astype(str)).where(rows[axis].astype(bool), "")
         for axis in labels
@@ -245,15 +248,16 @@ def _columns(group: Group, view: View) -> list[Metric]:
         return list(chosen) if filled else []
     if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
         return filled
-    # Not every chip and instrument says how busy the GPU was.
-    return [c for c in chosen if c in filled or c.name != BUSY]
+    # Not every chip and instrument says how busy the GPU was, or has what others declare.
+    usual = METRICS.built_in - {BUSY}
+    return [c for c in chosen if c in filled or (c.of or c.name) in usual]
 
 
 def _header(shown: Metric, view: View) -> str:
     """A column's header, if its ratio is to another trainer than the usual with that one's name."""
     if view.baseline == BASELINE_TRAINER:
-        return shown.header
-    return shown.header.replace(STANDARD, f"÷ {view.baseline}")
+        return shown.heading
+    return shown.heading.replace(STANDARD, f"÷ {view.baseline}")
 
 
 def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
@@ -275,6 +279,9 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
             listed = [f"{row.label} {row.value:.2f}" for row in outside.itertuples()]
             name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
             yield f"{name}: expected range {low:g} to {high:g} x {view.baseline}; outside: {cases}."
+    if (ranks := rows.ranks.max()) > 1:
+        how = "counts are the sum, times and peaks the largest, shares the mean"
+        yield f"Of {ranks:.0f} ranks: {how}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
@@ -299,7 +306,7 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
         rows = group.shown[group.shown.metric == derived_name(shown.name, "spread")]
         if len(rows):
             worst = rows.sort_values("value", ascending=False, kind="stable").iloc[0]
-            name = shown.header.replace("\n", " ").removesuffix(" ms")
+            name = shown.heading.replace("\n", " ").removesuffix(" ms")
             yield f"{name} {worst.value:.2%} ({worst.label}, {worst.repeats:.0f} steps)"
 
 
@@ -352,7 +359,7 @@ def _throughput_table(group: Group) -> list[Table]:
     rates = [rate for rate in every if rate.kind == "throughput" and METRICS[rate.of].throughput]
     rates = without_replaced(rates, lambda rate: group.texts(rate, STEP))
     shown = {rate: texts for rate in rates if (texts := group.texts(rate, STEP))}
-    columns = {METRICS[rate.of].header: texts for rate, texts in shown.items()}
+    columns = {METRICS[rate.of].heading: texts for rate, texts in shown.items()}
     notes = ["Counted bytes ÷ step time of the unprofiled process.", *about_replaced(shown)]
     return group.table("GB/s", columns, notes)
 

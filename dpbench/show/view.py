@@ -23,8 +23,8 @@ IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
 
 def columns() -> dict[str, Metric]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
-    named = {name: metric for name, metric in METRICS.every().items() if metric.header}
-    return {n: metric for n, metric in named.items() if not IN_OTHER_TABLES.issuperset(metric.by)}
+    every = METRICS.every().items()
+    return {name: each for name, each in every if not IN_OTHER_TABLES.issuperset(each.by)}
 
 
 def column(name: str) -> Metric:
@@ -39,9 +39,17 @@ def column(name: str) -> Metric:
 
 
 def shown_by_default(*, logical: bool) -> list[Metric]:
-    """What is shown of logical counting, or of counters and times, unless columns are chosen."""
+    """What is shown of logical counting, or of counters and times, unless columns are chosen.
+
+    Of both, whatever a project has declared.
+    """
     shown = [metric for metric in METRICS.every().values() if "value" in metric.shown]
-    return [m for m in shown if ("logical" in m.by if logical else m.by != ("logical",))]
+    return [
+        metric
+        for metric in shown
+        if (metric.of or metric.name) not in METRICS.built_in
+        or ("logical" in metric.by if logical else metric.by != ("logical",))
+    ]
 
 
 def without_replaced(
@@ -53,7 +61,7 @@ def without_replaced(
     that the other has not, and alone where that one has none.
     """
     shown, every = list(shown), METRICS.every()
-    pairs = [(each.name, each.replaced_by) for each in shown if each.replaced_by]
+    pairs = [(each.name, each.replaced_by) for each in shown if each.replaced_by in every]
     numbers = {name: {*known(every[name])} for pair in pairs for name in pair}
     left_out = {old if numbers[old] <= numbers[new] else "" for old, new in pairs}
     left_out |= {new for old, new in pairs if numbers[old] and not numbers[new]}

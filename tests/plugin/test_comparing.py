@@ -18,7 +18,7 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
 ) -> None:
     save(pytester.path, "good", recorded_document(less))
     save(pytester.path, "regressed", recorded_document(regressed=True))
-    newer = save(pytester.path, "newer", {**recorded_document(), "schema": 2})
+    newer = save(pytester.path, "newer", {**recorded_document(), "schema": 99})
     pytester.makepyfile(
         test_suite="""
         import pytest
@@ -54,7 +54,7 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
     result.stdout.fnmatch_lines(
         [
             "dpbench: unknown metric 'l2'; choose from l2_*",
-            f"dpbench: skipped: run file {newer} cannot be read: schema 2*upgrade dpbench",
+            f"dpbench: skipped: run file {newer} cannot be read: schema 99*upgrade dpbench",
             "dpbench: compared with 0001_good",
             "PASSED*test_may_do_anything*",
             "PASSED*test_may_do_a_little*",

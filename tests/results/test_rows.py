@@ -70,6 +70,7 @@ def test_row_is_flat_and_spells_everything_out() -> None:
         "repeat": 0,
         "device": "H200",
         "tool": "ncu 2025.3",
+        "rank": 0,
     }
 
 

@@ -103,7 +103,7 @@ def test_trainer_that_this_process_does_not_know_is_read(saved: Path) -> None:
         (b"\xff\xfe", "cannot be read"),
         ('{"schema": 1}', "cannot be read: lacks 'rows'"),
         ('{"schema": true, "rows": []}', "cannot be read"),
-        (json.dumps({"schema": SCHEMA + 1, "rows": []}), "reads up to 1; upgrade dpbench"),
+        (json.dumps({"schema": SCHEMA + 1, "rows": []}), f"reads up to {SCHEMA}; upgrade dpbench"),
     ],
     ids=["empty", "cut off", "a list", "deep", "binary", "no rows", "no schema", "newer"],
 )

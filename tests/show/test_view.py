@@ -55,7 +55,7 @@ def test_column_says_which_number_it_shows(name: str, shown: str, of: str, kind:
 
 
 def test_headers_of_different_columns_differ() -> None:
-    assert len({shown.header for shown in columns().values()}) == len(columns())
+    assert len({shown.heading for shown in columns().values()}) == len(columns())
 
 
 def test_what_is_shown_by_default() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dpbench.instruments.cupti.chip import MAY_LACK, Chip
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.ncu.metrics import ALWAYS, counters, having, resolve
-from dpbench.metrics import METRICS, Metric
+from dpbench.metrics import METRICS, Metric, Sum
 
 _OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)]
 
@@ -52,16 +52,18 @@ def describe(library: Library, name: str) -> str:
 
 def _parts(name: str) -> tuple[str, ...]:
     metric = METRICS.get(name)
-    return (metric.share_of or metric.sum_of or (name,)) if metric else (name,)
+    return (metric and metric.parts) or (name,)
 
 
 def with_derived(values: Mapping[str, float]) -> dict[str, float]:
     """Counted metrics, and the sums and shares that they make."""
     derived = dict(values)
     for metric in METRICS.values():
-        parts = [values[name] for name in metric.sum_of or metric.share_of if name in values]
-        if metric.sum_of and len(parts) == len(metric.sum_of):
+        parts = [values[name] for name in metric.parts if name in values]
+        if not parts or len(parts) < len(metric.parts):
+            continue
+        if isinstance(metric.how, Sum):
             derived[metric.name] = sum(parts)
-        elif metric.share_of and len(parts) == len(metric.share_of) and parts[1] > 0:
+        elif parts[1] > 0:
             derived[metric.name] = parts[0] / parts[1]
     return derived

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, Metric
+from dpbench.metrics import METRICS, Counters, Metric
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 """What is counted whatever was asked for, where the chip can."""
@@ -14,7 +13,7 @@ ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 
 def on_chip(chip: str = "") -> dict[str, Metric]:
     """Every metric that a chip has counters for; on GH100 they take one pass of the process."""
-    here = [replace(m, counters=m.on(chip), chips=()) for m in METRICS.counted("ncu")]
+    here = [metric.counted_by(metric.on(chip)) for metric in METRICS.counted("ncu")]
     return {metric.name: metric for metric in here if metric.counters}
 
 
@@ -27,7 +26,7 @@ def having(
     to would not be the same.
     """
     spelled = [
-        replace(metric, counters=names, chips=())
+        metric.counted_by(names)
         for metric in METRICS.counted(instrument)
         for names in (reversed(metric.spellings) if metric.counters else [metric.on(chip)])
     ]
@@ -59,7 +58,7 @@ def resolve(
                 f".sum do; ncu itself shows rates and averages of single kernels"
             )
         elif "__" in name:
-            chosen[name] = Metric(name, counters=(name,))
+            chosen[name] = Metric(name, how=Counters((name,)))
         else:
             raise unknown("metric", name, [*ours, *nvprof], "or a counter of ncu --query-metrics")
     return list(chosen.values())

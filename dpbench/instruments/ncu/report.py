@@ -26,7 +26,7 @@ from dpbench.instruments.base import CounterUnknown, InstrumentError
 from dpbench.instruments.child import log_lines
 from dpbench.instruments.cupti.library import load_helpers_first
 from dpbench.instruments.ncu.metrics import counters, having, on_chip
-from dpbench.metrics import Metric
+from dpbench.metrics import Counters, Metric
 from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
@@ -232,7 +232,7 @@ def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
         raise ConfigurationError(
             f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
         )
-    return (*(there[metric] for metric in COUNTED), Metric(TIME, counters=(TIME,)))
+    return (*(there[metric] for metric in COUNTED), Metric(TIME, how=Counters((TIME,))))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dpbench.case import AXES, SCRIPT
 from dpbench.metrics import METRICS, expectations
 from dpbench.results.frame import of_one_instrument, summarise, with_logical, with_ratios
 from dpbench.results.roofline import Roofs
-from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 from dpbench.show.tables import in_order, title_parts
 
@@ -124,7 +124,7 @@ class Material:
 
         Counts depend on nothing but the case and the versions that counted it.
         """
-        counted = self.step_bytes(COUNTED).drop_duplicates(list(AXES))
+        counted = self.step_bytes(COUNTED).drop_duplicates(summed())
         both = with_logical(pd.concat([self.step_bytes(MEASURED), counted]))
         return both.dropna(subset="logical")
 
@@ -164,7 +164,7 @@ def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     devices = set(subject.device)
     if len(devices) > 1:
         title = title.where(~rows.device.isin(devices), title + ", " + rows.device)
-    again = subject.groupby([*AXES, "device"]).run.nunique() > 1
+    again = subject.groupby(summed("instrument", "metric", "phase")).run.nunique() > 1
     if again.any():  # the same case in two runs: only the run's label tells them apart
         title = title + ", " + rows.run
     return title

@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from dpbench.case import AXES
 from dpbench.results.frame import derived
-from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
+from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 from dpbench.show.html.charts import against_logical, busy, memory, phases
 from dpbench.show.html.data import MEASURED, Material, pivot
@@ -86,7 +86,8 @@ def draw(material: Material) -> list[Chart]:
 
 def headline(material: Material) -> list[str]:
     """What the page is about, in sentences: cases, devices, premises, failures."""
-    cases = material.summary.drop_duplicates(["run", *AXES, "premise"])
+    told_apart = summed("instrument", "device", "metric", "phase")
+    cases = material.summary.drop_duplicates(["run", *told_apart, "premise"])
     measured = cases[cases.premise == MEASURED]
     counts = {
         f"measured on {', '.join(sorted(set(measured.device)))}": len(measured),
@@ -135,7 +136,7 @@ def cases(material: Material) -> Table:
     listed = [c for c in (*usual_columns(), column("samples_per_second")) if c.name in wide]
     listed = without_replaced(listed, lambda c: wide.get(c.name, wide.iloc[:0, 0]).dropna().index)
     for shown in listed:
-        header = shown.header.replace("\n", " ").replace("mem.", "memory")
+        header = shown.heading.replace("\n", " ").replace("mem.", "memory")
         header = header.replace("÷ std", f"÷ {material.baseline}")
         usual = times if shown.kind == "ratio" else "{:.2f}".format
         write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.roofline import (
@@ -20,7 +19,7 @@ from dpbench.results.roofline import (
     phases,
     under,
 )
-from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.rows import NO_HARDWARE, STEP, identity, summed
 from dpbench.results.run import Run
 from dpbench.results.times import account, additional
 from dpbench.show.html import figures
@@ -103,7 +102,7 @@ def _by_device(material: Material) -> Iterator[tuple[Run, str, pd.DataFrame]]:
     """Of each run what was measured on a device, beside what any run has counted."""
     everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
     counted = everything[everything.device == NO_HARDWARE]
-    counted = counted.drop_duplicates([*AXES, "phase", "metric", "repeat"])
+    counted = counted.drop_duplicates(identity())
     for run in material.runs:
         measured = run.frame[run.frame.device != NO_HARDWARE]
         for device, rows in measured.groupby("device", sort=False):
@@ -115,7 +114,8 @@ def _that_matter(tables: list[pd.DataFrame], material: Material) -> pd.DataFrame
     if not tables:
         return pd.DataFrame()
     table = pd.concat(tables, ignore_index=True)
-    whole = table.groupby(["run", *AXES, "device"]).seconds.transform("max")
+    of_case = ["run", *summed("instrument", "metric", "phase")]
+    whole = table.groupby(of_case).seconds.transform("max")
     table = table[table.seconds > SHOWN_SHARE * whole]
     table = table.assign(title=titles(table, material.summary))
     return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
@@ -211,7 +211,7 @@ def _times(material: Material) -> tuple[pd.DataFrame, list[str], list[str]]:
             refusals.append(f"{device}: {error}.")
             continue
         added = additional(table, run.baseline).assign(phase=STEP)
-        table = table.merge(added, "left", [*AXES, "device", "phase"])
+        table = table.merge(added, "left", summed("instrument", "metric"))
         tables.append(table.assign(run=run.name))
         ceilings.append(roofs_in_words(roofs, sorted(set(table.precision))))
     return _that_matter(tables, material), refusals, [*dict.fromkeys(ceilings)]

@@ -18,7 +18,7 @@ from dpbench.instruments.ncu.report import (
     read,
     read_kernels,
 )
-from dpbench.metrics import Metric
+from dpbench.metrics import Counters, Metric
 from dpbench.results.rows import STEP
 
 DATA = Path(__file__).parents[2] / "data" / "tiny-fp32"
@@ -93,7 +93,7 @@ def test_a_missing_counter_is_an_error_and_never_a_zero() -> None:
 
 
 def test_a_counter_without_a_value_is_an_error_and_never_saved() -> None:
-    empty = Metric("rate_of_nothing", counters=("dram__bytes_read.sum",), scale=math.nan)
+    empty = Metric("rate_of_nothing", how=Counters(("dram__bytes_read.sum",), math.nan))
     with pytest.raises(CounterUnknown, match=r"rate_of_nothing of 0\.outside is nan"):
         read(DPSGD, case_of(DPSGD), [empty])
 

@@ -1,0 +1,280 @@
+"""What a metric is: where its numbers come from, how several become one, how it is shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal, get_args
+
+Kind = Literal["value", "ratio", "spread", "over_logical", "logical", "throughput"]
+"""What a number is: a metric's own value, or what follows from it."""
+
+STANDARD = "÷ std"
+"""How a header says that a column is a ratio to standard training."""
+
+DERIVED: Mapping[Kind, str] = {
+    "ratio": STANDARD,
+    "spread": "spread",
+    "over_logical": "÷ logical",
+    "logical": "logical",
+}
+"""What follows from a metric and is one, e.g. ``dram_ratio``; and what heads its column."""
+
+
+Shown = Literal[Kind, "change"]
+"""What of a metric is shown without asking; ``change``: in comparisons, with its ratio if shown."""
+
+SHOWN: tuple[Shown, ...] = ("value", "change")
+
+Aggregate = Literal["mean", "median", "sum", "max"]
+AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
+"""How several numbers become one."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Counted; of hardware, as the sum of counters.
+
+    Args:
+        names: the counters that add up to it, by the names of ``ncu --query-metrics``; they are
+            counted unless others are asked for.
+        scale: what their sum is multiplied by.
+        chips: other counters for the chips that a pattern fits; none if such a chip lacks it.
+        less: the one of its counters that is taken off the others, not added.
+    """
+
+    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "sum"}
+    adds_up: ClassVar[bool] = True
+
+    names: tuple[str, ...] = ()
+    scale: float = 1
+    chips: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    less: str = ""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of other metrics, in every run that has all of them."""
+
+    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "sum"}
+    adds_up: ClassVar[bool] = True
+
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One metric divided by another, in every run that has the two."""
+
+    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "mean"}
+    adds_up: ClassVar[bool] = False
+
+    parts: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """By a clock; ranks wait for the slowest."""
+
+    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
+    adds_up: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most of something at any moment, or any other number of which no phases add up."""
+
+    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "max"}
+    adds_up: ClassVar[bool] = False
+
+
+How = Counters | Sum | Share | Timed | Peak
+"""The kinds of metrics: where the numbers come from, and how several become one."""
+
+_HOWS: dict[str, type[How]] = {kind.__name__: kind for kind in (Counters, Sum, Share, Timed, Peak)}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One thing that can be known of a step."""
+
+    name: str  # spelled out, with its kind of unit at the end: one of `UNITS`, else it is a number
+    header: str = ""  # of its column, on one or two lines; made of the name if empty
+    by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it
+    how: How = Counters()
+    # How steps, and how ranks, become one number, if not as is usual for `how`.
+    repeats: Aggregate | None = None
+    ranks: Aggregate | None = None
+    # nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison" in the
+    # Nsight Compute CLI documentation).
+    nvprof: str = ""
+    logical: str = ""  # what logical counting says in its place
+    shown: tuple[Shown, ...] = SHOWN  # unless columns are chosen
+    giga: bool = False  # it is shown in units of 10⁹, as bytes are
+    expected: tuple[float, float] | None = None  # range of the ratio to the baseline
+    higher_is_better: bool = False  # a fall is a change for the worse; else a rise is
+    signed: bool = False  # it can be negative
+    throughput: bool = True  # it is shown divided by the time of a step, too
+    spread: bool = False  # its spread over the steps says how far a row can be trusted
+    # Where an instrument finds it: a field of `KernelCount`, or how an activity's name in a trace
+    # of the PyTorch profiler begins.
+    source: str = ""
+    # The metric that is shown in its place where a run has both, e.g. one that counts better.
+    replaced_by: str = ""
+    # If it is one of those that `derived` makes: the metric from which it follows, and how.
+    of: str = ""
+    kind: Kind = "value"
+
+    @property
+    def unit(self) -> str:
+        """``B``, ``s``, ``1/s`` or ``1``."""
+        return unit(self.name)
+
+    @property
+    def heading(self) -> str:
+        """What heads its column."""
+        words = _UNIT.sub("", self.name).replace("_", " ")
+        unit = {"s": "ms", "B": "", "1": "", "1/s": "per s"}.get(self.unit, self.unit)
+        return self.header or "\n".join(filter(None, (words, unit)))
+
+    @property
+    def short_header(self) -> str:
+        """The heading on one line, without what goes without saying."""
+        return self.heading.replace("\n", " ").removesuffix(" total").removesuffix(" ms")
+
+    @property
+    def form(self) -> Literal["percent", "spread", "ratio", "as is", "ms", "giga", "number"]:
+        """How its values are written for people; ``as is`` with the unit of the row."""
+        if self.kind in ("ratio", "over_logical"):
+            return "ratio"
+        if self.kind == "spread":
+            return "spread"
+        if isinstance(self.how, Share):
+            return "percent"
+        if is_counter(self.name):
+            return "as is"
+        in_giga = self.giga or self.unit == "B" or self.kind == "throughput"
+        return "ms" if self.unit == "s" else "giga" if in_giga else "number"
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether its phases add up to the step."""
+        return self.how.adds_up
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The metrics of which it is the sum or the share."""
+        return self.how.parts if isinstance(self.how, Sum | Share) else ()
+
+    def over(self, column: str) -> Aggregate:
+        """How numbers that differ in a column, ``repeat`` or ``rank``, become one."""
+        return {"repeat": self.repeats, "rank": self.ranks}[column] or self.how.over[column]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types, without what is usual; the inverse of `from_json`."""
+        return _unusual(self) | {"how": {"kind": type(self.how).__name__, **_unusual(self.how)}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Metric:
+        """The metric that `as_json` described."""
+        how = _tuples(data["how"])
+        return cls(**_tuples(data) | {"how": _HOWS[how.pop("kind")](**how)})
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """The hardware counters that add up to it on chips that it says nothing else of."""
+        return self.how.names if isinstance(self.how, Counters) else ()
+
+    @property
+    def _chips(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return self.how.chips if isinstance(self.how, Counters) else ()
+
+    def on(self, chip: str) -> tuple[str, ...]:
+        """Its counters on a chip, e.g. ``GB202``; none if the chip lacks them.
+
+        A chip without a name, or with one that no pattern fits, has the usual ones.
+        """
+        fitting = (names for pattern, names in self._chips if fnmatchcase(chip.upper(), pattern))
+        return next(fitting, self.counters)
+
+    def counted_by(self, names: tuple[str, ...]) -> Metric:
+        """The same of these counters alone."""
+        how = self.how if isinstance(self.how, Counters) else Counters()
+        return replace(self, how=replace(how, names=names, chips=()))
+
+    def derived(self) -> Iterator[Metric]:
+        """What follows from it, each a metric of its own."""
+        made: list[tuple[str, Kind]] = [
+            (f"{self.short_header}\n{header}", kind)
+            for kind, header in DERIVED.items()
+            if self.logical or kind not in ("over_logical", "logical")
+        ]
+        if self.unit == "B" and "ncu" in self.by:
+            made.append((" ".join(self.heading.split()) + "\nGB/s", "throughput"))
+        for header, kind in made:
+            yield Metric(
+                derived_name(self.name, kind),
+                header,
+                self.by,
+                shown=tuple(each for each in SHOWN if {each, kind} <= {*self.shown}),
+                giga=kind == "logical" and self.form == "giga",
+                higher_is_better=self.higher_is_better,
+                replaced_by=self.replaced_by and derived_name(self.replaced_by, kind),
+                of=self.name,
+                kind=kind,
+            )
+
+    @property
+    def formula(self) -> str:
+        """How its counters make it, in units of its scale."""
+        less = self.how.less if isinstance(self.how, Counters) else ""
+        signs = (" - " if name == less else " + " for name in self.counters)
+        return "".join(map("".join, zip(signs, self.counters, strict=True))).removeprefix(" + ")
+
+    @property
+    def spellings(self) -> tuple[tuple[str, ...], ...]:
+        """Its counters as each kind of chip has them."""
+        return tuple(filter(None, (self.counters, *(names for _, names in self._chips))))
+
+    def value(self, counted: Mapping[str, float]) -> float:
+        """What it is where its counters have these values."""
+        how = self.how if isinstance(self.how, Counters) else Counters()
+        signs = {how.less: -1}
+        return how.scale * sum(signs.get(name, 1) * counted[name] for name in how.names)
+
+
+def _unusual(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not as usual."""
+    return {f.name: v for f in fields(value) if (v := getattr(value, f.name)) != f.default}
+
+
+def _tuples(value: Any) -> Any:
+    """JSON with its lists as tuples."""
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+_UNIT = re.compile(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$")
+
+UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
+"""Units by the end of a metric's name."""
+
+
+def unit(metric: str) -> str:
+    """The unit that a metric's name says; a number has "1"."""
+    return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
+
+
+def derived_name(metric: str, kind: Kind = "ratio") -> str:
+    """The name of what follows from a metric, which has none of its unit, e.g. ``dram_ratio``."""
+    if kind == "throughput":
+        return metric.replace("_bytes", "_throughput")
+    return f"{_UNIT.sub('', metric)}_{kind}"
+
+
+def is_counter(name: str) -> bool:
+    """Whether it is a hardware counter by its own name."""
+    return "__" in name
