@@ -238,6 +238,7 @@ _SHAPE: dict[str, Any] = {
             "notes": [str],
             "extra_info": {},
             "tests": [{"test": str, "params": {}}],
+            "labels": {},
         }
     ],
     "devices": [str],
