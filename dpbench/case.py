@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
-from itertools import product
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.names import joined, parameters_text, parted, read_parameters
 
 PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
@@ -90,77 +89,6 @@ MODEL_SIZES = {
     "medium": ModelSize(16_000, 512, 8, 8),
     "1b": ModelSize(32_000, 2_048, 24, 32),
 }
-
-
-Parameter = int | float | bool | str
-
-_PARAMETERS = re.compile(r":(?=[^:=]*=)")
-"""Where the parameters of a name begin: a colon whose next sign is ``=``. That of an import target
-has none, in ``mine=package.module:Class:depth=2``."""
-
-
-def parted(spelling: str) -> tuple[str, str]:
-    """A name such as ``dpsgd:clip=per_layer`` without its parameters, and these, as text."""
-    name, *parameters = _PARAMETERS.split(spelling, maxsplit=1)
-    return name, "".join(parameters)
-
-
-def joined(name: str, parameters: str | Iterable[str]) -> str:
-    """The inverse of `parted`, with the parameters as `parameters_text` writes them."""
-    return ":".join(filter(None, (name, parameters_text(parameters))))
-
-
-def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
-    """Parameters as one text, the same however they were given; each may be given once."""
-    if isinstance(given, Mapping):
-        pairs = [(str(name), _written(value).strip()) for name, value in given.items()]
-    else:
-        pairs = parameter_pairs(given)
-    read: dict[str, str] = {}
-    for name, value in pairs:
-        if not name.isidentifier() or not value.isprintable() or not value or "," in value:
-            raise ConfigurationError(
-                f"a parameter is NAME=VALUE in printable text without commas, not "
-                f"{f'{name}={value}'!r}"
-            )
-        written = _written(read_parameter(value))
-        if read.setdefault(name, written) != written:
-            raise ConfigurationError(f"{name} is given twice, as {read[name]} and as {written}")
-    return ",".join(f"{name}={value}" for name, value in sorted(read.items()))
-
-
-def parameter_pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
-    """The names and values in one or more texts such as ``depth=50,image_size=64``."""
-    text = given if isinstance(given, str) else ",".join(filter(None, given))
-    parts = (part.partition("=") for part in text.split(",") if text)
-    return [(name.strip(), value.strip()) for name, _, value in parts]
-
-
-def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
-    """Every combination of parameters; one that is given several values takes each in turn."""
-    values: dict[str, list[str]] = {}
-    for name, value in parameter_pairs(given):
-        values.setdefault(name, []).append(value)
-    combinations = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
-    return tuple(dict.fromkeys(map(parameters_text, combinations)))
-
-
-def read_parameters(text: str) -> dict[str, Parameter]:
-    """The values of parameters that `parameters_text` wrote."""
-    return {name: read_parameter(value) for name, value in parameter_pairs(text)}
-
-
-def read_parameter(text: str) -> Parameter:
-    """A number or a boolean, if it is written as one."""
-    try:
-        value = json.loads(text.lower())
-    except ValueError:
-        return text
-    return value if isinstance(value, int | float) else text
-
-
-def _written(value: object) -> str:
-    return json.dumps(value) if isinstance(value, int | float) else str(value)
 
 
 def axis(
@@ -337,17 +265,21 @@ class Case:
         return Path(self._configuration(_for_path, _name_for_path)) / name
 
 
+def own_axes(workload: str) -> Mapping[str, Any]:
+    """The axes that a workload's name says, if it is the transformer, or else that it has not."""
+    name, parameters = parted(workload)
+    return read_parameters(parameters) if name == TRANSFORMER else OF_TRANSFORMER
+
+
 def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
-    """Refuse axes of the transformer where none is trained, or where its name says them."""
-    parts = [parted(workload) for workload in workloads]
-    said = [{*read_parameters(text)} for name, text in parts if name == TRANSFORMER]
-    for axis in (axis for axis in given if axis in OF_TRANSFORMER):
-        if not said:
+    """Refuse axes that none of the workloads leaves to be given."""
+    for axis in given:
+        if all(axis in own_axes(workload) for workload in workloads):
             raise ConfigurationError(
-                f"{axis} is the transformer's: {parts[0][0]} takes its own parameters (set)"
+                f"{axis} is given twice: by itself and as a parameter"
+                if (name := parted(workloads[0])[0]) == TRANSFORMER
+                else f"{axis} is the transformer's: {name} takes its own parameters (set)"
             )
-        if all(axis in each for each in said):
-            raise ConfigurationError(f"{axis} is given twice: by itself and as the workload's")
 
 
 def trained_in(axes: Mapping[Any, Any]) -> str:

@@ -17,14 +17,11 @@ from dpbench.case import (
     TRANSFORMER,
     USUAL,
     Case,
-    Parameter,
     check_belongs,
-    joined,
-    parameter_grid,
-    parted,
-    read_parameters,
+    own_axes,
 )
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.names import Parameter, joined, parameter_grid, parted
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,7 @@ class Grid:
 
 def _cell(axes: dict[str, Any]) -> dict[str, Any]:
     """A cell without the axes that its workload has not, or that its workload's name says."""
-    name, parameters = parted(axes["workload"])
-    own = read_parameters(parameters) if name == TRANSFORMER else OF_TRANSFORMER
+    own = own_axes(axes["workload"])
     return axes | {axis: USUAL[axis] for axis in own if axis in OF_TRANSFORMER}
 
 

@@ -21,19 +21,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import (
-    OF_TRANSFORMER,
-    SCRIPT,
-    USUAL,
-    Case,
-    check_belongs,
-    joined,
-    parameter_grid,
-    parted,
-    read_parameters,
-)
+from dpbench.case import OF_TRANSFORMER, SCRIPT, USUAL, Case, check_belongs
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.grid import Grid
+from dpbench.names import joined, parameter_grid, parted, read_parameters
 
 
 class Registry(Mapping[str, Any]):

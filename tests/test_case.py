@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import ATTENTIONS, MODEL_SIZES, PRECISIONS, Case, ModelSize, joined, parted
+from dpbench.case import ATTENTIONS, MODEL_SIZES, PRECISIONS, Case, ModelSize
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.errors import ConfigurationError
+from dpbench.names import joined, parted
 from dpbench.registry import MODELS, TRAINERS, arguments, import_named, resolve
 
 CELL: dict[str, Any] = {"trainer": "dpsgd", "batch_size": 8, "seq_len": 256}

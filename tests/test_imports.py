@@ -15,16 +15,18 @@ import dpbench
 
 PACKAGE = Path(dpbench.__file__).parent
 
-VALUES = {"errors", "files", "case", "grid", "options", "metrics", "registry", "gpu", "settings"}
+VALUES = {"errors", "files", "names", "case", "grid", "options", "metrics", "registry", "gpu"}
+VALUES |= {"settings"}
 """Places at the bottom, which every other may import."""
 
 MAY_IMPORT = {
     "errors": set(),
     "metrics": {"errors"},
-    "case": {"errors"},
-    "grid": {"errors", "case"},
+    "names": {"errors"},
+    "case": {"errors", "names"},
+    "grid": {"errors", "names", "case"},
     "files": {"errors"},
-    "registry": {"errors", "case", "grid"},
+    "registry": {"errors", "names", "case", "grid"},
     "options": {"case", "registry"},
     "settings": {"errors", "files", "case", "grid", "metrics", "registry", "options"},
     "gpu": {"errors", "files"},

@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dpbench import registry
-from dpbench.case import (
-    AXES,
-    OF_TRANSFORMER,
-    TRANSFORMER,
-    Case,
-    check_belongs,
-    joined,
-    parted,
-    read_parameters,
-)
+from dpbench.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
+from dpbench.names import joined, parted
 from dpbench.options import axis_help
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
@@ -55,10 +47,8 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
     given["workload"] = workload = joined(name, [text, *given.pop("set", ())])
     check_belongs(given, [workload])
     # Unasked for, the transformer's are left out of other workloads' cases.
-    said = read_parameters(parted(workload)[1]) if name == TRANSFORMER else OF_TRANSFORMER
-    for axis, value in {**USUAL, **usual}.items():
-        if axis not in said:
-            given.setdefault(axis, value)
+    defaults = {**USUAL, **usual}
+    given = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | given
     return registry.resolve(Case(**given))
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 
-from dpbench.case import AXES, joined, parted
+from dpbench.case import AXES
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import own_line
+from dpbench.names import joined, parted
 from dpbench.options import axis_help
 from dpbench.registry import TRAINERS
 from dpbench.settings import declare
