@@ -42,10 +42,10 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
 
 
 def own_line(trace: TracebackType | None) -> str:
-    """The innermost line of an error in code that is neither installed nor dpbench's."""
+    """Of an error the innermost line that is neither installed nor dpbench's, to be appended."""
     others = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent), "<")
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         file = frame.f_code.co_filename
         if not file.startswith(others) and "-packages" not in file:
-            return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
+            return f" ({Path(file).name}:{line}: {linecache.getline(file, line).strip()})"
     return ""

@@ -189,7 +189,10 @@ def _times(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
             f"{', '.join(options.files)}: no step was timed; dpbench run --instrument cupti times "
             f"steps, counts their bytes and says how busy the GPU was"
         )
-    baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
+    baselines = {run.baseline for run in runs if {*run.devices} - {NO_HARDWARE}}
+    if len(baselines) > 1:
+        names = " and ".join(sorted(baselines))
+        raise ConfigurationError(f"the baselines of these runs are {names}: show them one by one")
     for device in dict.fromkeys(frame[timed].device):
         roofs = _ceilings(options, device)
         times = account(frame[counted | (frame.device == device)], roofs)

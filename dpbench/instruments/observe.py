@@ -135,6 +135,5 @@ class OwnSteps(Running):
         try:
             self.instrument.step()
         except Exception as error:
-            where = own_line(error.__traceback__)
-            what = f"{type(error).__name__}: {error}"
-            raise CaseFailed(f"{self.case.id}: {what}{where and f' ({where})'}") from error
+            what = f"{type(error).__name__}: {error}{own_line(error.__traceback__)}"
+            raise CaseFailed(f"{self.case.id}: {what}") from error

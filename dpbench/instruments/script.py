@@ -44,9 +44,8 @@ from dpbench.results.rows import Measurement
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 START = (
-    "import sys; before = {*sys.modules}; "
-    "del sys.path[:not sys.flags.safe_path]; "  # the current directory
-    "from dpbench.instruments.script import main; main(before)"
+    "import sys; del sys.path[:not sys.flags.safe_path]; "  # the current directory
+    "from dpbench.instruments.script import main; main()"
 )
 """What Python runs in the process of a script: all that is ours is imported from where it is."""
 
@@ -188,12 +187,10 @@ def run(
     case: Case,
     record: Path,
     stopped: Callable[[], object] = lambda: None,
-    ours: Collection[str] = (),
 ) -> int | str | None:
     """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`.
 
-    ``stopped`` is called at the end if the script was ended before its own; ``ours`` are the
-    modules that have been imported for us alone.
+    ``stopped`` is called at the end if the script was ended before its own.
     """
     process, raised = os.getpid(), ""
     code: int | str | None = 0
@@ -216,7 +213,7 @@ def run(
         held.callback(setattr, os, "_exit", os._exit)
         os._exit = _exit_after(write_down)  # type: ignore[assignment]
         try:
-            run_program(script.program, is_module=script.is_module, ours=ours)
+            run_program(script.program, is_module=script.is_module)
         except Stop:
             held.callback(stopped)
         except SystemExit as error:
@@ -341,12 +338,11 @@ def leave_threads(seconds: float = GRACE_SECONDS) -> None:
     atexit.register(waiting.cancel)
 
 
-def main(before: Collection[str]) -> NoReturn:
-    """Run the script that the first argument tells of; ``before`` us some modules were there."""
-    ours = {*sys.modules}.difference(before)
+def main() -> NoReturn:
+    """Run the script that the first argument tells of."""
     if sys.platform == "linux":  # this process shall end with its parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = json.loads(sys.argv[1])
     directory = {"directory": Path(task["script"]["directory"] or "")}
     script, case = ScriptRun(**task["script"] | directory), Case(**task["case"])
-    sys.exit(run(script, case, Path(task["record"]), leave_threads, ours))
+    sys.exit(run(script, case, Path(task["record"]), leave_threads))

@@ -51,7 +51,7 @@ def hold_to_parts(
             if seen[0] > most:
                 refuse(
                     "the first forward of a step sees more examples than a micro-batch has; train "
-                    "the parts that self.parts(batch) gives one by one"
+                    "each part by itself: for last, part in self.parts(batch)"
                 )
 
     take_step = trainer.train_step

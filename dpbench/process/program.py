@@ -6,20 +6,17 @@ import builtins
 import runpy
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 
-def run_program(program: Sequence[str], *, is_module: bool, ours: Collection[str] = ()) -> None:
-    """Run a script, or a module by its name, with its arguments as Python itself would.
-
-    ``ours`` are modules that have been imported for us alone.
-    """
+def run_program(program: Sequence[str], *, is_module: bool) -> None:
+    """Run a script, or a module by its name, with its arguments as Python itself would."""
     sys.argv = list(program)
     path = Path(program[0]).resolve()
     if not sys.flags.safe_path:
-        _look_first_in(Path.cwd() if is_module else path.parent, ours)
+        sys.path.insert(0, str(Path.cwd() if is_module else path.parent))
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         return
@@ -27,14 +24,6 @@ def run_program(program: Sequence[str], *, is_module: bool, ours: Collection[str
     main.__dict__.update(__file__=str(path), __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
-
-
-def _look_first_in(directory: Path, ours: Collection[str]) -> None:
-    """Let what is there go before the standard library, whatever has been imported for us."""
-    sys.path.insert(0, str(directory))
-    for name in sys.stdlib_module_names.intersection(ours):
-        if (directory / f"{name}.py").is_file():
-            sys.modules.pop(name, None)
 
 
 def print_error(error: BaseException) -> None:

@@ -145,7 +145,7 @@ class StepFinder:
             self.steps += steps - 1
             self.end_step()
         elif self.turns.is_round:
-            self.turns.heard.append(self.turns.taken)
+            self.turns.heard = max(self.turns.heard, self.turns.taken)
             self.turns.start()
             self.end_step()
         else:
@@ -302,10 +302,8 @@ class StepFinder:
     def remarks(self) -> Iterator[str]:
         """What a reader of the steps that count should know."""
         yield from self.notes
-        if (most := max(self.turns.heard, default=1)) > 1:
-            least = min(self.turns.heard)
-            turns = str(most) if least == most else f"{least} to {most}"
-            yield f"optimizers take turns: a step is a round, of {turns} turns"
+        if self.turns.heard > 1:
+            yield f"optimizers take turns: a step is a round, of at most {self.turns.heard} turns"
         if skipped := self._skipped + sum(bool(infinite) for infinite in self._infinite):
             yield (
                 f"updates that GradScaler skipped, for gradients that were inf or nan: {skipped}, "

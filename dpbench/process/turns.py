@@ -20,7 +20,7 @@ class Turns:
         self.awaited: WeakSet[Any] = WeakSet()  # which step in each training step
         self.stepped: WeakSet[Any] = WeakSet()
         self.taken = 0  # turns since the step began, each of one optimizer or several at once
-        self.heard: list[int] = []  # the turns of each step that counts
+        self.heard = 0  # the most turns that a step had which counts
         self._whole = False  # all that were awaited have stepped
         self._known = True  # and none else
 

@@ -47,8 +47,7 @@ def refusals(model: nn.Module) -> Iterator[None]:
         yield
     except OF_A_LAYER as error:
         if type(error) in OF_A_LAYER and (line := _explained(error, model)):
-            where = own_line(error.__traceback__)
-            raise CannotTrain(f"{line}{where and f' ({where})'}") from error
+            raise CannotTrain(line + own_line(error.__traceback__)) from error
         raise
 
 

@@ -224,13 +224,13 @@ def test_script_that_leaves_no_record_is_an_error_of_its_own(
 def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
     capfd: pytest.CaptureFixture[str], how: list[str]
 ) -> None:
-    """Those of its own directory, by ``-m`` of the current one, even if we imported the like."""
+    """Those of its own directory, by ``-m`` of the current one."""
     of_script, other = (Path("script"), Path()) if len(how) == 1 else (Path(), Path("script"))
     Path("script").mkdir()
     for name in ("json", "signal", "tempfile"):
         (other / f"{name}.py").write_text("raise SystemExit('not the one of the standard library')")
-    (of_script / "subprocess.py").write_text("STATUS = 7")
-    (of_script / "ends.py").write_text("import json, subprocess, sys; sys.exit(subprocess.STATUS)")
+    (of_script / "statuses.py").write_text("STATUS = 7")
+    (of_script / "ends.py").write_text("import json, statuses, sys; sys.exit(statuses.STATUS)")
     assert main(["exec", *how]) == 1
     assert "ended by itself with exit status 7, before a step" in capfd.readouterr().err
 

@@ -65,6 +65,16 @@ def test_what_a_private_step_takes_more_is_explained_in_shares_that_overlap(
     assert "They overlap and need not add up to 100%" in " ".join(added.split())
 
 
+def test_runs_that_divide_by_different_baselines_are_shown_one_by_one(
+    short_fp32: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(of_cell(CUPTI, tmp_path / "other.json", precision="bf16", seq_len=256))
+    session = {"session": {"grid": {"baseline": "dpsgd"}}}
+    saved(other, json.loads(other.read_text(encoding="utf-8")) | session)
+    assert main(["show", short_fp32, str(other), "--time"]) == 2
+    assert "are dpsgd and standard: show them one by one" in capsys.readouterr().err
+
+
 def test_a_missing_premise_is_named_with_what_would_give_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -303,7 +303,7 @@ def test_updates_that_a_scaler_skips_are_named_and_end_steps(fused: bool) -> Non
 
 def test_round_of_turns_is_said_to_be_the_step() -> None:
     _, finder = traced(critic_more_often)
-    assert [*finder.remarks()] == ["optimizers take turns: a step is a round, of 4 turns"]
+    assert [*finder.remarks()] == ["optimizers take turns: a step is a round, of at most 4 turns"]
 
 
 def with_one_that_does_not_step(steps: int = 2 * MOST_TURNS, then: int = 0) -> None:

@@ -136,8 +136,8 @@ def _counted_apart(child: Child) -> list[Measurement]:
 
 def _in_one_line(error: Exception) -> str:
     """An error's name and words, and the user's line that it came from."""
-    words, line = " ".join(str(error).split()), own_line(error.__traceback__)
-    return f"{type(error).__name__}: {words}{line and f' ({line})'}"
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}{own_line(error.__traceback__)}"
 
 
 def alive(counter: ByteCounter) -> int:
