@@ -132,6 +132,10 @@ class DPSGDTrainer(OpacusTrainer):
         super().__init__(model, batch_size=batch_size, **options)
 
     def wrapped(self) -> nn.Module:
+        if self.grad_sample == "ew" and self.autocast:
+            raise ConfigurationError(
+                "expanded weights (grad_sample=ew) don't work under autocast: use grad_sample=hooks"
+            )
         model: nn.Module = wrap_model(self.model, grad_sample_mode=self.grad_sample)
         return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -255,9 +256,10 @@ def test_a_trainer_says_what_it_clips(name: str, clips: str | None) -> None:
     ("parameters", "said"),
     [
         ({"clip": "ghost"}, "unknown clip 'ghost'; choose from flat, per_layer"),
+        ({"grad_sample": "ew", "autocast": torch.bfloat16}, "ew.* don't work under autocast"),
         ({"grad_sample": "jax"}, "unknown grad_sample 'jax'; choose from hooks, functorch, ew"),
     ],
 )
-def test_unknown_value_of_a_parameter_is_refused(parameters: dict[str, str], said: str) -> None:
+def test_wrong_value_of_a_parameter_is_refused(parameters: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         TRAINERS["dpsgd"](tiny_model(), batch_size=1, **parameters)
