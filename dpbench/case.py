@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
-from itertools import product
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.names import joined, parameters_text, parted, read_parameters
 
 PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
@@ -34,9 +33,6 @@ ATTENTIONS = ("sdpa", "dp_mha")
 
 TRANSFORMER = "transformer"
 """The workload of whose parameters four are axes with options of their own."""
-
-OF_TRANSFORMER = {"seq_len": 0, "model_size": "", "attention": "", "model": ""}
-"""These axes, and what they are in the cases of other workloads."""
 
 BASELINE_TRAINER = "standard"
 
@@ -95,91 +91,58 @@ MODEL_SIZES = {
 }
 
 
-Parameter = int | float | bool | str
+def axis(
+    help: str, default: Any = MISSING, *, count: str = "", choices: tuple[str, ...] = ()
+) -> Any:
+    """A field of a case, one axis of a grid, with what its option says.
 
-
-def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
-    """Parameters as one text, the same however they were given."""
-    if isinstance(given, Mapping):
-        pairs = [(str(name), _written(value).strip()) for name, value in given.items()]
-    else:
-        pairs = parameter_pairs(given)
-    for name, value in pairs:
-        if not name.isidentifier() or not value.isprintable() or not value or "," in value:
-            raise ConfigurationError(
-                f"a parameter is NAME=VALUE in printable text without commas, not "
-                f"{f'{name}={value}'!r}"
-            )
-    return ",".join(
-        f"{name}={_written(_read(value))}" for name, value in sorted(dict(pairs).items())
-    )
-
-
-def parameter_pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
-    """The names and values in one or more texts such as ``depth=50,image_size=64``."""
-    text = given if isinstance(given, str) else ",".join(given)
-    parts = (part.partition("=") for part in text.split(",") if text)
-    return [(name.strip(), value.strip()) for name, _, value in parts]
-
-
-def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
-    """Every combination of parameters; one that is given several values takes each in turn."""
-    values: dict[str, list[str]] = {}
-    for name, value in parameter_pairs(given):
-        values.setdefault(name, []).append(value)
-    combinations = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
-    return tuple(dict.fromkeys(map(parameters_text, combinations)))
-
-
-def _read(text: str) -> Parameter:
-    """A number or a boolean, if it is written as one."""
-    try:
-        value = json.loads(text.lower())
-    except ValueError:
-        return text
-    return value if isinstance(value, int | float) else text
-
-
-def _written(value: object) -> str:
-    return json.dumps(value) if isinstance(value, int | float) else str(value)
+    Args:
+        help: for the options; ``{names}`` stands for the short names that the axis knows.
+        default: what it is unless it is said.
+        count: in words, what it counts, if it is a positive integer.
+        choices: what it is one of, if these are all.
+    """
+    return field(default=default, metadata={"help": help, "count": count, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration to measure.
+    """One configuration to measure; each field is an axis, its metadata say what it means.
 
-    Whether there is such a trainer or workload is for `dpbench.registry` to say: a case from a
-    saved run may name what this process does not know.
+    Trainer, workload, model and optimizer are short names, with parameters or without
+    (``dpsgd:clip=per_layer``); `dpbench.registry.resolve` makes one of any other spelling. Whether
+    there is such a trainer or workload is for that to say: a case from a saved run may name what
+    this process does not know.
 
-    Args:
-        trainer: a short name; `dpbench.registry.resolve` makes one of any other spelling.
-        batch_size: examples in a step, B; 0 if it is not known, of a script.
-        seq_len: tokens in an example, T, of the transformer; so are the other `OF_TRANSFORMER`.
-        model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
-        precision: one of `PRECISIONS`.
-        attention: one of `ATTENTIONS`.
-        model: a short name, as for the trainer.
-        workload: a short name, as for the trainer.
-        set: parameters of another workload, as a mapping or as text: ``depth=50,image_size=64``.
-        optimizer: a short name, as for the trainer.
-        micro_batches: parts of equal size in which a batch is trained, one after the other.
-        trainable: ``all``, a pattern of parameters' names such as ``*.bias``, or ``lora:RANK``.
-        activation_checkpointing: one of `CHECKPOINTING`.
+    The transformer's parameters are fields of their own, empty for other workloads, whose
+    parameters are ``set``: a mapping or text. Both may be given as the workload's:
+    ``transformer:seq_len=128``, ``resnet:depth=50,image_size=64``. The batch size of a script may
+    be unknown, 0.
     """
 
-    trainer: str
-    batch_size: int
-    seq_len: int = 0
-    model_size: str = "1b"
-    precision: str = "fp32"
-    attention: str = "sdpa"
-    model: str = "simple"
-    workload: str = TRANSFORMER
-    set: str | Mapping[str, object] = ""
-    optimizer: str = "sgd"
-    micro_batches: int = 1
-    trainable: str = "all"
-    activation_checkpointing: str = "off"
+    trainer: str = axis("{names}, their class names, or package.module:Class")
+    batch_size: int = axis("examples in a step", count="batch size")
+    seq_len: int = axis("tokens in an example of the transformer", 0, count="sequence length")
+    model_size: str = axis(
+        f"the transformer's: {', '.join(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS", "1b"
+    )
+    precision: str = axis("{names}", "fp32", choices=PRECISIONS)
+    attention: str = axis("the transformer's: {names}", "sdpa", choices=ATTENTIONS)
+    model: str = axis("the transformer's: {names}, or package.module:Class", "simple")
+    workload: str = axis("{names}, or package.module:Class", TRANSFORMER)
+    set: str | Mapping[str, object] = axis("a parameter of the workload, NAME=VALUE", "")
+    optimizer: str = axis("{names}, or package.module:Class", "sgd")
+    micro_batches: int = axis(
+        "equal parts in which a batch is trained, gradients accumulating",
+        1,
+        count="number of micro-batches",
+    )
+    trainable: str = axis(
+        "all, a pattern of parameters' names such as '*.bias', or lora:RANK", "all"
+    )
+    activation_checkpointing: str = axis(
+        "{names}: whether blocks run again in backward", "off", choices=CHECKPOINTING
+    )
 
     def __post_init__(self) -> None:
         axes: dict[str, Any] = vars(self)
@@ -189,18 +152,8 @@ class Case:
             if self.batch_size:
                 axes["batch_size"] = _positive(COUNTS["batch_size"], self.batch_size)
             return
-        axes["set"] = parameters_text(self.set)
-        checked = {*AXES}
-        if self.workload != TRANSFORMER:
-            given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
-            check_belongs(given, [self.workload])
-            axes |= OF_TRANSFORMER
-            checked -= OF_TRANSFORMER.keys()
-        elif self.set:
-            raise ConfigurationError(
-                f"the transformer's parameters have options of their own "
-                f"({', '.join(OF_TRANSFORMER)}): drop set {self.set}, or name its workload"
-            )
+        self._take_parameters(axes)
+        checked = {*AXES} - (set() if self.workload == TRANSFORMER else OF_TRANSFORMER.keys())
         for axis, what in COUNTS.items():
             if axis in checked:
                 axes[axis] = _positive(what, axes[axis])
@@ -216,6 +169,28 @@ class Case:
             )
         lora_rank(self.trainable)  # refuses what is no rank
 
+    def _take_parameters(self, axes: dict[str, Any]) -> None:
+        """Write parameters in one way, and those of the workload where they belong."""
+        for axis in ("trainer", "model", "optimizer"):
+            if isinstance(axes[axis], str):  # a class has a name once it is resolved
+                axes[axis] = joined(*parted(axes[axis]))
+        text = ""
+        if isinstance(self.workload, str):
+            axes["workload"], text = parted(self.workload)
+        axes["set"] = parameters_text([text, parameters_text(self.set)])
+        if self.workload != TRANSFORMER:
+            given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
+            check_belongs(given, [str(self.workload)])
+            axes |= OF_TRANSFORMER
+            return
+        for axis, value in read_parameters(axes["set"]).items():
+            if axis not in OF_TRANSFORMER:
+                raise unknown(f"parameter of workload {TRANSFORMER}", axis, OF_TRANSFORMER)
+            if axes[axis] not in (USUAL[axis], value):
+                raise ConfigurationError(f"{axis} is given twice, as {axes[axis]} and as {value}")
+            axes[axis] = value
+        axes["set"] = ""
+
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
         """The case that a row is about, made once however many rows it has."""
@@ -227,11 +202,11 @@ class Case:
         """The case whose `report_path` this is."""
         if path.parent.name == SCRIPT and path.stem.startswith("report_"):
             return script_case(_from_path(path.stem.removeprefix("report_")))
-        name = re.fullmatch(r"report_(\w+)_bs(\d+)(?:_seq(\d+))?", path.stem)
+        name = re.fullmatch(r"report_(.+)_bs(\d+)(?:_seq(\d+))?", path.stem)
         folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
         if name is None or folder is None:
             raise ConfigurationError("expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
-        axes: dict[str, Any] = {"trainer": name[1], "batch_size": int(name[2])}
+        axes: dict[str, Any] = {"trainer": _from_path(name[1]), "batch_size": int(name[2])}
         if name[3] is not None:
             axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
         else:
@@ -239,7 +214,7 @@ class Case:
             axes |= {"workload": workload, "set": parameters}
         named, *others = re.split(rf"-(?={'|'.join(f'{axis}=' for axis in LATER)})", folder[3])
         for part in filter(None, named.split("-")):
-            axes["attention" if part in ATTENTIONS else "model"] = part
+            axes["attention" if part in ATTENTIONS else "model"] = _from_path(part)
         for axis, _, value in (part.partition("=") for part in others):
             axes[axis] = int(value) if axis in COUNTS else _from_path(value)
         return cls(**axes, precision=folder[2])
@@ -249,7 +224,7 @@ class Case:
         """What the workload is built with."""
         if self.workload == TRANSFORMER:
             return {name: getattr(self, name) for name in OF_TRANSFORMER}
-        return {name: _read(value) for name, value in parameter_pairs(str(self.set))}
+        return dict(read_parameters(str(self.set)))
 
     @property
     def size(self) -> ModelSize:
@@ -272,11 +247,11 @@ class Case:
     @property
     def configuration(self) -> str:
         """Everything but trainer, batch size and sequence length, e.g. ``1b-fp32``."""
-        return self._configuration(str)
+        return self._configuration(str, str)
 
-    def _configuration(self, written: Callable[[str], str]) -> str:
+    def _configuration(self, written: Callable[[str], str], name: Callable[[str], str]) -> str:
         named = {axis: getattr(self, axis) for axis in ("attention", "model")}
-        rest = [name for axis, name in named.items() if name not in ("", USUAL[axis])]
+        rest = [name(said) for axis, said in named.items() if said not in ("", USUAL[axis])]
         rest += [f"{axis}={written(value)}" for axis, value in unusual(vars(self)).items()]
         return "-".join([written(trained_in(vars(self))), self.precision, *rest])
 
@@ -286,17 +261,25 @@ class Case:
         if self.workload == SCRIPT:
             return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
         length = f"_seq{self.seq_len}" if self.seq_len else ""
-        name = f"report_{self.trainer}_bs{self.batch_size}{length}.ncu-rep"
-        return Path(self._configuration(_for_path)) / name
+        name = f"report_{_name_for_path(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
+        return Path(self._configuration(_for_path, _name_for_path)) / name
+
+
+def own_axes(workload: str) -> Mapping[str, Any]:
+    """The axes that a workload's name says, if it is the transformer, or else that it has not."""
+    name, parameters = parted(workload)
+    return read_parameters(parameters) if name == TRANSFORMER else OF_TRANSFORMER
 
 
 def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
-    """Refuse axes of the transformer where none is trained."""
-    wrong = [axis for axis in given if axis in OF_TRANSFORMER]
-    if wrong and TRANSFORMER not in workloads:
-        raise ConfigurationError(
-            f"{wrong[0]} is the transformer's: {workloads[0]} takes its own parameters (set)"
-        )
+    """Refuse axes that none of the workloads leaves to be given."""
+    for axis in given:
+        if all(axis in own_axes(workload) for workload in workloads):
+            raise ConfigurationError(
+                f"{axis} is given twice: by itself and as a parameter"
+                if (name := parted(workloads[0])[0]) == TRANSFORMER
+                else f"{axis} is the transformer's: {name} takes its own parameters (set)"
+            )
 
 
 def trained_in(axes: Mapping[Any, Any]) -> str:
@@ -310,10 +293,27 @@ AXES = tuple(f.name for f in fields(Case))
 
 USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
 """What each axis is unless it is said; `MISSING` for those that have to be."""
+
+DECLARED = {field.name: field.metadata for field in fields(Case)}
+"""What `axis` keeps of each."""
+
+COUNTS: dict[str, str] = {name: said["count"] for name, said in DECLARED.items() if said["count"]}
+"""The axes that are whole numbers, in words."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: said["choices"] for name, said in DECLARED.items() if said["choices"]
+}
+"""The axes that are one of a few names."""
+
 _case = cache(Case)
 
-LATER = ("optimizer", "micro_batches", "trainable", "activation_checkpointing")
+LATER = AXES[AXES.index("optimizer") :]
 """Axes that only what is unusual about them names."""
+
+OF_TRANSFORMER = {
+    axis: type(USUAL[axis])() for axis in ("seq_len", "model_size", "attention", "model")
+}
+"""The transformer's parameters, and what they are in the cases of other workloads."""
 
 
 def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
@@ -325,7 +325,13 @@ def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
 def _for_path(text: str) -> str:
     """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
     text = quote(text, safe="=,+").replace("%", "@")
-    return re.sub(rf"-(?={_PRECISION})", "@2D", text)
+    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(LATER)})=)", "@2D", text)
+
+
+def _name_for_path(name: str) -> str:
+    """A name as part of a file's name: itself, then its parameters."""
+    name, parameters = parted(name)
+    return name + (_for_path(f":{parameters}").replace("-", "@2D") if parameters else "")
 
 
 def _from_path(text: str) -> str:
@@ -344,21 +350,6 @@ def lora_rank(trainable: str) -> int | None:
 
 ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
 """Axes that files of older versions lack, and what they were then."""
-
-
-COUNTS = {
-    "batch_size": "batch size",
-    "seq_len": "sequence length",
-    "micro_batches": "number of micro-batches",
-}
-"""The axes that are whole numbers, in words."""
-
-CHOICES = {
-    "precision": PRECISIONS,
-    "attention": ATTENTIONS,
-    "activation_checkpointing": CHECKPOINTING,
-}
-"""The axes that are one of a few names."""
 
 SCRIPT = "script"
 """The workload of a case that is somebody's script or loop: its name is known, no other axis."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,55 +15,54 @@ from dpbench.case import (
     COUNTS,
     OF_TRANSFORMER,
     TRANSFORMER,
+    USUAL,
     Case,
-    Parameter,
     check_belongs,
-    parameter_grid,
+    own_axes,
 )
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.names import Parameter, joined, parameter_grid, parted
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination of the values along each field of a `Case`.
+    """Every combination of the values along each axis of a `Case`.
 
-    ``baseline`` is the trainer whose numbers ratios divide by.
+    Args:
+        name: what it is called.
+        axes: the values along the fields of a case; those that are not said are as usual.
+        baseline: the trainer whose numbers ratios divide by.
     """
 
     name: str
-    trainer: tuple[str, ...]
-    batch_size: tuple[int, ...]
-    seq_len: tuple[int, ...] = ()
-    model_size: tuple[str, ...] = ("1b",)
-    precision: tuple[str, ...] = ("fp32",)
-    attention: tuple[str, ...] = ("sdpa",)
-    model: tuple[str, ...] = ("simple",)
-    workload: tuple[str, ...] = (TRANSFORMER,)
-    set: tuple[str, ...] = ("",)
-    optimizer: tuple[str, ...] = ("sgd",)
-    micro_batches: tuple[int, ...] = (1,)
-    trainable: tuple[str, ...] = ("all",)
-    activation_checkpointing: tuple[str, ...] = ("off",)
+    axes: Mapping[str, tuple[Any, ...]]
     baseline: str = BASELINE_TRAINER
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            needed = axis not in OF_TRANSFORMER or TRANSFORMER in self.workload
-            if needed and not getattr(self, axis):
+            if not self.values(axis):
                 raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
         self.cases()  # refuses values that no case can have
+
+    def values(self, axis: str) -> tuple[Any, ...]:
+        """The values along an axis."""
+        usual = USUAL[axis]
+        return self.axes.get(axis, () if usual is MISSING else (usual,))
 
     def cases(self) -> list[Case]:
         """The cases, each once, those that share a baseline together, trainers in order."""
         _, *outer = AXES
         cells = [
-            dict(zip(outer, values, strict=True))
-            for values in product(*(getattr(self, axis) or ("",) for axis in outer))
+            _cell(dict(zip(outer, values, strict=True)))
+            for values in product(*map(self.values, outer))
         ]
-        for cell in cells:
-            if cell["workload"] != TRANSFORMER:
-                cell.update(OF_TRANSFORMER)
-        return list(dict.fromkeys(Case(name, **cell) for cell in cells for name in self.trainer))
+        trainers = self.values("trainer")
+        return list(dict.fromkeys(Case(name, **cell) for cell in cells for name in trainers))
+
+    def as_json(self) -> dict[str, Any]:
+        """The grid as a saved run describes it: an entry for each axis."""
+        axes = {axis: self.values(axis) for axis in AXES}
+        return {"name": self.name, **axes, "baseline": self.baseline}
 
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
@@ -73,28 +73,42 @@ class Grid:
             raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
         path = Path(name_or_file)
         try:
-            return cls(path.stem, **_axes(tomllib.loads(path.read_text(encoding="utf-8"))))
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            baseline = table.pop("baseline", BASELINE_TRAINER)
+            if not isinstance(baseline, str):
+                raise ConfigurationError(
+                    f"baseline must be the name of a trainer, not {baseline!r}"
+                )
+            return cls(path.stem, _axes(table), baseline)
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
         except (ConfigurationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"grid file {path}: {error}") from error
 
 
-def _axes(table: dict[str, Any]) -> dict[str, Any]:
-    """The axes of a grid file's table, and its baseline."""
-    axes: dict[str, Any] = {}
-    if "baseline" in table:
-        axes["baseline"] = baseline = table.pop("baseline")
-        if not isinstance(baseline, str):
-            raise ConfigurationError(f"baseline must be the name of a trainer, not {baseline!r}")
+def _cell(axes: dict[str, Any]) -> dict[str, Any]:
+    """A cell without the axes that its workload has not, or that its workload's name says."""
+    own = own_axes(axes["workload"])
+    return axes | {axis: USUAL[axis] for axis in own if axis in OF_TRANSFORMER}
+
+
+NAMES_AND_TABLES = ("trainer", "workload", "model", "optimizer")
+"""The axes that take a table of a name and its parameters, too."""
+
+
+def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The axes of a grid file's table."""
+    axes: dict[str, tuple[Any, ...]] = {}
     for key, value in table.items():
         wanted = int if key in COUNTS else str
         values = value if isinstance(value, list) else [value]
         if key not in AXES:
             raise unknown("key", key, (*AXES, "baseline"))
         if key == "set":
-            values = [*_parameters(value)]
-        elif not values or any(type(v) is not wanted for v in values):
+            values = [*_parameters("set", value)]
+        elif key in NAMES_AND_TABLES:
+            values = [name for each in values for name in _names(key, each)]
+        if not values or any(type(v) is not wanted for v in values):
             raise ConfigurationError(
                 f"{key} must be {wanted.__name__} or a list of {wanted.__name__}, not {value!r}"
             )
@@ -107,15 +121,28 @@ def _axes(table: dict[str, Any]) -> dict[str, Any]:
     return axes
 
 
-def _parameters(table: object) -> tuple[str, ...]:
-    """The combinations of a grid file's ``set = {image_size = [64, 224]}``."""
+def _names(key: str, entry: object) -> list[Any]:
+    """The names with parameters that a table such as ``{name = "dpsgd", clip = […]}`` means."""
+    if not isinstance(entry, dict):
+        return [entry]
+    if not isinstance(name := entry.get("name"), str):
+        raise ConfigurationError(
+            f'{key}: a table has a name beside its parameters, {{name = "…", …}}, not {entry!r}'
+        )
+    name, said = parted(name)
+    parameters = {other: value for other, value in entry.items() if other != "name"}
+    return [joined(name, [said, each]) for each in _parameters(key, parameters)]
+
+
+def _parameters(key: str, table: object) -> tuple[str, ...]:
+    """The combinations of a grid file's ``{image_size = [64, 224]}``."""
     values = {
         name: value if isinstance(value, list) else [value]
-        for name, value in (table.items() if isinstance(table, dict) else [("set", [])])
+        for name, value in (table.items() if isinstance(table, dict) else [(key, [])])
     }
     if not all(v and all(isinstance(each, Parameter) for each in v) for v in values.values()):
         raise ConfigurationError(
-            f"set must be a table of numbers, strings or lists of them, not {table!r}"
+            f"{key} must be a table of numbers, strings or lists of them, not {table!r}"
         )
     return parameter_grid(f"{name}={each}" for name, value in values.items() for each in value)
 
@@ -123,6 +150,9 @@ def _parameters(table: object) -> tuple[str, ...]:
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 
 GRIDS = {
-    "grid1": Grid("grid1", _ALL_TRAINERS, batch_size=(8, 16), seq_len=(256, 1024)),
-    "grid2": Grid("grid2", _ALL_TRAINERS, batch_size=(4, 8), seq_len=(512, 1024)),
+    name: Grid(name, {"trainer": _ALL_TRAINERS, "batch_size": batch_sizes, "seq_len": seq_lens})
+    for name, batch_sizes, seq_lens in (
+        ("grid1", (8, 16), (256, 1024)),
+        ("grid2", (4, 8), (512, 1024)),
+    )
 }

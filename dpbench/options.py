@@ -6,8 +6,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import ATTENTIONS, CHECKPOINTING, COUNTS, MODEL_SIZES, PRECISIONS
-from dpbench.registry import MODELS, OPTIMIZERS, TRAINERS, WORKLOADS
+from dpbench.case import CHOICES, COUNTS, DECLARED
+from dpbench.registry import NAMED
 
 
 def option(
@@ -33,26 +33,16 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-AXIS_HELP = {
-    "trainer": f"{', '.join(TRAINERS)}, their class names, or package.module:Class",
-    "batch_size": "examples in a step",
-    "seq_len": "tokens in an example of the transformer",
-    "model_size": f"the transformer's: {', '.join(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS",
-    "precision": ", ".join(PRECISIONS),
-    "attention": f"the transformer's: {', '.join(ATTENTIONS)}",
-    "model": f"the transformer's: {', '.join(MODELS)}, or package.module:Class",
-    "workload": f"{', '.join(WORKLOADS)}, or package.module:Class",
-    "optimizer": f"{', '.join(OPTIMIZERS)}, or package.module:Class",
-    "micro_batches": "equal parts in which a batch is trained, gradients accumulating",
-    "trainable": "all, a pattern of parameters' names such as '*.bias', or lora:RANK",
-    "activation_checkpointing": f"{', '.join(CHECKPOINTING)}: whether blocks run again in backward",
-    "set": "a parameter of another workload, NAME=VALUE",
-}
+def axis_help(name: str) -> str:
+    """What the option of an axis of `Case` says of it."""
+    names = NAMED.get(name) or CHOICES.get(name, ())
+    help: str = DECLARED[name]["help"]
+    return help.format(names=", ".join(names))
 
 
 def axis(name: str) -> Any:
     """An option that replaces the values along an axis of the grid."""
-    help = f"replaces the grid's, repeatable: {AXIS_HELP[name]}"
+    help = f"replaces the grid's, repeatable: {axis_help(name)}"
     metavar = "NAME=VALUE" if name == "set" else name.upper()
     return option(help, type=int if name in COUNTS else str, action="append", metavar=metavar)
 

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import takewhile
@@ -20,9 +21,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import AXES, OF_TRANSFORMER, SCRIPT, USUAL, Case, check_belongs, parameter_grid
+from dpbench.case import OF_TRANSFORMER, SCRIPT, USUAL, Case, check_belongs
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.grid import Grid
+from dpbench.names import joined, parameter_grid, parted, read_parameters
 
 
 class Registry(Mapping[str, Any]):
@@ -31,11 +33,13 @@ class Registry(Mapping[str, Any]):
     A class can be named in five ways: its short name (``dpsgd``), its class name
     (``DPSGDTrainer``), an import target (``package.module:Class``), a target with the short
     name it shall have (``mine=package.module:Class``), or by itself; so can an object that a
-    module has at its top level.
+    module has at its top level. Each can be followed by parameters (``dpsgd:clip=per_layer``),
+    arguments of the class; those that are ``given`` are none, for whoever calls it gives them.
     """
 
-    def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, targets: Mapping[str, str], given: Iterable[str] = ()) -> None:
         self.kind = kind
+        self.given = {*given}
         self._targets = dict(targets)
         self._builtin = dict(targets)
 
@@ -61,9 +65,20 @@ class Registry(Mapping[str, Any]):
         self._targets[name] = target
 
     def canonical(self, spelling: object) -> str:
-        """The short name for any of the accepted spellings; registers import targets."""
+        """The short name for any of the accepted spellings, with the parameters in order.
+
+        Import targets are registered.
+        """
         if not isinstance(spelling, str):
             spelling = self._target(spelling)
+        name, parameters = parted(spelling)
+        return joined(self._short(name), parameters)
+
+    def _name(self, spelling: object) -> str:
+        """The short name alone."""
+        return parted(self.canonical(spelling))[0]
+
+    def _short(self, spelling: str) -> str:
         if spelling in self._targets:
             return spelling
         for name, target in self._targets.items():
@@ -99,14 +114,27 @@ class Registry(Mapping[str, Any]):
         return name in self._targets  # the mapping's own would import the class
 
     def __getitem__(self, spelling: object) -> Any:
+        """What a name means; with parameters, a call of it that has these arguments."""
         with self._importing(spelling) as (module, attribute):
             imported = import_module(module)
         try:
-            return attrgetter(attribute)(imported)
+            named = attrgetter(attribute)(imported)
         except AttributeError as error:
             raise ConfigurationError(
                 f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}"
             ) from error
+        name, text = parted(self.canonical(spelling))
+        if not text:
+            return named
+        if not callable(named):
+            raise ConfigurationError(
+                f"{self.kind} {name} is an object, which has its parameters: drop {text}"
+            )
+        parameters, keywords = read_parameters(text), _keywords(named)
+        taken = [n for n in (parameters if keywords is None else keywords) if n not in self.given]
+        if wrong := [each for each in parameters if each not in taken]:
+            raise unknown(f"parameter of {self.kind} {name}", wrong[0], taken or ["none"])
+        return partial(named, **parameters)
 
     def locate(self, spelling: str) -> None:
         """Refuse a class whose module is not there; packages around it are imported, it is not."""
@@ -119,7 +147,7 @@ class Registry(Mapping[str, Any]):
     @contextmanager
     def _importing(self, spelling: object) -> Iterator[tuple[str, str]]:
         """The module and the attribute that a spelling means; says what helps if it is absent."""
-        module, _, attribute = self._targets[self.canonical(spelling)].partition(":")
+        module, _, attribute = self._targets[self._name(spelling)].partition(":")
         try:
             yield module, attribute
         except ModuleNotFoundError as error:
@@ -127,9 +155,11 @@ class Registry(Mapping[str, Any]):
                 raise ConfigurationError(f"{self.kind} {spelling!r} needs {needed}") from error
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise  # the module is there, and what it imports is not
+            remedy = "run from its directory or put that on PYTHONPATH"
+            if module in self._builtin:
+                remedy = f"a parameter is written {module}:NAME=VALUE"
             raise ConfigurationError(
-                f"{self.kind} {spelling!r}: no module named {error.name!r}; "
-                f"run from its directory or put that on PYTHONPATH"
+                f"{self.kind} {spelling!r}: no module named {error.name!r}; {remedy}"
             ) from error
 
     def __iter__(self) -> Iterator[str]:
@@ -138,22 +168,24 @@ class Registry(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._targets)
 
-    def rank(self, name: object) -> int:
+    def rank(self, name: str) -> int:
         """The place of a name in tables: in the order of registration, what is unknown last."""
+        name = parted(name)[0]
         return [*self._targets, name].index(name)
 
     def is_builtin(self, name: str) -> bool:
         """Whether a name came with dpbench."""
-        return self.canonical(name) in self._builtin
+        return self._name(name) in self._builtin
 
     def argument(self, name: str) -> str:
         """The spelling that a process with nothing registered understands."""
-        name = self.canonical(name)
-        return name if name in self._builtin else f"{name}={self._targets[name]}"
+        name, parameters = parted(self.canonical(name))
+        named = name if name in self._builtin else f"{name}={self._targets[name]}"
+        return joined(named, parameters)
 
     def import_path(self, name: str) -> Path | None:
         """The directory from which this process imported what a name means, if it has."""
-        module = self._targets[self.canonical(name)].partition(":")[0]
+        module = self._targets[self._name(name)].partition(":")[0]
         if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
             return None
         return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
@@ -170,6 +202,19 @@ def _class_name(target: str) -> str:
     return target.rpartition(":")[2]
 
 
+def _keywords(named: Any) -> list[str] | None:
+    """The keyword arguments of a class, with those that it hands on; None if it takes any."""
+    classes = getattr(named, "__mro__", ())[:-1]  # without object
+    inits = [init for each in classes if (init := vars(each).get("__init__"))]
+    taken: list[str] = []
+    for function in inits if classes else [named]:
+        known = inspect.signature(function).parameters.values()
+        taken += [p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if all(p.kind is not p.VAR_KEYWORD for p in known):
+            return [name for name in dict.fromkeys(taken) if name != "self"]
+    return None if inits or not classes else []
+
+
 TRAINERS = Registry(
     "trainer",
     {
@@ -178,10 +223,15 @@ TRAINERS = Registry(
         "dpsgd_ghost": "dpbench.training.fast_gradient_clipping:DPGhostClippingTrainer",
         "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
     },
+    ("model", "batch_size", "optimizer", "workload", "micro_batches", "autocast"),
 )
 """Trainers by short name; the first is the usual baseline of ratios."""
 
-MODELS = Registry("model", {"simple": "dpbench.workloads.transformer:SimpleBigModel"})
+MODELS = Registry(
+    "model",
+    {"simple": "dpbench.workloads.transformer:SimpleBigModel"},
+    ("size", "attention", "max_seq_len"),
+)
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
 
 WORKLOADS = Registry(
@@ -204,6 +254,7 @@ OPTIMIZERS = Registry(
         "momentum": "dpbench.training.base:Momentum",
         "adamw": "torch.optim:AdamW",
     },
+    ("params", "lr"),
 )
 """Optimizers by short name; one is called as ``Optimizer(parameters, lr=…)``."""
 
@@ -231,65 +282,57 @@ def _named(case: Case) -> Iterator[tuple[str, Registry, str]]:
     """What a case names: along which axis, where such names are known, and the name."""
     for axis, registry in NAMED.items():
         if case.workload != SCRIPT and (axis != "model" or case.model):
-            yield axis, registry, getattr(case, axis)
+            name = getattr(case, axis)
+            if axis == "workload" and case.set:
+                name = joined(registry.canonical(name), str(case.set))
+            yield axis, registry, name
 
 
 def resolve(case: Case) -> Case:
     """The case with the short names of all that it names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in _named(case)}
     case = replace(case, **names)
-    if case.set:
-        check_parameters(case)
+    _check_parameters(case)
     return case
 
 
-def check_parameters(case: Case) -> None:
-    """Refuse parameters that the case's workload does not have; imports the workload."""
-    workload = WORKLOADS[case.workload]
-    if not isinstance(workload, type):
-        raise ConfigurationError(
-            f"workload {case.workload} is an object, which has its parameters: drop set {case.set}"
-        )
-    known = inspect.signature(workload).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return
-    if wrong := [name for name in case.parameters if name not in known]:
-        raise unknown(f"parameter of workload {case.workload}", wrong[0], known or ("none",))
+def _check_parameters(case: Case) -> None:
+    """Refuse parameters that what the case names does not have; imports what has some."""
+    for _, registry, name in _named(case):
+        if parted(name)[1]:
+            registry[name]
 
 
 def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any]) -> Grid:
     """A grid, with the values along the named axes replaced, each once and by its short name."""
     grid = Grid.named(name_or_file)
     try:
-        grid = _resolved(grid)
+        grid = _resolved(grid, grid.axes, grid.baseline)
     except ConfigurationError as error:  # the built-in grids have none
         raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
     given: dict[str, Any] = {axis: tuple(values) for axis, values in axes.items()}
     if "set" in given:
         given["set"] = parameter_grid(given["set"])
-    if baseline is not None:
-        given["baseline"] = baseline
-    grid = _resolved(replace(grid, **given))
-    check_belongs(given, grid.workload)
+    baseline = grid.baseline if baseline is None else baseline
+    grid = _resolved(grid, {**grid.axes, **given}, baseline)
+    check_belongs(given, grid.values("workload"))
     return grid
 
 
-def _resolved(grid: Grid) -> Grid:
-    """The grid with short names, and each value once."""
-    baseline = TRAINERS.canonical(grid.baseline)  # first: the trainers may have its short name
-    axes: dict[str, Any] = {axis: getattr(grid, axis) for axis in AXES}
-    axes |= {axis: map(registry.canonical, axes[axis]) for axis, registry in NAMED.items()}
-    axes = {axis: tuple(dict.fromkeys(values)) for axis, values in axes.items()}
-    return replace(grid, **axes, baseline=baseline)
+def _resolved(grid: Grid, axes: Mapping[str, Iterable[Any]], baseline: object) -> Grid:
+    """The grid with these axes, in short names, and each value once."""
+    name = TRAINERS.canonical(baseline)  # first: the trainers may have its short name
+    short = {a: map(known.canonical, axes[a]) for a, known in NAMED.items() if a in axes}
+    once = {axis: tuple(dict.fromkeys(values)) for axis, values in {**axes, **short}.items()}
+    return replace(grid, axes=once, baseline=name)
 
 
 def locate(cases: Iterable[Case]) -> None:
-    """Refuse cases of which a module is not there, or with parameters that their workload lacks."""
+    """Refuse cases of which a module is not there, or with parameters that are not taken."""
     for case in cases:
         for _, registry, name in _named(case):
             registry.locate(name)
-        if case.set:
-            check_parameters(case)
+        _check_parameters(case)
 
 
 def import_named(case: Case) -> None:
@@ -306,6 +349,7 @@ def is_builtin(case: Case) -> bool:
 def arguments(case: Case) -> list[str]:
     """A case as command-line options that any dpbench process understands."""
     named = asdict(case) | {axis: known.argument(name) for axis, known, name in _named(case)}
+    del named["set"]  # with the workload's name
     return [
         text
         for name, value in named.items()

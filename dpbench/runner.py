@@ -71,6 +71,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
     start = time.monotonic()
     seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
     rows: list[Measurement] = []
+    labels: dict[str, str] = {}
     failure: dict[str, Any] = {}
     running: list[Running] = []
     try:
@@ -87,6 +88,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
                 finally:  # what it saw until it failed
                     for part, entries in seen.items():
                         entries += getattr(measurement, part)
+                    labels |= measurement.labels
     except DpbenchError as error:
         failure = {"error": type(error).__name__, "message": str(error)}
         rows += getattr(error, "rows", ())
@@ -100,6 +102,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
         tuple(rows),
         time.monotonic() - start,
         instruments=tuple(instrument.name for instrument in instruments),
+        labels=labels,
         **failure,
         **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.metrics import METRICS, Counters, Metric
+from dpbench.registry import TRAINERS, WORKLOADS
 from tests.programs import program
 
 TESTS = Path(__file__).parent
@@ -133,3 +135,104 @@ def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path
     standard = next(line for line in done.stdout.splitlines() if line.startswith("standard"))
     read, write, moved = map(float, standard.split()[1:])
     assert moved == pytest.approx(read + write, abs=0.11)
+
+
+TRAINED = """
+from dpbench import DPSGDTrainer, Workload
+from torch import nn
+import torch
+
+class Halving(DPSGDTrainer):
+    '''Clips to a part of the threshold.'''
+
+    def __init__(self, model, *, part=0.5, sign="+", **options):
+        self.part, self.sign = part, sign
+        super().__init__(model, **options)
+        self.labels = {"clips": "flat" if part == 1 else "to a part", "sign": sign}
+
+class Line(Workload):
+    def __init__(self, *, width: int = 4):
+        self.width = width
+
+    def model(self):
+        return nn.Linear(self.width, 1)
+
+    def batches(self, batch_size):
+        return [torch.ones(batch_size, self.width)]
+
+    def losses(self, model, batch):
+        return model(batch).square().mean(dim=1)
+"""
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with a trainer and a workload, both with parameters."""
+    name = f"trained_{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:8]}"
+    (tmp_path / f"{name}.py").write_text(TRAINED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(TRAINERS, "_targets", dict(TRAINERS._targets))
+    monkeypatch.setattr(WORKLOADS, "_targets", dict(WORKLOADS._targets))
+    return name
+
+
+def test_trainer_with_labels_and_parameters_of_trainer_and_workload(
+    trained: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--instrument=timing", "--device=cpu", "--batch-size=4", "--warmup=0", "--active=1"]
+    line += [f"--workload=Line={trained}:Line:width=6", f"--baseline={trained}:Halving:part=1"]
+    halving = [f"--trainer={trained}:Halving{part}" for part in (":part=1", ":part=0.5,sign=x:y=z")]
+    assert main(["run", *line, *halving, "--save=own"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    halved = "Halving:part=0.5,sign=x:y=z"
+    assert f"Labels differ, clips: flat (Halving:part=1), to a part ({halved})." in shown
+    assert f"Labels differ, sign: + (Halving:part=1), x:y=z ({halved})." in shown
+
+    [path] = Path(".dpbench").rglob("0001_own.json")
+    document = json.loads(path.read_text())
+    labels = {case["trainer"]: case["labels"] for case in document["cases"]}
+    assert labels == {
+        "Halving:part=1": {"clips": "flat", "sign": "+"},
+        halved: {"clips": "to a part", "sign": "x:y=z"},
+    }
+    assert {(case["workload"], case["set"]) for case in document["cases"]} == {("Line", "width=6")}
+    assert {row["trainer"] for row in document["ratios"]} == {halved}
+    files = {path.name for path in Path("ncu_reports").rglob("*.log")}
+    assert files == {
+        "report_Halving@3Apart=1_bs4.timing.log",
+        "report_Halving@3Apart=0.5,sign=x@3Ay=z_bs4.timing.log",
+    }
+
+    assert main(["show", "1"]) == 0
+    assert "Labels differ, clips: flat" in " ".join(capsys.readouterr().out.split())
+    without = {"cases": [{k: v for k, v in c.items() if k != "labels"} for c in document["cases"]]}
+    Path("before.json").write_text(json.dumps(document | without))
+    assert main(["show", "before.json"]) == 0
+    assert "Labels differ" not in capsys.readouterr().out
+    assert main(["compare", "before.json", "1", "--fail=step_time_seconds:1%"]) == 0
+    other = [f"--trainer={trained}:Halving:part=1", "--instrument=timing", "--save=other"]
+    assert main(["run", *line, *other]) == 0
+    assert main(["compare", "2", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--trainer={}:Halving:parts=1"],
+            "unknown parameter of trainer Halving 'parts'; choose from part, sign, clip, grad_",
+        ),
+        (
+            ["--trainer=dpsgd", "--workload={}:Line:widths=1"],
+            "unknown parameter of workload Line 'widths'; choose from width",
+        ),
+    ],
+)
+def test_parameter_that_is_not_taken_is_refused_before_anything_is_measured(
+    options: list[str], said: str, trained: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = [option.format(trained) for option in options]
+    assert main(["run", "--instrument=timing", "--device=cpu", "--batch-size=4", *named]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("ncu_reports").exists()

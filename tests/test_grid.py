@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench.case import AXES, Case
+from dpbench.errors import ConfigurationError
 from dpbench.grid import GRIDS, Grid
 from dpbench.registry import chosen_grid
 from tests.test_case import ALL_TRAINERS, VALUES, quickly, refusal
@@ -23,28 +24,32 @@ def several(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]
 
 
 ALONG = {axis: several(values) for axis, values in VALUES.items()}
-GRID = st.builds(Grid, name=st.just("mine"), **ALONG)
+GRID = st.builds(Grid, name=st.just("mine"), axes=st.fixed_dictionaries(ALONG))
+GRID1 = GRIDS["grid1"]
+
+
+def with_values(**axes: tuple[Any, ...]) -> Grid:
+    """Grid 1 with other values along some axes."""
+    return replace(GRID1, axes={**GRID1.axes, **axes})
 
 
 @quickly
 @given(GRID)
 def test_grid_has_every_combination_once(grid: Grid) -> None:
     cases = list(grid.cases())
-    assert len(cases) == len(set(cases)) == prod(len(getattr(grid, axis)) for axis in AXES)
+    assert len(cases) == len(set(cases)) == prod(len(grid.values(axis)) for axis in AXES)
     for axis in AXES:
-        assert {getattr(case, axis) for case in cases} == set(getattr(grid, axis))
+        assert {getattr(case, axis) for case in cases} == set(grid.values(axis))
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_grid_without_a_value_along_an_axis_is_refused(axis: str) -> None:
-    assert f"'grid1': {axis} has no value" in refusal(
-        lambda: replace(GRIDS["grid1"], **dict[str, Any]({axis: ()}))
-    )
+    assert f"'grid1': {axis} has no value" in refusal(lambda: with_values(**{axis: ()}))
 
 
 def test_grid_with_an_impossible_case_is_refused_when_it_is_made() -> None:
-    assert "'fp8'" in refusal(lambda: replace(GRIDS["grid1"], precision=("fp32", "fp8")))
-    assert "batch size" in refusal(lambda: replace(GRIDS["grid1"], batch_size=(8, 0)))
+    assert "'fp8'" in refusal(lambda: with_values(precision=("fp32", "fp8")))
+    assert "batch size" in refusal(lambda: with_values(batch_size=(8, 0)))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +125,68 @@ def test_grid_file_can_say_every_axis(grid_file: Callable[[str], str]) -> None:
     assert list(Grid.named(path).cases()) == [case]
 
 
+def test_grid_file_takes_names_with_parameters_as_text_and_as_tables(
+    grid_file: Callable[[str], str],
+) -> None:
+    path = grid_file(
+        """
+        batch_size = 8
+        baseline = "dpsgd:grad_sample=hooks"
+        workload = {name = "resnet", depth = [18, 34], image_size = 32}
+
+        [[trainer]]
+        name = "standard"
+
+        [[trainer]]
+        name = "DPSGDTrainer"
+        clip = ["flat", "per_layer"]
+        noise_multiplier = 0.5
+        """
+    )
+    grid = chosen_grid(path)
+    assert grid.baseline == "dpsgd:grad_sample=hooks"
+    dpsgd = [f"dpsgd:clip={clip},noise_multiplier=0.5" for clip in ("flat", "per_layer")]
+    assert grid.cases() == [
+        Case(trainer, 8, workload="resnet", set={"depth": depth, "image_size": 32})
+        for depth in (18, 34)
+        for trainer in ("standard", *dpsgd)
+    ]
+    text = grid_file("trainer = ['standard', 'dpsgd:clip=per_layer']\nbatch_size = 8\nseq_len = 8")
+    assert chosen_grid(text).values("trainer") == ("standard", "dpsgd:clip=per_layer")
+
+
+def test_workloads_of_one_grid_have_their_own_parameters(grid_file: Callable[[str], str]) -> None:
+    path = grid_file(
+        """
+        trainer = "dpsgd"
+        batch_size = 8
+        workload = [
+            {name = "transformer", seq_len = [8, 16], model_size = "tiny"},
+            {name = "resnet", depth = 18},
+        ]
+        """
+    )
+    assert chosen_grid(path).cases() == [
+        Case("dpsgd", 8, 8, "tiny"),
+        Case("dpsgd", 8, 16, "tiny"),
+        Case("dpsgd", 8, workload="resnet", set={"depth": 18}),
+    ]
+
+
+def test_parameters_of_the_workload_replace_the_axes_of_a_grid() -> None:
+    grid = chosen_grid("grid1", workload=["transformer:seq_len=8,model_size=tiny"])
+    assert {(case.seq_len, case.model_size) for case in grid.cases()} == {(8, "tiny")}
+    with pytest.raises(ConfigurationError, match="seq_len is given twice"):
+        chosen_grid("grid1", workload=["transformer:seq_len=8"], seq_len=[16])
+
+
+def test_saved_grid_has_an_entry_for_each_axis() -> None:
+    saved = GRID1.as_json()
+    assert [*saved] == ["name", *AXES, "baseline"]
+    assert saved["seq_len"] == (256, 1024)
+    assert saved["precision"] == ("fp32",)
+
+
 GOOD = {"trainer": '"dpsgd"', "batch_size": "8", "seq_len": "256"}
 
 
@@ -135,6 +202,11 @@ GOOD = {"trainer": '"dpsgd"', "batch_size": "8", "seq_len": "256"}
         ("seq_len", "[[256]]", "seq_len must be int"),
         ("trainer", "1", "trainer must be str or a list of str, not 1"),
         ("trainer", "[]", "trainer must be str"),
+        ("trainer", '{clip = "flat"}', "trainer: a table has a name beside its parameters"),
+        ("trainer", '{name = "dpsgd", clip = []}', "trainer must be a table of numbers"),
+        ("trainer", '{name = "dpsgd:a=1", a = 2}', "a is given twice, as 1 and as 2"),
+        ("trainer", '"dpsgd:clip=flat,clip=x"', "clip is given twice, as flat and as x"),
+        ("workload", '"transformer:seq_len=8"', "seq_len is given twice"),
         ("model_size", "{ hidden = 64 }", "model_size must be str"),
         ("precision", "16", "precision must be str"),
         ("batch_size", "0", "batch size must be a positive integer, not 0"),

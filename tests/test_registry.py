@@ -385,7 +385,8 @@ def test_unknown_trainer_or_model_is_refused_with_what_exists(
 
 def test_grid_has_each_case_once_however_it_is_spelled() -> None:
     grid = chosen_grid("grid1", trainer=["dpsgd", "DPSGDTrainer"], seq_len=[8, 8])
-    assert (grid.trainer, grid.batch_size, grid.seq_len) == (("dpsgd",), (8, 16), (8,))
+    axes = {"trainer": ("dpsgd",), "batch_size": (8, 16), "seq_len": (8,)}
+    assert grid.axes == axes
     assert "unknown trainer 'sgd'" in refusal(lambda: chosen_grid("grid1", trainer=["sgd"]))
 
 

@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
         session.instruments = [*scripts]
     axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
-    session.grid = Grid(case.trainer, **axes)
+    session.grid = Grid(case.trainer, axes)
     cases = [case, *([case.baseline] if standards else [])]
     with closing(session):
         session.comparison.asked = [(c, script.name) for c in cases for script in scripts]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dpbench import registry
-from dpbench.case import AXES, OF_TRANSFORMER, TRANSFORMER, Case
-from dpbench.options import AXIS_HELP
+from dpbench.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
+from dpbench.names import joined, parted
+from dpbench.options import axis_help
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
 from dpbench.settings import declare
@@ -29,7 +30,7 @@ def add_case(
             axis,
             action="append" if axis == "set" else "store",
             required=default is None,
-            help=AXIS_HELP[axis] + (f" (default {default})" if default else ""),
+            help=axis_help(axis) + (f" (default {default})" if default else ""),
         )
     parser.add_argument(
         "--device",
@@ -42,11 +43,12 @@ def add_case(
 def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
     """The case that the options of `add_case` describe, with its defaults."""
     given = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
-    given["workload"] = registry.WORKLOADS.canonical(given.get("workload", TRANSFORMER))
-    for axis, value in {**USUAL, **usual}.items():
-        # Unasked for, the transformer's are left out of other workloads' cases.
-        if axis not in OF_TRANSFORMER or given["workload"] == TRANSFORMER:
-            given.setdefault(axis, value)
+    name, text = parted(registry.WORKLOADS.canonical(given.get("workload", TRANSFORMER)))
+    given["workload"] = workload = joined(name, [text, *given.pop("set", ())])
+    check_belongs(given, [workload])
+    # Unasked for, the transformer's are left out of other workloads' cases.
+    defaults = {**USUAL, **usual}
+    given = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | given
     return registry.resolve(Case(**given))
 
 

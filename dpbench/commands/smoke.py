@@ -16,7 +16,8 @@ import argparse
 from dpbench.case import AXES
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import own_line
-from dpbench.options import AXIS_HELP
+from dpbench.names import joined, parted
+from dpbench.options import axis_help
 from dpbench.registry import TRAINERS
 from dpbench.settings import declare
 
@@ -25,7 +26,7 @@ SMALL = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    declare(parser.add_argument, "trainer", help=AXIS_HELP["trainer"], dest="trainers")
+    declare(parser.add_argument, "trainer", help=axis_help("trainer"), dest="trainers")
     add_case(parser, AXES[1:], device="cpu", **SMALL)
 
 
@@ -39,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
         TRAINERS.locate(case.trainer)
         name = case.trainer
         try:
-            name = TRAINERS[name].__name__
+            short, parameters = parted(name)
+            name = joined(TRAINERS[short].__name__, parameters)
             smoke_test(case, device=options.device)
         except Exception as error:  # a smoke test reports whatever broke
             failed += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Self
 
 from dpbench.case import Case
@@ -63,11 +64,13 @@ class Running(ABC):
         operators: what each operator did.
         kernels: what each kernel moved.
         notes: what was assumed for the rows.
+        labels: what the case's trainer says of itself.
     """
 
     operators: Sequence[OperatorCount] = ()
     kernels: Sequence[KernelCount] = ()
     notes: Sequence[str] = ()
+    labels: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def rows(self) -> list[Measurement]:

@@ -115,6 +115,7 @@ class Child(Running):
         record, code = last_record(lines, self.mark), self.group.process.returncode
         error = record.get("error")
         if record and not error and not code:
+            self.labels = record.get("labels", {})
             return record
         if not error:  # it was ended before it could say why
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}

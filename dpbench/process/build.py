@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,10 +59,22 @@ def build(case: Case, device: torch.device, num_batches: int) -> tuple[TrainerBa
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
+    labels_of(trainer)  # refuses what are none, before it trains
     batches = list(batches_of(workload, case.batch_size, num_batches, place))
     if case.micro_batches > 1:
         hold_to_parts(trainer, workload, batches, case.micro_batches)
     return trainer, batches
+
+
+def labels_of(trainer: TrainerBase) -> dict[str, str]:
+    """What a trainer says of itself, as text; one that is no `TrainerBase` may say nothing."""
+    labels = getattr(trainer, "labels", {})
+    if not isinstance(labels, Mapping):
+        raise ConfigurationError(
+            f"{type(trainer).__name__}.labels must be a mapping such as {{'clips': 'flat'}}, not "
+            f"{labels!r}"
+        )
+    return {str(name): " ".join(str(value).split()) for name, value in labels.items()}
 
 
 def workload_of(case: Case) -> Workload:

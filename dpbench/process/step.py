@@ -24,7 +24,7 @@ from torch import Tensor
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.process.build import build, pick_device
+from dpbench.process.build import build, labels_of, pick_device
 from dpbench.process.messages import MEASURING, NVTX_DOMAIN, NVTX_END, WAITING
 from dpbench.registry import import_named
 from dpbench.training.base import Batch, TrainerBase
@@ -240,6 +240,7 @@ def describe(
         "case": asdict(case),
         "device": "cpu",
         "torch": torch.__version__,
+        "labels": labels_of(trainer),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "loss": value if math.isfinite(value := float(loss)) else None,
     }

@@ -41,7 +41,7 @@ def begun(
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "workers": workers,
         "cases_asked": 0,
-        "grid": asdict(grid),
+        "grid": grid.as_json(),
         "settings": {getattr(i, "name", str(i)): _settings(i) for i in instruments},
         "seconds": 0.0,
     }

@@ -46,7 +46,7 @@ class Outcome:
     ``instruments`` are the names of those that were to measure it; ``operators`` and ``kernels``
     are what they saw each of these do, ``notes`` what they had to assume. ``tests`` are those that
     asked for it, each with its id as ``test`` and its ``params`` as text; ``extra_info`` is what
-    they added.
+    they added. ``labels`` are what the trainer says of itself, see `TrainerBase`.
     """
 
     case: Case
@@ -62,6 +62,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tests: tuple[Mapping[str, Any], ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def skipped(self) -> bool:
@@ -114,9 +115,9 @@ def document(
     lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
     for case in cases:
         del case["log_tail"]
-        for of_tests in ("extra_info", "tests"):
-            if not case[of_tests]:
-                del case[of_tests]
+        for of_some in ("extra_info", "tests", "labels"):
+            if not case[of_some]:
+                del case[of_some]
     return {
         "schema": SCHEMA,
         "environment": dict(environment),

@@ -248,6 +248,7 @@ _SHAPE: dict[str, Any] = {
             "notes": [str],
             "extra_info": {},
             "tests": [{"test": str, "params": {}}],
+            "labels": {},
         }
     ],
     "devices": [str],

@@ -54,13 +54,13 @@ def tables(
     """Every table of a run: by cell, the step and its phases; then throughput, and the rest.
 
     A view with columns gets one table a group, of these columns and nothing else; ``outcomes`` say
-    which tests asked for what, if it groups by them.
+    which tests asked for what, if it groups by them, and what trainers say of themselves.
     """
     # Tables of these: `show.profile`.
     frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []
-    view = view or View()
+    view, outcomes = view or View(), list(outcomes)
     summary = view.under_tests(complete(frame, view.baseline), outcomes)
     listed: list[Table] = []
     for group in groups(summary, view):
@@ -69,7 +69,7 @@ def tables(
         listed += group.table(
             "GB per step" if in_bytes else "per step",
             {_header(shown, view): group.texts(shown) for shown in columns},
-            _notes(group, columns, view),
+            [*_notes(group, columns, view), *_differing_labels(group, outcomes)],
             group.shown.label.unique(),
         )
         if not (view.columns or "phase" in view.group_by):
@@ -293,6 +293,20 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
             f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle.label)} is launch-bound; "
             f"bytes do not explain its time."
         )
+
+
+def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """A line for each label that trainers of a table have, and in which they differ."""
+    shown = {*group.shown.trainer}
+    said: dict[str, dict[str, list[str]]] = {}
+    for outcome in outcomes:
+        if (trainer := outcome.case.trainer) in shown:
+            for name, value in outcome.labels.items():
+                said.setdefault(name, {}).setdefault(value, []).append(trainer)
+    for name, values in said.items():
+        parts = [f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in values.items()]
+        if len(parts) > 1:
+            yield f"Labels differ, {name}: {', '.join(parts)}."
 
 
 def about_replaced(columns: Iterable[Metric]) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ class TrainerBase(ABC):
     A subclass marks the parts of its step with `dpbench.phase`, and knows of what it trains only
     `mean_loss` and `example_losses`.
 
+    Attributes:
+        labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
+            tables say where those of two trainers differ. An object may have its own.
+
     Args:
         model: the workload's model.
         batch_size: examples in every batch, B; a DP trainer scales its noise by it.
@@ -38,6 +43,8 @@ class TrainerBase(ABC):
         autocast: the 16-bit type that ``torch.autocast`` computes losses in, if it shall; with
             float16, ``scaler`` scales them.
     """
+
+    labels: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,

@@ -1,19 +1,22 @@
-"""DP-SGD with flat clipping: every per-sample gradient is materialised, then clipped.
+"""DP-SGD: every per-sample gradient is materialised, then clipped.
 
 The algorithm is that of Abadi et al., "Deep Learning with Differential Privacy" (2016),
-https://arxiv.org/abs/1607.00133, as Opacus implements it with hooks.
+https://arxiv.org/abs/1607.00133, as Opacus implements it.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from opacus import GradSampleModule
-from opacus.optimizers import DPOptimizer
+from opacus.grad_sample import wrap_model
+from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from torch import Tensor, nn
 
-from dpbench.errors import ConfigurationError
+from dpbench.errors import ConfigurationError, unknown
 from dpbench.training.base import Batch, TrainerBase, mean_of
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import check_layers, refusals
@@ -35,9 +38,13 @@ def mark_phases(optimizer: DPOptimizer) -> None:
             setattr(optimizer, method, in_phase(name, getattr(optimizer, method)))
 
 
-class DPSGDTrainer(TrainerBase):
-    """Opacus's ``GradSampleModule`` and ``DPOptimizer``; arguments as `TrainerBase`."""
+class OpacusTrainer(TrainerBase):
+    """What all trainers of Opacus share; arguments as `TrainerBase`.
 
+    A subclass says how the model is wrapped, and which of Opacus's optimizers clips.
+    """
+
+    labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
     optimizer_class: ClassVar[type[DPOptimizer]] = DPOptimizer
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
@@ -49,18 +56,21 @@ class DPSGDTrainer(TrainerBase):
             )
         check_layers(self.model)
         self.grad_sample_module = self.wrapped()
-        self.optimizer = self.optimizer_class(
+        self.optimizer = self.private_optimizer()
+        mark_phases(self.optimizer)
+
+    @abstractmethod
+    def wrapped(self) -> nn.Module:
+        """The model with Opacus's hooks."""
+
+    def private_optimizer(self) -> DPOptimizer:
+        """The optimizer that clips and adds noise."""
+        return self.optimizer_class(
             self.plain_optimizer,
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.max_grad_norm,
-            expected_batch_size=batch_size,
+            expected_batch_size=self.batch_size,
         )
-        mark_phases(self.optimizer)
-
-    def wrapped(self) -> nn.Module:
-        """The model with Opacus's hooks."""
-        model: nn.Module = GradSampleModule(self.model)
-        return model
 
     def private_loss(self, batch: Batch) -> Any:
         """A loss whose ``backward()`` leaves what the optimizer clips."""
@@ -83,3 +93,59 @@ class DPSGDTrainer(TrainerBase):
             self.optimizer.step()  # clip inside and, with the last, noise: see mark_phases
             self.optimizer.zero_grad(set_to_none=True)
         return mean
+
+
+CLIPPING = ("flat", "per_layer")
+GRAD_SAMPLES = ("hooks", "functorch", "ew")
+
+
+class DPSGDTrainer(OpacusTrainer):
+    """Per-sample gradients that are kept until all are there, and clipped then.
+
+    Args:
+        clip: ``flat``: an example's whole gradient, to C. ``per_layer``: that of each parameter,
+            all to the same threshold C/√n for n parameters, so that together they keep C and
+            the noise is that of flat clipping.
+        grad_sample: where per-sample gradients come from. ``hooks``: rules for each kind of
+            layer. ``functorch``: ``vmap`` of ``grad`` for every layer. ``ew``: PyTorch's expanded
+            weights.
+        options: as `TrainerBase`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int,
+        clip: str = "flat",
+        grad_sample: str = "hooks",
+        **options: Any,
+    ) -> None:
+        for name, value, known in (
+            ("clip", clip, CLIPPING),
+            ("grad_sample", grad_sample, GRAD_SAMPLES),
+        ):
+            if value not in known:
+                raise unknown(name, value, known)
+        self.clip, self.grad_sample = clip, grad_sample
+        self.labels = {"clips": clip.replace("_", " ")}
+        super().__init__(model, batch_size=batch_size, **options)
+
+    def wrapped(self) -> nn.Module:
+        if self.grad_sample == "ew" and self.autocast:
+            raise ConfigurationError(
+                "expanded weights (grad_sample=ew) don't work under autocast: use grad_sample=hooks"
+            )
+        model: nn.Module = wrap_model(self.model, grad_sample_mode=self.grad_sample)
+        return model
+
+    def private_optimizer(self) -> DPOptimizer:
+        if self.clip == "flat":
+            return super().private_optimizer()
+        number = sum(len(group["params"]) for group in self.plain_optimizer.param_groups)
+        return DPPerLayerOptimizer(
+            self.plain_optimizer,
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=[self.max_grad_norm / number**0.5] * number,
+            expected_batch_size=self.batch_size,
+        )

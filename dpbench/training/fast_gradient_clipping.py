@@ -16,10 +16,10 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import nn
 
 from dpbench.training.base import Batch
-from dpbench.training.dpsgd import DPSGDTrainer
+from dpbench.training.dpsgd import OpacusTrainer
 
 
-class DPFastGradientClippingTrainer(DPSGDTrainer):
+class DPFastGradientClippingTrainer(OpacusTrainer):
     """Fast gradient clipping: norms from per-sample gradients, one layer at a time.
 
     Arguments as `TrainerBase`. Both backward passes count as the phase ``backward``: Opacus

@@ -82,7 +82,8 @@ def test_gpus_are_named_by_uuid_or_as_the_caller_named_them(
 
 
 def test_tests_of_a_case_stay_together() -> None:
-    ids = [case.id for case in replace(GRIDS["grid1"], attention=("sdpa", "dp_mha")).cases()]
+    axes = {**GRIDS["grid1"].axes, "attention": ("sdpa", "dp_mha")}
+    ids = [case.id for case in replace(GRIDS["grid1"], axes=axes).cases()]
     assert ids[4] == f"{ids[0]}-dp_mha"
     for case in (ids[0], ids[4]):
         assert case_in_name(f"tests/test_x.py::test_x[{case}]", ids) == case

@@ -291,6 +291,6 @@ def test_ratios_are_to_the_baseline_with_the_same_axes(
 
 def test_own_optimizer_is_named_by_target() -> None:
     grid = chosen_grid("grid1", optimizer=["torch.optim:Adagrad", torch.optim.AdamW])
-    assert grid.optimizer == ("Adagrad", "adamw")
+    assert grid.values("optimizer") == ("Adagrad", "adamw")
     named = [text for text in arguments(grid.cases()[0]) if "Adagrad" in text]
     assert named == ["Adagrad=torch.optim:Adagrad"]

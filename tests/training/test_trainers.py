@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 
 from dpbench import MODEL_SIZES, TRAINERS, SimpleBigModel, TrainerBase, get_random_dataloader
 from dpbench.case import ATTENTIONS
+from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.phases import observed_step
 
-DP_TRAINERS = [name for name in TRAINERS if name != "standard"]
+GRAD_SAMPLES = ["dpsgd:grad_sample=functorch", "dpsgd:grad_sample=ew"]
+DP_TRAINERS = [*(name for name in TRAINERS if name != "standard"), *GRAD_SAMPLES]
+PER_LAYER = ["dpsgd:clip=per_layer", *(f"{name},clip=per_layer" for name in GRAD_SAMPLES)]
 BATCH_SIZE = 6
 TINY = MODEL_SIZES["tiny"]
 
@@ -53,6 +57,19 @@ class PerExample:
     def norms(self) -> Tensor:
         return torch.stack([flat(example).norm() for example in self.gradients])
 
+    @property
+    def norms_by_parameter(self) -> Tensor:
+        return torch.stack([torch.stack([p.norm() for p in each]) for each in self.gradients])
+
+    def clipped_mean_per_layer(self, max_grad_norm: float) -> Tensor:
+        thresholds = max_grad_norm / len(self.gradients[0]) ** 0.5
+        factors = (thresholds / (self.norms_by_parameter + 1e-6)).clamp(max=1.0)
+        clipped = [
+            flat([f * g for f, g in zip(of_parameters, example, strict=True)])
+            for of_parameters, example in zip(factors, self.gradients, strict=True)
+        ]
+        return sum(clipped) / len(self.gradients)
+
     def clipped_mean(self, max_grad_norm: float) -> Tensor:
         factors = (max_grad_norm / (self.norms + 1e-6)).clamp(max=1.0)
         total = sum(f * flat(g) for f, g in zip(factors, self.gradients, strict=True))
@@ -87,7 +104,26 @@ def test_without_noise_the_update_is_the_mean_of_clipped_per_example_gradients(
     assert (update - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("name", DP_TRAINERS)
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_per_layer_clipping_clips_each_parameters_gradient_to_its_share(
+    name: str, batch: Batch
+) -> None:
+    model = tiny_model()
+    per_example = PerExample.of(model, batch)
+    norms = per_example.norms_by_parameter
+    share = float(norms.median())
+    assert (norms > share).any(1).all()
+    assert (norms < share).any(1).all()
+    threshold = share * len(norms[0]) ** 0.5
+    expected = per_example.clipped_mean_per_layer(threshold)
+    update = update_of(name, model, batch, noise_multiplier=0.0, max_grad_norm=threshold)
+    # The update is small beside the parameters, which are rounded to float32 before and after.
+    assert (update - expected).norm() < 3e-5 * expected.norm()
+    flatly = per_example.clipped_mean(threshold)
+    assert (update - flatly).norm() > 0.01 * flatly.norm()
+
+
+@pytest.mark.parametrize("name", [*DP_TRAINERS, PER_LAYER[0]])
 def test_without_noise_or_clipping_every_trainer_does_what_the_standard_one_does(
     name: str, batch: Batch
 ) -> None:
@@ -97,7 +133,7 @@ def test_without_noise_or_clipping_every_trainer_does_what_the_standard_one_does
     assert (update - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("name", DP_TRAINERS)
+@pytest.mark.parametrize("name", [*DP_TRAINERS, PER_LAYER[0]])
 def test_noise_has_the_standard_deviation_sigma_c_over_b(name: str, batch: Batch) -> None:
     sigma, threshold = 3.0, 0.5
     model = tiny_model()
@@ -202,3 +238,28 @@ def test_bfloat16_models_train(name: str, batch: Batch) -> None:
     loss = TRAINERS[name](model, batch_size=BATCH_SIZE).train_step(batch)
     assert torch.isfinite(loss)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "clips"),
+    [
+        ("standard", None),
+        *((name, "flat") for name in DP_TRAINERS if TRAINERS.is_builtin(name)),
+        *((name, "per layer") for name in PER_LAYER),
+    ],
+)
+def test_a_trainer_says_what_it_clips(name: str, clips: str | None) -> None:
+    assert TRAINERS[name](tiny_model(), batch_size=1).labels.get("clips") == clips
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"clip": "ghost"}, "unknown clip 'ghost'; choose from flat, per_layer"),
+        ({"grad_sample": "ew", "autocast": torch.bfloat16}, "ew.* don't work under autocast"),
+        ({"grad_sample": "jax"}, "unknown grad_sample 'jax'; choose from hooks, functorch, ew"),
+    ],
+)
+def test_wrong_value_of_a_parameter_is_refused(parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        TRAINERS["dpsgd"](tiny_model(), batch_size=1, **parameters)

@@ -193,7 +193,10 @@ def test_one_grid_has_the_transformer_and_others() -> None:
             "unknown parameter of workload Digits 'size'; choose from image_size, hidden",
         ),
         ([f"--workload={HERE}:Digits", "--set=8"], "a parameter is NAME=VALUE in printable"),
-        (["--set=image_size=8"], "the transformer's parameters have options of their own (seq_len"),
+        (
+            ["--set=image_size=8"],
+            "unknown parameter of workload transformer 'image_size'; choose from seq_len, model_si",
+        ),
         ([f"--workload={HERE}:Absent"], f"module '{HERE}' has no 'Absent'"),
     ],
 )

@@ -29,7 +29,7 @@ from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.logical.as_on_cuda import untraced
 from dpbench.instruments.logical.counter import ByteCounter, logical_rows, without_data
-from dpbench.process.build import build
+from dpbench.process.build import build, labels_of
 from dpbench.registry import is_builtin
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
@@ -83,7 +83,7 @@ class Logical(Instrument):
         """
         try:
             with untouched_torch(), new_objects_collected(), without_data() as counter:
-                self._run(case, counter)
+                labels = self._run(case, counter)
         except DpbenchError:
             raise
         except Exception as error:  # whatever an outside trainer can raise
@@ -96,9 +96,10 @@ class Logical(Instrument):
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
         notes += [f"{name}: counted by the general rule" for name in sorted(light)]
-        return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes))
+        return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes), labels=labels)
 
-    def _run(self, case: Case, counter: ByteCounter) -> None:
+    def _run(self, case: Case, counter: ByteCounter) -> dict[str, str]:
+        """Train until a step is like the one before; returns the trainer's labels."""
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
         after = alive(counter)
         for batch in batches:
@@ -107,8 +108,10 @@ class Logical(Instrument):
                 trainer.train_step(batch)
             after = alive(counter)
             if abs(after - before) <= STEADY * before:
-                return
-        counter.notes[f"step {MOST_STEPS} still added {after - before:,} B to what lives"] = 1
+                break
+        else:
+            counter.notes[f"step {MOST_STEPS} still added {after - before:,} B to what lives"] = 1
+        return labels_of(trainer)
 
 
 @dataclass(eq=False)
@@ -121,6 +124,7 @@ class Counting(Running):
     def rows(self) -> list[Measurement]:
         counted = self.instrument.count(self.case)
         self.operators, self.notes = counted.operators, counted.notes
+        self.labels = counted.labels
         return list(counted.rows)
 
 

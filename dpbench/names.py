@@ -1,0 +1,80 @@
+"""Names with parameters, such as ``dpsgd:clip=per_layer``, as text and in parts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from itertools import product
+
+from dpbench.errors import ConfigurationError
+
+Parameter = int | float | bool | str
+
+_PARAMETERS = re.compile(r":(?=[^:=]*=)")
+"""Where the parameters of a name begin: a colon whose next sign is ``=``. That of an import target
+has none, in ``mine=package.module:Class:depth=2``."""
+
+
+def parted(spelling: str) -> tuple[str, str]:
+    """A name such as ``dpsgd:clip=per_layer`` without its parameters, and these, as text."""
+    name, *parameters = _PARAMETERS.split(spelling, maxsplit=1)
+    return name, "".join(parameters)
+
+
+def joined(name: str, parameters: str | Iterable[str]) -> str:
+    """The inverse of `parted`, with the parameters as `parameters_text` writes them."""
+    return ":".join(filter(None, (name, parameters_text(parameters))))
+
+
+def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
+    """Parameters as one text, the same however they were given; each may be given once."""
+    if isinstance(given, Mapping):
+        pairs = [(str(name), _written(value).strip()) for name, value in given.items()]
+    else:
+        pairs = _pairs(given)
+    read: dict[str, str] = {}
+    for name, value in pairs:
+        if not name.isidentifier() or not value.isprintable() or not value or "," in value:
+            raise ConfigurationError(
+                f"a parameter is NAME=VALUE in printable text without commas, not "
+                f"{f'{name}={value}'!r}"
+            )
+        written = _written(_read(value))
+        if read.setdefault(name, written) != written:
+            raise ConfigurationError(f"{name} is given twice, as {read[name]} and as {written}")
+    return ",".join(f"{name}={value}" for name, value in sorted(read.items()))
+
+
+def _pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
+    """The names and values in one or more texts such as ``depth=50,image_size=64``."""
+    text = given if isinstance(given, str) else ",".join(filter(None, given))
+    parts = (part.partition("=") for part in text.split(",") if text)
+    return [(name.strip(), value.strip()) for name, _, value in parts]
+
+
+def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
+    """Every combination of parameters; one that is given several values takes each in turn."""
+    values: dict[str, list[str]] = {}
+    for name, value in _pairs(given):
+        values.setdefault(name, []).append(value)
+    combinations = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+    return tuple(dict.fromkeys(map(parameters_text, combinations)))
+
+
+def read_parameters(text: str) -> dict[str, Parameter]:
+    """The values of parameters that `parameters_text` wrote."""
+    return {name: _read(value) for name, value in _pairs(text)}
+
+
+def _read(text: str) -> Parameter:
+    """A number or a boolean, if it is written as one."""
+    try:
+        value = json.loads(text.lower())
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text
+
+
+def _written(value: object) -> str:
+    return json.dumps(value) if isinstance(value, int | float) else str(value)
