@@ -177,6 +177,8 @@ TRAINERS = Registry(
         "dpsgd": "dpbench.training.dpsgd:DPSGDTrainer",
         "dpsgd_ghost": "dpbench.training.fast_gradient_clipping:DPGhostClippingTrainer",
         "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
+        "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
+        "fused": "dpbench.training.fused:FusedTrainer",
     },
 )
 """Trainers by short name; the first is the usual baseline of ratios."""
