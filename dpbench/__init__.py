@@ -23,6 +23,8 @@ _HOMES = {
         "DPFastGradientClippingTrainer",
         "DPGhostClippingTrainer",
     ),
+    "dpbench.training.book_keeping": ("BookKeepingTrainer",),
+    "dpbench.training.fused": ("FusedTrainer",),
     "dpbench.workloads.base": ("Workload",),
     "dpbench.workloads.transformer": ("SimpleBigModel", "get_random_dataloader"),
     "dpbench.training.phases": ("in_phase", "phase"),

@@ -222,6 +222,8 @@ TRAINERS = Registry(
         "dpsgd": "dpbench.training.dpsgd:DPSGDTrainer",
         "dpsgd_ghost": "dpbench.training.fast_gradient_clipping:DPGhostClippingTrainer",
         "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
+        "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
+        "fused": "dpbench.training.fused:FusedTrainer",
     },
     ("model", "batch_size", "optimizer", "workload", "micro_batches", "autocast"),
 )

@@ -71,6 +71,8 @@ def refusal(attempt: Callable[[], object]) -> str:
         ("dpsgd", "DPSGDTrainer"),
         ("dpsgd_ghost", "DPGhostClippingTrainer"),
         ("dpsgd_fgc", "DPFastGradientClippingTrainer"),
+        ("book_keeping", "BookKeepingTrainer"),
+        ("fused", "FusedTrainer"),
     ],
 )
 def test_trainer_has_two_spellings(short: str, class_name: str) -> None:

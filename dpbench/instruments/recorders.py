@@ -96,7 +96,7 @@ class Recorder(StepRecorder):
 
 
 class TimingRecorder(Recorder):
-    """Seconds by phase; on CUDA from events, and the most memory that was handed out."""
+    """Seconds by phase; on CUDA from events, and the most memory that was in use."""
 
     name: ClassVar[str] = "timing"
     peak: int | None = None
@@ -115,9 +115,9 @@ class TimingRecorder(Recorder):
     def end_step(self) -> None:
         super().end_step()
         if self.listener.on_cuda:  # now: the script may go on
-            import torch
+            from dpbench.process.step import peak_memory
 
-            self.peak = torch.cuda.max_memory_allocated()
+            self.peak = peak_memory()
 
     def record(self) -> dict[str, Any]:
         """What `timing_rows` takes."""

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import pairwise
@@ -141,8 +141,8 @@ def run_case(
             the record so far; returns more for the record.
 
     Returns:
-        What was done, as plain JSON types; seconds, bytes. ``peak_memory_bytes`` is what the
-        allocator had handed out at most during the active steps; null on the CPU.
+        What was done, as plain JSON types; seconds, bytes. ``peak_memory_bytes`` is that of the
+        active steps, by `peak_memory`; null on the CPU.
     """
 
     def run(target: torch.device, spent: PhaseTimes) -> dict[str, Any]:
@@ -166,12 +166,31 @@ def run_case(
         record |= {"warmup": warmup, "active": active}
         record["phase_seconds"] = None if nvtx else times.seconds()
         record["ranges"] = times.ranges
-        record["peak_memory_bytes"] = torch.cuda.max_memory_allocated() if times.on_cuda else None
+        record["peak_memory_bytes"] = peak_memory() if times.on_cuda else None
         spent.switch("after")
         record |= after(trainer, batches, record) if after else {}
         return record
 
     return alone_on(case, pick_device(device), run)
+
+
+def peak_memory() -> int:
+    """The most bytes that were in use at once since the allocator's peak was reset, of this GPU.
+
+    That is what the allocator had handed out at most, and what it keeps for CUDA graphs: a replay
+    uses memory of their pools that no tensor holds, and asks nobody for it.
+    """
+    held = held_by_graphs(torch.cuda.memory_snapshot(), torch.cuda.current_device())
+    return torch.cuda.max_memory_allocated() + held
+
+
+def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
+    """Bytes in private pools that no tensor holds, by ``torch.cuda.memory_snapshot()``."""
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["device"] == device and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 def check_stepped(trainer: TrainerBase, active: int) -> None:

@@ -42,7 +42,15 @@ def shallow(case: Case, layers: int) -> Case:
     return replace(case, model_size=f"{size.vocabulary}x{size.hidden}x{layers}x{size.heads}")
 
 
+METHODS = ("book_keeping", "fused")
+"""In no named grid, and counted in two cells: the operators of a case are the same in all."""
+
 CASES = list(dict.fromkeys(case for grid in GRIDS.values() for case in grid.cases()))
+CASES += [
+    Case(trainer, batch_size, seq_len, CASES[0].model_size)
+    for batch_size, seq_len in ((8, 256), (16, 1024))
+    for trainer in METHODS
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{cell_of(case)}-{case.trainer}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from dpbench import Case, ConfigurationError
 from dpbench.process.build import build, pick_device
-from dpbench.process.step import PhaseTimes, run_case
+from dpbench.process.step import PhaseTimes, held_by_graphs, run_case
 from dpbench.training.phases import observed_step, phase
 
 CASE = Case("dpsgd_ghost", 4, 16, "tiny")
@@ -62,3 +63,28 @@ def test_cuda_without_a_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) ->
     assert pick_device("auto") == CPU
     with pytest.raises(ConfigurationError, match=r"no CUDA GPU.*--device cpu"):
         pick_device("cuda")
+
+
+def test_memory_that_cuda_graphs_keep_counts_though_no_tensor_holds_it() -> None:
+    def segment(
+        pool: tuple[int, int], total: int, allocated: int, device: int = 0
+    ) -> dict[str, Any]:
+        return {
+            "device": device,
+            "address": 140_000_000_000,
+            "total_size": total,
+            "allocated_size": allocated,
+            "active_size": allocated,
+            "requested_size": allocated,
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": pool,
+            "is_expandable": False,
+            "blocks": [],
+        }
+
+    ordinary = segment((0, 0), 20 << 20, 1 << 20)
+    graphs = [segment((0, 1), 20 << 20, 5 << 20), segment((0, 2), 2 << 20, 2 << 20)]
+    elsewhere = segment((0, 1), 20 << 20, 0, device=1)
+    assert held_by_graphs([ordinary, *graphs, elsewhere], 0) == 15 << 20
+    assert held_by_graphs([ordinary], 0) == 0

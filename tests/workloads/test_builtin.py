@@ -60,8 +60,13 @@ def clipped_mean(workload: Workload, model: nn.Module, batch: object) -> tuple[T
     return torch.stack(clipped).mean(dim=0), threshold
 
 
-@pytest.mark.parametrize("trainer", ["dpsgd", "dpsgd_ghost", "dpsgd_fgc"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "trainer"),
+    [
+        *((name, trainer) for name in ALL for trainer in ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")),
+        *((name, "fused") for name in ALL if name not in ("lstm", "gru", "rnn")),  # tied
+    ],
+)
 def test_without_noise_the_update_is_the_mean_of_clipped_per_example_gradients(
     name: str, trainer: str
 ) -> None:

@@ -50,6 +50,9 @@ Fused attention
     reads those five and the output's gradient and writes three gradients: the general rule.
     Dropout inside is drawn again from two numbers, and moves nothing.
 
+Own kernels
+    Those of dpbench's trainers (``dpbench::``) are counted by their operands: the general rule.
+
 Scratch memory inside an operator is not counted: another kernel could do without it.
 """
 
@@ -171,7 +174,7 @@ REVIEWED = names(
     index_copy index_fill scatter scatter_add scatter_reduce slice_backward select_backward
     slice_scatter select_scatter unique_dim _unique2 unique_consecutive nonzero masked_select
     add sub rsub mul div addcmul addcdiv lerp neg abs sign reciprocal sqrt rsqrt exp log log1p
-    pow square sin cos erf floor ceil round remainder fmod maximum minimum clamp clamp_min
+    pow square sin cos erf nextafter floor ceil round remainder fmod maximum minimum clamp clamp_min
     clamp_max where masked_fill tril triu eq ne lt le gt ge logical_not logical_and logical_or
     bitwise_not bitwise_and bitwise_or isnan isinf isfinite
     sum mean var var_mean std prod amax amin max min any all argmax argmin norm
@@ -183,6 +186,7 @@ REVIEWED = names(
     zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
     _fused_sgd _fused_adam _fused_adamw _fused_adagrad
     _amp_foreach_non_finite_check_and_unscale _amp_update_scale
+    dpbench.gram_norms dpbench.layer_norm_samples dpbench.noisy_descent
     """
 )
 """Operators (without ``_foreach_`` and the in-place ``_``) whose rule was thought about. What is

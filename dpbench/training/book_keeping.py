@@ -1,0 +1,186 @@
+"""DP-SGD with flat clipping in one backward pass, without per-sample gradients.
+
+Backward computes no gradient of a parameter, only those of what each layer returned. From these
+and the layers' activations, which forward keeps, come the norms and then the sum of the clipped
+gradients: Bu et al., "Differentially Private Optimization on Large Foundation Models" (2022),
+https://arxiv.org/abs/2210.00038, "book-keeping".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbench.errors import ConfigurationError
+from dpbench.training.base import Batch, TrainerBase, mean_of
+from dpbench.training.per_layer import Rule, Seen, Sums, rule_of, sum_of
+from dpbench.training.phases import phase
+from dpbench.training.refusals import check_layers
+
+
+class BookKeepingTrainer(TrainerBase):
+    """One backward pass; then norms, clipping factors and weighted sums, all in ``clip``.
+
+    Any optimizer updates, and a layer may be called several times. Activations and output gradients
+    of all trained layers are kept until they are clipped, under activation checkpointing as well.
+
+    Arguments as `TrainerBase`.
+
+    Raises:
+        ConfigurationError: a layer or parameter cannot be clipped so; it is named.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        if self.autocast is torch.float16:
+            raise ConfigurationError(
+                "a GradScaler scales gradients before they are clipped: use bf16-amp"
+            )
+        check_layers(model)
+        check_untied(model)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        check_alike(self.trained)
+        self.part_size = batch_size // self.micro_batches
+        self._sums: Sums | None = None
+        self._listening = False
+        self.seen: dict[nn.Module, Seen] = {}
+        self.rules: dict[nn.Module, Rule[Any]] = {}
+        for name, layer in list(model.named_modules()):
+            if any(p.requires_grad for p in layer.parameters(recurse=False)):
+                rule = self.rules[layer] = self.rule_of(layer, name)
+                layer.register_forward_hook(partial(self._keep, rule), with_kwargs=True)
+
+    def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
+        """What clipping needs of a layer that has parameters of its own."""
+        return rule_of(layer, name)
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self._sums = None  # a step before may have failed
+        losses = []
+        for last, part in self.parts(batch):
+            with self.without_parameter_gradients():
+                with phase("forward"):
+                    loss = self.mean_loss(self.model, part)
+                with phase("backward"):
+                    (loss * self.part_size).backward()  # of the sum: each example's own gradient
+            with phase("clip"):
+                self.clip()
+            losses.append(loss.detach())
+            if last:
+                self.update()
+        return mean_of(losses)
+
+    @contextmanager
+    def without_parameter_gradients(self) -> Iterator[None]:
+        """In here layers are heard, and autograd makes no gradient of a parameter."""
+        self.seen = {}
+        self._listening = True
+        for parameter in self.trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self._listening = False
+            for parameter in self.trained:
+                parameter.requires_grad_()
+
+    def _keep(
+        self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
+    ) -> None:
+        """Keep what a layer was given and, when backward comes to it, its output's gradient."""
+        # Without autograd it runs first under activation checkpointing, which runs it again.
+        if not (self._listening and torch.is_grad_enabled()):
+            return
+        rule.check_call(given, options, returned, self.part_size)
+        if not returned.requires_grad:  # there is nothing to train before it
+            returned.requires_grad_()
+        activations = given[0].detach()
+        version = activations._version
+        seen = self.seen.setdefault(layer, [])
+
+        def keep_gradient(gradient: Tensor) -> None:
+            if activations._version != version:  # autograd, which need not keep it, does not look
+                raise rule.refusal("what it was given was changed in place afterwards")
+            seen.append((activations, gradient.detach()))
+
+        returned.register_hook(keep_gradient)
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Add the clipped gradients to those of earlier micro-batches."""
+        seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
+        factors = self.clipping_factors(seen)
+        for layer, rule in self.rules.items():
+            if layer in seen:
+                rule.weighted_sums(seen.pop(layer), factors, self.sums)
+
+    @property
+    def sums(self) -> Sums:
+        """What the micro-batches so far have added up to."""
+        if self._sums is None:
+            self._sums = Sums(self.trained)
+        return self._sums
+
+    def take_sums(self) -> Sums:
+        """The sums of a whole batch; the next step begins with new ones."""
+        sums, self._sums = self.sums, None
+        return sums
+
+    def clipping_factors(self, seen: dict[nn.Module, Seen]) -> Tensor:
+        """What each example's gradient is multiplied by, ``[B]``, float32."""
+        norms = self.squared_norms(seen).sqrt()
+        return (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+
+    def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
+        """Of each example's gradient, ``[B]``, float32."""
+        return sum_of(
+            [rule.squared_norms(seen[layer]) for layer, rule in self.rules.items() if layer in seen]
+        )
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add noise to the summed gradients, and let the optimizer step with their mean."""
+        sums = self.take_sums()
+        with phase("noise"):
+            gradient = sums.finish()
+            if self.noise_multiplier:
+                deviation = self.noise_multiplier * self.max_grad_norm
+                gradient.add_(torch.randn_like(gradient), alpha=deviation)
+            gradient.div_(self.batch_size)
+        with phase("optimizer"):
+            for parameter, place in sums.places.items():
+                parameter.grad = place
+            self.plain_optimizer.step()
+            self.plain_optimizer.zero_grad(set_to_none=True)
+
+
+def check_alike(parameters: list[nn.Parameter]) -> None:
+    """Refuse parameters whose gradients cannot be in one buffer."""
+    kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in parameters}
+    if len(kinds) > 1:
+        raise ConfigurationError(
+            f"this trainer has the gradients of all trained parameters in one buffer, so these "
+            f"must be of one type on one device, not {' and '.join(sorted(kinds))}"
+        )
+
+
+def check_untied(model: nn.Module) -> None:
+    """Refuse a trained parameter of two layers: its gradient is the sum of what each has."""
+    owners = Counter(
+        parameter
+        for layer in model.modules()
+        for parameter in layer.parameters(recurse=False)
+        if parameter.requires_grad
+    )
+    for shared in (parameter for parameter, times in owners.items() if times > 1):
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
+        raise ConfigurationError(
+            f"{' and '.join(names)} are one parameter of several layers, whose norms this trainer "
+            f"takes apart: untie or freeze them, or use the trainer dpsgd"
+        )

@@ -1,0 +1,189 @@
+"""DP-SGD with flat clipping that moves little more than a standard step does.
+
+Book-keeping (`dpbench.training.book_keeping`) whose passes are merged: norms of all layers of a
+shape come from one kernel, which keeps neither per-sample gradients nor products T × T (of long
+sequences these in pieces that the L2 holds); noise is drawn where the update adds it; on a GPU
+forward, backward and clip are CUDA graphs, so that they do not wait for Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from dpbench.errors import ConfigurationError
+from dpbench.training.base import Batch
+from dpbench.training.book_keeping import BookKeepingTrainer
+from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.per_layer import (
+    EmbeddingRule,
+    Gradients,
+    LinearRule,
+    Rule,
+    SampledRule,
+    Seen,
+    one_buffer,
+    rule_of,
+    sum_of,
+    three_dimensional,
+)
+from dpbench.training.phases import phase
+
+
+class LayerNormRule(SampledRule):
+    """The small gradients of each example, from one pass over what the layer has seen."""
+
+    layer: nn.LayerNorm
+
+    def gradients(self, seen: Seen) -> Gradients:
+        pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
+        weight, bias = sum_of([layer_norm_samples(x, g, self.layer.eps) for x, g in pairs])
+        made = {self.layer.weight: weight, self.layer.bias: bias}
+        return {p: g for p, g in made.items() if p is not None and p.requires_grad}
+
+
+class FusedTrainer(BookKeepingTrainer):
+    """`BookKeepingTrainer` with merged passes, and on a GPU in CUDA graphs.
+
+    With plain SGD the parameters become parts of one buffer, and the update draws the noise as it
+    adds it: there is no phase ``noise``. Other optimizers update as `BookKeepingTrainer` does.
+
+    The first step makes the graphs, and only it. A batch of other shapes than its is trained
+    without them, as are micro-batches and steps whose operators somebody counts.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        self.merged = is_plain(self.plain_optimizer)
+        if self.merged:
+            self.flat, places = one_buffer(self.trained)
+            for parameter, place in places.items():
+                place.copy_(parameter.data)
+                parameter.data = place
+        device = self.trained[0].device
+        self.seed = torch.randint(2**62, (), dtype=torch.int64).to(device)
+        self._graphs: dict[str, torch.cuda.CUDAGraph] | None = None  # before the first step
+        self._loss = torch.zeros((), device=device)
+
+    def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
+        usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
+        return LayerNormRule(layer, name) if usual else rule_of(layer, name)
+
+    def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
+        alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+        norms = []
+        for layer in (layer for layer in self.rules if layer in seen):
+            rule = self.rules[layer]
+            if isinstance(rule, LinearRule | EmbeddingRule) and rule.layer.weight.requires_grad:
+                x, g = rule.joined(seen[layer])
+                kind = (rule.trains_bias, x.shape[1:], x.dtype, g.shape[1:], g.dtype)
+                alike.setdefault(kind, []).append((x, g))
+            else:
+                norms.append(rule.squared_norms(seen[layer]))
+        for (trains_bias, *_), pairs in alike.items():
+            xs, gs = zip(*pairs, strict=True)
+            norms.append(gram_norms(list(xs), list(gs), bool(trains_bias)))
+        return sum_of(norms)
+
+    def update(self) -> None:
+        if not self.merged:
+            super().update()
+            return
+        with phase("optimizer"):
+            self._descend(self.take_sums().finish())
+
+    @torch.no_grad()
+    def _descend(self, gradient: Tensor) -> None:
+        """Noise and update in one pass over gradients and parameters."""
+        rate = self.plain_optimizer.param_groups[0]["lr"] / self.batch_size
+        self.seed += 1
+        noisy_descent(
+            self.flat, gradient, self.seed, self.noise_multiplier * self.max_grad_norm, rate
+        )
+
+    # --- graphs ------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch) -> Tensor:
+        graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
+        # Whoever listens to operators does not hear those of a graph.
+        graphs = graphs and _get_current_dispatch_mode() is None
+        if self._graphs is None:
+            next(self.parts(batch))  # refuses another size
+            self._graphs = self._recorded(batch) if graphs else {}
+        if not (graphs and self._graphs and self._signature(batch) == self._recorded_signature):
+            return super().train_step(batch)
+        pytree.tree_map(lambda mine, given: mine.copy_(given), self._batch, batch)
+        for name, graph in self._graphs.items():
+            with phase(name):
+                graph.replay()
+        with phase("optimizer"):
+            self._descend(self._gradient)
+        return self._loss.clone()
+
+    def _signature(self, batch: Batch) -> tuple[object, ...]:
+        """What a graph holds fixed."""
+        leaves, structure = pytree.tree_flatten(batch)
+        return structure, self.max_grad_norm, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def _recorded(self, batch: Batch) -> dict[str, torch.cuda.CUDAGraph]:
+        """The graphs of a step by phase, after it was taken once, without update, to warm up."""
+        self._batch = pytree.tree_map(torch.clone, batch)
+        self._recorded_signature = self._signature(batch)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), self.without_parameter_gradients():
+            self._forward()
+            self._backward()
+        with torch.cuda.stream(side):
+            self._sum_clipped()
+        torch.cuda.current_stream().wait_stream(side)
+        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            with self.without_parameter_gradients():
+                graphs["forward"] = recorded(self._forward, pool)
+                graphs["backward"] = recorded(self._backward, pool)
+            graphs["clip"] = recorded(self._sum_clipped, pool)
+        except RuntimeError as error:
+            what = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                f"a step cannot become a CUDA graph, because the model or its loss asks the GPU "
+                f"for something ({what}); use the trainer book_keeping"
+            ) from error
+        return graphs
+
+    def _forward(self) -> None:
+        self._live = self.mean_loss(self.model, self._batch)
+        self._loss.copy_(self._live.detach())
+
+    def _backward(self) -> None:
+        (self._live * self.batch_size).backward()
+        del self._live
+
+    def _sum_clipped(self) -> None:
+        self.clip()
+        self._gradient = self.take_sums().finish()
+
+
+def recorded(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of what a part of a step does, with its memory in a pool."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        part()
+    return graph
+
+
+def is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is SGD that takes the gradient times the rate off, and nothing else."""
+    usual = torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults
+    same = {name: value for name, value in usual.items() if name != "lr"}
+    return (
+        type(optimizer) is torch.optim.SGD
+        and len(optimizer.param_groups) == 1
+        and all(optimizer.param_groups[0][name] == value for name, value in same.items())
+    )

@@ -1,0 +1,179 @@
+"""Operators of which each is one pass over what it reads: in Triton on a GPU, in PyTorch elsewhere.
+
+What they read and write is what their arguments say, so they are counted without hardware as they
+run on it. Triton is loaded when a GPU first needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
+
+EXAMPLES_AT_A_TIME = 2
+"""Of these the products T × T stay in the L2 (8 MB each at 1024 tokens in float32)."""
+
+LONG = 512
+"""From so many tokens on a product by cuBLAS is faster than the kernel, which keeps none."""
+
+
+@custom_op("dpbench::gram_norms", mutates_args=())
+def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
+    """Squared norms of the gradients of layers of one shape, ``[B]``, summed over the layers.
+
+    Of a layer and example it is the sum of ``(x xᵀ) · (g gᵀ)``, with a bias of ``(x xᵀ + 1) · …``;
+    of an embedding, whose ``x`` are numbers of rows, ``x xᵀ`` is where two are the same. Products
+    and sums are in float32 at least.
+
+    Args:
+        activations: of each layer, ``[B, T, K]``, or ``[B, T]`` int64.
+        gradients: of what each returned, ``[B, T, N]``.
+        bias: whether the layers have one.
+    """
+    return _by_products(activations, gradients, bias)
+
+
+@gram_norms.register_fake
+def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
+    return gradients[0].new_empty(len(gradients[0]), dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.dpbench.gram_norms)
+def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> int:
+    """Of both products a half and the diagonal, because they are symmetric."""
+    examples, tokens, _ = gradients[0]
+    widths = sum(shape[2] for shape in (*activations, *gradients) if len(shape) == 3)
+    return int(examples * tokens * (tokens + 1) * widths)
+
+
+def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
+    total = torch.zeros(len(gradients[0]), device=gradients[0].device)
+    for x, g in zip(activations, gradients, strict=True):
+        for first in range(0, len(g), EXAMPLES_AT_A_TIME):
+            some = slice(first, first + EXAMPLES_AT_A_TIME)
+            of_x = x[some, :, None] == x[some, None, :] if x.dim() == 2 else _gram(x[some])
+            of_g = _gram(g[some])
+            if bias:
+                of_x += 1
+            total[some] += (of_x * of_g).sum((1, 2))
+    return total
+
+
+def _gram(x: Tensor) -> Tensor:
+    if x.is_cuda and x.itemsize == 2:
+        return torch.bmm(x, x.mT, out_dtype=torch.float32)
+    x = x.float() if x.itemsize == 2 else x
+    return torch.bmm(x, x.mT)
+
+
+@gram_norms.register_kernel("cuda")
+def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
+    examples, tokens, height = gradients[0].shape
+    dtype, rows = gradients[0].dtype, activations[0].dim() == 2
+    if dtype not in (torch.float32, torch.bfloat16) or (tokens >= LONG and not rows):
+        return _by_products(activations, gradients, bias)
+    is_half = dtype == torch.bfloat16
+    width = 0 if rows else activations[0].shape[2]
+    tile = min(128 if is_half else 64, max(16, 1 << (tokens - 1).bit_length()))
+    tiles = -(-tokens // tile)
+    pairs = [(x.contiguous(), g.contiguous()) for x, g in zip(activations, gradients, strict=True)]
+    total = torch.zeros(examples, device=gradients[0].device)
+    addresses = _addresses(pairs)
+    # In float32 a product of two numbers is three of tf32, of their upper and lower parts, without
+    # that of the lower parts. A part has 11 bits, so what is left out and rounded off is less than
+    # 3 · 2⁻²⁰ |a b|, were parts cut off rather than rounded (Ootomo and Yokota, "Recovering single
+    # precision accuracy from Tensor Cores", 2022, https://arxiv.org/abs/2203.03341).
+    _kernels()["gram_norms"][tiles * (tiles + 1) // 2, examples, len(pairs)](
+        addresses, total, tokens, width, height, len(pairs), bias, rows, is_half,
+        "ieee" if is_half else "tf32x3", tile, 64 if is_half else 32,
+        num_warps=8 if is_half else 4, num_stages=3,
+    )  # fmt: skip
+    return total
+
+
+def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Where tensors lie, ``[2, layers]`` int64, written by the GPU: a graph can record that."""
+    table = torch.empty(2, len(pairs), dtype=torch.int64, device=pairs[0][0].device)
+    for first in range(0, len(pairs), 8):
+        some = [*pairs[first : first + 8], *[pairs[-1]] * 8][:8]
+        _kernels()["put_addresses"][1,](
+            table, len(pairs), first, *(tensor for pair in some for tensor in pair)
+        )
+    return table
+
+
+@custom_op("dpbench::layer_norm_samples", mutates_args=())
+def layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    """Each example's gradients of a layer norm's weight and bias, ``[2, B, H]`` float32.
+
+    Args:
+        x: what it was given, ``[B, T, H]``.
+        g: the gradient of what it returned, ``[B, T, H]``.
+        eps: its.
+    """
+    normal = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], eps=eps)
+    return torch.stack([(normal * g).sum(1), g.float().sum(1)])
+
+
+@layer_norm_samples.register_fake
+def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    return x.new_empty(2, len(x), x.shape[-1], dtype=torch.float32)
+
+
+@layer_norm_samples.register_kernel("cuda")
+def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    examples, tokens, width = x.shape
+    samples = torch.zeros(2, examples, width, device=x.device)
+    _kernels()["layer_norm_samples"][examples, -(-tokens // 16)](
+        x.contiguous(), g.contiguous(), samples[0], samples[1], tokens, width, eps, 16,
+        1 << (width - 1).bit_length(), num_warps=8,
+    )  # fmt: skip
+    return samples
+
+
+@custom_op("dpbench::noisy_descent", mutates_args=("parameters",))
+def noisy_descent(
+    parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float
+) -> None:
+    """Take ``rate × (gradient + deviation × z)`` off the parameters, for normal z drawn here.
+
+    Noise and update together read gradient and parameters once and write these once: 3 P bytes.
+
+    Args:
+        parameters: flat, P elements.
+        gradient: as long.
+        seed: int64, of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011);
+            another for each step.
+        deviation: of the noise.
+        rate: of the step.
+    """
+    generator = torch.Generator(parameters.device).manual_seed(int(seed))
+    noise = torch.randn(
+        parameters.shape, generator=generator, device=parameters.device, dtype=torch.float32
+    )
+    parameters.sub_((gradient + deviation * noise) * rate)
+
+
+@noisy_descent.register_fake
+def _(parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float) -> None:
+    return None
+
+
+@noisy_descent.register_kernel("cuda")
+def _(parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float) -> None:
+    length = parameters.numel()
+    _kernels()["noisy_descent"][-(-length // 4096),](
+        parameters, gradient, length, seed, deviation, rate, 1024, num_warps=8
+    )
+
+
+@cache
+def _kernels() -> dict[str, Any]:
+    from dpbench.training import triton_kernels
+
+    return vars(triton_kernels)

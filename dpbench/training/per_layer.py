@@ -1,0 +1,286 @@
+"""What clipping needs of a layer: each example's norm, and the sum of the clipped gradients.
+
+Both come from what a layer was given, its activations, and the gradient of what it returned. The
+norm of a linear layer's gradient needs no gradient (Goodfellow, "Efficient Per-Example Gradient
+Computations", 2015, https://arxiv.org/abs/1510.01799; Li et al., "Large Language Models Can Be
+Strong Differentially Private Learners", 2021, https://arxiv.org/abs/2110.05679): for activations x
+``[T, K]`` and output gradients g ``[T, N]`` of an example it is the sum of ``(x xᵀ) · (g gᵀ)``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from opacus import GradSampleModule
+from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
+from torch import Tensor, nn
+
+from dpbench.errors import ConfigurationError
+
+Gradients = Mapping[Tensor, Tensor]
+"""Each example's gradient ``[B, …]`` of parameters."""
+Seen = list[tuple[Tensor, Tensor]]
+"""Activations and output gradients of a layer, for each time that it was called."""
+
+L = TypeVar("L", bound=nn.Module)
+
+
+ALIGNED = 128
+"""Elements to a multiple of which each part of a buffer begins, as matrix products want it."""
+
+
+def one_buffer(parameters: Sequence[Tensor]) -> tuple[Tensor, dict[Tensor, Tensor]]:
+    """A flat buffer, not yet filled, and the part of it that each parameter has, in its shape."""
+    sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for parameter in parameters]
+    flat = parameters[0].new_empty(sum(sizes))
+    parts = zip(parameters, flat.split(sizes), strict=True)
+    return flat, {p: part[: p.numel()].view_as(p) for p, part in parts}
+
+
+class Sums:
+    """The sum of the clipped gradients of all parameters, each in its place of one buffer."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.flat, self.places = one_buffer(parameters)
+        self._filled: set[Tensor] = set()
+
+    def put(self, parameter: Tensor, total: Tensor) -> None:
+        """Add a sum to those of earlier micro-batches."""
+        place = self.places[parameter]
+        if self._is_first(parameter):
+            place.copy_(total)
+        else:
+            place.add_(total)
+
+    def put_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
+        """The same of ``a @ b``, written where it belongs if that has its type."""
+        place = self.places[parameter]
+        if place.dtype != a.dtype:
+            self.put(parameter, a @ b)
+        elif self._is_first(parameter):
+            torch.mm(a, b, out=place)
+        else:
+            place.addmm_(a, b)
+
+    def put_rows(self, parameter: Tensor, rows: Tensor, totals: Tensor) -> None:
+        """The same of ``totals``, each for the row of that number; other rows have zeros."""
+        place = self.places[parameter]
+        if self._is_first(parameter):
+            place.zero_()
+        place.index_add_(0, rows, totals.to(place.dtype))
+
+    def _is_first(self, parameter: Tensor) -> bool:
+        first = parameter not in self._filled
+        self._filled.add(parameter)
+        return first
+
+    def finish(self) -> Tensor:
+        """The whole buffer, once zeros are where no layer has put anything."""
+        for parameter, place in self.places.items():
+            if parameter not in self._filled:
+                place.zero_()
+        self._filled.clear()
+        return self.flat
+
+
+class Rule(ABC, Generic[L]):
+    """What clipping needs of one layer.
+
+    Called once after backward with all that the layer has `seen`, each tensor ``[B, …]``.
+    """
+
+    def __init__(self, layer: L, name: str) -> None:
+        self.layer, self.name = layer, name
+        bias = getattr(layer, "bias", None)
+        self.trains_bias = isinstance(bias, Tensor) and bias.requires_grad
+
+    def refusal(self, why: str) -> ConfigurationError:
+        """The error that this layer cannot be clipped."""
+        which = f"layer {self.name}" if self.name else "the model, which is one layer"
+        return ConfigurationError(
+            f"{which} ({type(self.layer).__name__}) cannot be clipped in one backward pass: {why}; "
+            f"change it, freeze it with requires_grad_(False), or use the trainer dpsgd"
+        )
+
+    def check_call(self, given: Any, options: Any, returned: Any, examples: int) -> None:
+        """Refuse a call from which each example's gradient cannot be made."""
+        if len(given) != 1 or options or not isinstance(given[0], Tensor):
+            raise self.refusal("it must be called with one tensor, by position")
+        if not isinstance(returned, Tensor):
+            raise self.refusal(f"it must return a tensor, not a {type(returned).__name__}")
+        for what, tensor in (("is given", given[0]), ("returns", returned)):
+            if tensor.dim() == 0 or len(tensor) != examples:
+                raise self.refusal(
+                    f"it {what} {list(tensor.shape)} where {examples} examples are trained, which "
+                    f"must be the first dimension (repeat what they share)"
+                )
+
+    @abstractmethod
+    def squared_norms(self, seen: Seen) -> Tensor:
+        """Of each example's gradient of this layer, ``[B]``, float32."""
+
+    @abstractmethod
+    def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
+        """Put the sum over examples of weight times gradient; ``weights`` is ``[B]``, float32."""
+
+
+class LinearRule(Rule[Any]):
+    """Of linear layers, also of Hugging Face's ``Conv1D``, whose weight is the other way round.
+
+    Norms by whichever is cheaper: products T × T, or the gradients themselves.
+
+    That choice is mixed ghost clipping (Bu et al., "Scalable and Efficient Training of Large
+    Convolutional Neural Networks with Differential Privacy", 2022,
+    https://arxiv.org/abs/2205.10683).
+    """
+
+    def squared_norms(self, seen: Seen) -> Tensor:
+        x, g = self.joined(seen)
+        norms = torch.zeros(len(x), device=x.device)
+        if self.layer.weight.requires_grad:
+            tokens, width, height = x.shape[1], x.shape[2], g.shape[2]
+            if 2 * tokens**2 > width * height:
+                norms += torch.bmm(g.mT, x).float().square().sum((1, 2))
+            else:
+                norms += (torch.bmm(x, x.mT).float() * torch.bmm(g, g.mT).float()).sum((1, 2))
+        if self.trains_bias:
+            norms += g.float().sum(1).square().sum(1)
+        return norms
+
+    def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
+        x, g = self.joined(seen)
+        factors = rounded_down(weights, g.dtype)
+        if self.layer.weight.requires_grad:
+            # The factors go to the narrower of the two.
+            wide = x.shape[2] > g.shape[2]
+            each = factors[:, None, None]
+            a, b = (x, g * each) if wide else (x * each, g)
+            if type(self.layer) is nn.Linear:
+                a, b = b, a
+            sums.put_product(self.layer.weight, a.flatten(0, 1).t(), b.flatten(0, 1))
+        if self.trains_bias:
+            by_token = factors.repeat_interleave(g.shape[1])
+            sums.put(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
+
+    def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Activations ``[B, T, K]`` and gradients ``[B, T, N]`` of all calls."""
+        pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
+        x, g = (
+            pairs[0]
+            if len(pairs) == 1
+            else (torch.cat(each, 1) for each in zip(*pairs, strict=True))
+        )
+        return as_computed(x, g), g
+
+
+class EmbeddingRule(Rule[nn.Embedding]):
+    """Only rows that an example names have a gradient; those it names twice add up."""
+
+    def __init__(self, layer: nn.Embedding, name: str) -> None:
+        super().__init__(layer, name)
+        if layer.max_norm is not None or layer.scale_grad_by_freq:
+            raise self.refusal(
+                "with max_norm or scale_grad_by_freq an example's gradient depends on others"
+            )
+
+    def squared_norms(self, seen: Seen) -> Tensor:
+        ids, g = self.joined(seen)
+        same = ids[:, :, None] == ids[:, None, :]
+        return (same * torch.bmm(g, g.mT).float()).sum((1, 2))
+
+    def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
+        ids, g = self.joined(seen)
+        weighted = g * rounded_down(weights, g.dtype)[:, None, None]
+        sums.put_rows(self.layer.weight, ids.flatten(), weighted.flatten(0, 1))
+
+    def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Rows ``[B, T]`` int64, and gradients ``[B, T, N]``, of all calls; padding has zeros."""
+        ids = torch.cat([ids.reshape(len(ids), -1) for ids, _ in seen], 1).long()
+        g = torch.cat([three_dimensional(g) for _, g in seen], 1)
+        if self.layer.padding_idx is not None:
+            g = g * (ids != self.layer.padding_idx)[:, :, None]
+        return ids, g
+
+
+class SampledRule(Rule[nn.Module]):
+    """The layer's gradient of each example, as Opacus's samplers or functorch make it.
+
+    For layers whose parameters are small, or for which nothing better is known. The gradients are
+    kept from the norms to the sums.
+    """
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        super().__init__(layer, name)
+        if type(layer) is nn.EmbeddingBag:
+            raise self.refusal("it takes more than one tensor")
+        self._sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer))
+        pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
+        if pads_otherwise or (type(layer) is nn.LayerNorm and layer.bias is None):
+            self._sampler = None  # Opacus 1.6's pads with zeros, and needs a bias
+        if self._sampler is None:
+            if any(True for _ in layer.children()):
+                own = next(n for n, p in layer.named_parameters(recurse=False) if p.requires_grad)
+                raise self.refusal(f"it has a parameter of its own, {own}, beside its layers")
+            prepare_layer(layer)  # copies the layer, which has no hook of this trainer yet
+        self._samples: Gradients = {}
+
+    def squared_norms(self, seen: Seen) -> Tensor:
+        self._samples = self.gradients(seen)
+        return sum_of([g.float().flatten(1).square().sum(1) for g in self._samples.values()])
+
+    def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
+        samples, self._samples = self._samples, {}
+        for parameter, g in samples.items():
+            total = torch.mv(g.flatten(1).t(), rounded_down(weights, g.dtype))
+            sums.put(parameter, total.view_as(parameter))
+
+    def gradients(self, seen: Seen) -> Gradients:
+        """Each example's gradient of each parameter, ``[B, …]``."""
+        sampler: Any = self._sampler or ft_compute_per_sample_gradient
+        each = [sampler(self.layer, [as_computed(x, g)], g) for x, g in seen]
+        trained = [parameter for parameter in each[0] if parameter.requires_grad]
+        return {p: sum_of([gradients[p] for gradients in each]) for p in trained}
+
+
+RULES: Mapping[str, type[Rule[Any]]] = {
+    "torch.nn.modules.linear.Linear": LinearRule,
+    "transformers.pytorch_utils.Conv1D": LinearRule,
+    "torch.nn.modules.sparse.Embedding": EmbeddingRule,
+}
+"""By the class of a layer, whose library need not be there; of all others `SampledRule`."""
+
+
+def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
+    """The rule of a layer that has parameters of its own."""
+    kind = type(layer)
+    return RULES.get(f"{kind.__module__}.{kind.__qualname__}", SampledRule)(layer, name)
+
+
+def as_computed(x: Tensor, g: Tensor) -> Tensor:
+    """Activations in the type in which autocast let the layer compute."""
+    return x.to(g.dtype) if x.is_floating_point() else x
+
+
+def three_dimensional(tensor: Tensor) -> Tensor:
+    """``[B, …, N]`` as ``[B, T, N]``."""
+    return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)
+
+
+def sum_of(tensors: list[Tensor]) -> Tensor:
+    """The sum; of one tensor itself."""
+    first, *others = tensors
+    for other in others:
+        first = first + other
+    return first
+
+
+def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors in another type, none larger than before: rounding must not raise what one adds."""
+    rounded = factors.to(dtype)
+    if dtype == factors.dtype:
+        return rounded
+    lower = torch.nextafter(rounded, torch.zeros_like(rounded))
+    return torch.where(rounded > factors, lower, rounded)

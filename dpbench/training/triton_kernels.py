@@ -1,0 +1,107 @@
+# mypy: ignore-errors
+# Triton compiles these functions from their source; types are of its own.
+"""The kernels behind `dpbench.training.kernels`."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def put_addresses(
+    table, layers, first,
+    x0, g0, x1, g1, x2, g2, x3, g3, x4, g4, x5, g5, x6, g6, x7, g7,
+):  # fmt: skip
+    """Write where eight layers' tensors lie, from the layer ``first`` on."""
+    xs = (x0, x1, x2, x3, x4, x5, x6, x7)
+    gs = (g0, g1, g2, g3, g4, g5, g6, g7)
+    for i in tl.static_range(8):
+        if first + i < layers:
+            tl.store(table + first + i, xs[i].to(tl.int64))
+            tl.store(table + layers + first + i, gs[i].to(tl.int64))
+
+
+@triton.jit
+def gram_norms(
+    table, total, tokens, width, height, layers,
+    bias: tl.constexpr, rows: tl.constexpr, half: tl.constexpr, precision: tl.constexpr,
+    tile: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
+    """One tile of both products of one layer and example, on or below the diagonal.
+
+    The products are symmetric: a tile below it counts twice.
+    """
+    number = tl.program_id(0)
+    example = tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2)
+    i = tl.floor((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+    j = number - i * (i + 1) // 2
+    down = i * tile + tl.arange(0, tile)
+    across = j * tile + tl.arange(0, tile)
+    along = tl.arange(0, step)
+    kind: tl.constexpr = tl.bfloat16 if half else tl.float32
+    of_x = tl.zeros((tile, tile), tl.float32)
+    if rows:
+        x = tl.load(table + layer).to(tl.pointer_type(tl.int64)) + example * tokens
+        row = tl.load(x + down, mask=down < tokens, other=-1)
+        column = tl.load(x + across, mask=across < tokens, other=-2)
+        of_x = (row[:, None] == column[None, :]).to(tl.float32)
+    else:
+        x = tl.load(table + layer).to(tl.pointer_type(kind)) + example * tokens * width
+        for k in range(0, width, step):
+            inside = (k + along < width)[None, :]
+            a = tl.load(x + down[:, None] * width + k + along[None, :],
+                        mask=(down < tokens)[:, None] & inside, other=0.0)  # fmt: skip
+            b = tl.load(x + across[:, None] * width + k + along[None, :],
+                        mask=(across < tokens)[:, None] & inside, other=0.0)  # fmt: skip
+            of_x = tl.dot(a, tl.trans(b), of_x, input_precision=precision)
+    of_g = tl.zeros((tile, tile), tl.float32)
+    g = tl.load(table + layers + layer).to(tl.pointer_type(kind)) + example * tokens * height
+    for k in range(0, height, step):
+        inside = (k + along < height)[None, :]
+        a = tl.load(g + down[:, None] * height + k + along[None, :],
+                    mask=(down < tokens)[:, None] & inside, other=0.0)  # fmt: skip
+        b = tl.load(g + across[:, None] * height + k + along[None, :],
+                    mask=(across < tokens)[:, None] & inside, other=0.0)  # fmt: skip
+        of_g = tl.dot(a, tl.trans(b), of_g, input_precision=precision)
+    if bias:
+        of_x += 1.0
+    both = tl.sum(tl.sum(of_x * of_g, 1), 0)
+    tl.atomic_add(total + example, tl.where(i == j, both, 2.0 * both))
+
+
+@triton.jit
+def layer_norm_samples(
+    x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
+):
+    """Sums over some tokens of one example, added to zeros."""
+    example = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * some
+    column = tl.arange(0, block)
+    inside = column < width
+    of_weight = tl.zeros((block,), tl.float32)
+    of_bias = tl.zeros((block,), tl.float32)
+    for token in range(first, min(first + some, tokens)):
+        at = (example * tokens + token) * width + column
+        given = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+        centred = tl.where(inside, given - tl.sum(given, 0) / width, 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
+        of_weight += gradient * centred * scale
+        of_bias += gradient
+    tl.atomic_add(weights + example * width + column, of_weight, mask=inside)
+    tl.atomic_add(biases + example * width + column, of_bias, mask=inside)
+
+
+@triton.jit
+def noisy_descent(parameters, gradient, length, seed, deviation, rate, block: tl.constexpr):
+    """Four blocks of a program: Philox makes four normal numbers at a time."""
+    program = tl.program_id(0)
+    offset = tl.arange(0, block)
+    z0, z1, z2, z3 = tl.randn4x(tl.load(seed), (program * block + offset).to(tl.uint32))
+    noise = (z0, z1, z2, z3)
+    for i in tl.static_range(4):
+        at = program.to(tl.int64) * 4 * block + i * block + offset
+        inside = at < length
+        value = tl.load(parameters + at, mask=inside).to(tl.float32)
+        total = tl.load(gradient + at, mask=inside).to(tl.float32)
+        tl.store(parameters + at, value - rate * (total + deviation * noise[i]), mask=inside)

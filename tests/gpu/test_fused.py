@@ -1,0 +1,178 @@
+"""The fused trainer on a GPU: its kernels, its graphs, and the memory that these keep."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
+from dpbench.case import ModelSize
+from dpbench.instruments.logical.counter import RunningCounter
+from dpbench.process.step import peak_memory
+from dpbench.training.base import Batch, Momentum
+from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.phases import observed_step
+
+pytestmark = pytest.mark.gpu
+
+SIZE = ModelSize(500, 64, 2, 4)
+
+
+@pytest.fixture(autouse=True)
+def ieee() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layers", [1, 11])
+@pytest.mark.parametrize(
+    "shape", [(4, 1, 8, 8), (3, 40, 48, 100), (2, 256, 72, 50), (3, 600, 33, 7)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_gram_norms_are_those_of_the_gradients(
+    dtype: torch.dtype, shape: tuple[int, ...], layers: int, bias: bool
+) -> None:
+    examples, tokens, width, height = shape
+    xs = [normal(examples, tokens, width, dtype=dtype) for _ in range(layers)]
+    gs = [normal(examples, tokens, height, dtype=dtype) for _ in range(layers)]
+    expected = torch.zeros(examples, dtype=torch.float64, device="cuda")
+    for x, g in zip(xs, gs, strict=True):
+        expected += torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
+        expected += g.double().sum(1).square().sum(1) if bias else 0
+    torch.testing.assert_close(gram_norms(xs, gs, bias).double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [5, 200, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gram_norms_of_embeddings_add_up_rows_named_twice(dtype: torch.dtype, tokens: int) -> None:
+    rows = torch.randint(9, (3, tokens), device="cuda")
+    g = normal(3, tokens, 24, dtype=dtype)
+    samples = torch.zeros(3, 9, 24, dtype=torch.float64, device="cuda")
+    for sample, named, gradients in zip(samples, rows, g, strict=True):
+        sample.index_add_(0, named, gradients.double())
+    expected = samples.square().sum((1, 2))
+    norms = gram_norms([rows], [g], False).double()
+    torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("width", [7, 64, 2048])
+def test_layer_norm_samples_are_those_of_the_cpu(width: int) -> None:
+    x, g = normal(3, 33, width), normal(3, 33, width)
+    expected = layer_norm_samples(x.cpu(), g.cpu(), 1e-5)
+    torch.testing.assert_close(layer_norm_samples(x, g, 1e-5).cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_update_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> None:
+    length, deviation, rate = 3_000_001, 3.0, 0.5
+    gradient = normal(length)
+
+    def noise(seed: int) -> Tensor:
+        moved = torch.zeros(length, device="cuda")
+        noisy_descent(moved, gradient, torch.tensor(seed, device="cuda"), deviation, rate)
+        return -moved / rate - gradient
+
+    first, second = noise(2**40), noise(2**40 + 1)
+    assert torch.equal(first, noise(2**40))
+    assert abs(first.std() / deviation - 1) < 5 / (2 * length) ** 0.5
+    assert abs(first.mean()) < 5 * deviation / length**0.5
+    for lag in (1, 2, 3, 4, 1024, 4096):
+        together = torch.stack([first, first.roll(lag)])
+        assert abs(torch.corrcoef(together)[0, 1]) < 5 / length**0.5
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / length**0.5
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def made(trainer: str, size: ModelSize = SIZE, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = SimpleBigModel(size, max_seq_len=700).to("cuda")
+    fixed = {"noise_multiplier": 0.0, "learning_rate": 1.0, "max_grad_norm": 0.5}
+    return TRAINERS[trainer](model, batch_size=6, **fixed | options)
+
+
+def batches_of(tokens: int, number: int = 1) -> list[Batch]:
+    loader = get_random_dataloader(batch_size=6, seq_len=tokens, vocab_size=500, device="cuda")
+    return list(loader)[:number]
+
+
+def parameters(trainer: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).double()
+
+
+def moved(train: Callable[[Any], object], trainer: Any) -> Tensor:
+    before = parameters(trainer)
+    train(trainer)
+    return parameters(trainer) - before
+
+
+def train_several_shapes_and_rates(trainer: Any) -> None:
+    for tokens, rate in ((40, 0.5), (40, 0.2), (256, 0.5), (40, 0.3), (600, 0.5)):
+        trainer.plain_optimizer.param_groups[0]["lr"] = rate
+        for batch in batches_of(tokens):
+            trainer.train_step(batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optimizer": Momentum}, {"micro_batches": 3}, {"autocast": torch.bfloat16}],
+    ids=str,
+)
+def test_steps_of_several_shapes_and_rates_are_those_of_opacus(options: dict[str, Any]) -> None:
+    reference = moved(train_several_shapes_and_rates, made("dpsgd", **options))
+    tolerance = 3e-2 if "autocast" in options else 1e-4
+    for name in ("book_keeping", "fused"):
+        update = moved(train_several_shapes_and_rates, made(name, **options))
+        assert (update - reference).norm() < tolerance * reference.norm(), name
+
+
+def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch() -> None:
+    trainer, plain = made("fused"), made("book_keeping")
+    for number, batch in enumerate(batches_of(40, 3)):
+        losses = [float(each.train_step(batch)) for each in (trainer, plain)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert [*trainer._graphs] == ["forward", "backward", "clip"], number
+    with pytest.raises(ValueError, match="built for batches of 6 and got one of 5"):
+        trainer.train_step(tuple(tensor[:5] for tensor in batches_of(40)[0]))
+
+
+def test_a_step_whose_operators_are_counted_runs_them() -> None:
+    trainer = made("fused")
+    [batch] = batches_of(40)
+    trainer.train_step(batch)
+    with RunningCounter() as counter:
+        with observed_step(counter):
+            trainer.train_step(batch)
+        operators = {count.operator for count in counter.operators}
+    assert operators >= {"dpbench.gram_norms", "dpbench.noisy_descent", "aten.mm"}
+
+
+def test_peak_memory_has_what_graphs_keep() -> None:
+    [batch] = batches_of(600)
+
+    def peaks(*, graphs: bool) -> tuple[int, int]:
+        trainer = made("fused", ModelSize(8000, 256, 4, 8))
+        if not graphs:
+            trainer._graphs = {}  # as after a first step without them
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            trainer.train_step(batch)
+        return torch.cuda.max_memory_allocated(), peak_memory()
+
+    shown, kept = peaks(graphs=True)
+    gc.collect()  # a trainer and the hooks of its layers refer to each other
+    torch.cuda.empty_cache()
+    allocated, without = peaks(graphs=False)
+    assert without == allocated
+    assert shown < 0.7 * without, "the allocator counts it itself: take what it says"
+    assert 0.9 * without < kept < 1.5 * without

@@ -1,0 +1,353 @@
+"""Clipping from activations and output gradients: right in every layer, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opacus.layers import DPLSTM
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dpbench import (
+    MODEL_SIZES,
+    TRAINERS,
+    Batch,
+    SimpleBigModel,
+    Workload,
+    get_random_dataloader,
+)
+from dpbench.errors import ConfigurationError
+from dpbench.training.base import Momentum
+
+BOTH = ("book_keeping", "fused")
+EXAMPLES = 5
+
+
+class Given(Workload):
+    """A model and a batch that are there, and a loss in which each output counts."""
+
+    def __init__(self, model: Callable[[], nn.Module], batch: Tensor) -> None:
+        self._model, self._batch = model, batch
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self._model()
+
+    def batches(self, batch_size: int) -> list[Batch]:
+        return [self._batch]
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return (3 * model(batch).flatten(1)).sin().sum(1)  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    """One layer that is called twice, with different lengths."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layer(x), self.layer(x[:, :1].cos())], 1)
+
+
+class Scale(nn.Module):
+    """A layer that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.shift, self.gain, x.exp())
+
+
+class CheckpointedTheOtherWay(nn.Module):
+    """A block that runs again in backward, not reentrantly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def frozen(model: nn.Module, name: str) -> nn.Module:
+    model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def only_the_last_trained() -> nn.Module:
+    model = between(nn.Linear(6, 6)).requires_grad_(False)
+    model[-1].requires_grad_(True)
+    return model
+
+
+def between(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), layer, nn.Tanh(), nn.Linear(6, 2))
+
+
+torch.manual_seed(1)
+FLAT, TOKENS = torch.randn(EXAMPLES, 6), torch.randn(EXAMPLES, 4, 6)
+IMAGES, IDS = torch.randn(EXAMPLES, 2, 5, 5), torch.randint(9, (EXAMPLES, 4))
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "2-D": (lambda: between(nn.Linear(6, 6)), FLAT),
+    "3-D": (lambda: between(nn.Linear(6, 6, bias=False)), TOKENS),
+    "4-D": (lambda: between(nn.Linear(6, 6)), torch.randn(EXAMPLES, 2, 4, 6)),
+    "many tokens": (lambda: between(nn.Linear(6, 6)), torch.randn(EXAMPLES, 20, 6)),
+    "wide": (lambda: nn.Linear(6, 40), TOKENS),
+    "twice": (lambda: Twice(between(nn.Linear(6, 6))), TOKENS),
+    "weight frozen": (lambda: frozen(between(nn.Linear(6, 6)), "2.weight"), TOKENS),
+    "bias frozen": (lambda: frozen(between(nn.Linear(6, 6)), "0.bias"), TOKENS),
+    "all before frozen": (lambda: only_the_last_trained(), TOKENS),
+    "LayerNorm": (lambda: between(nn.LayerNorm(6)), TOKENS),
+    "LayerNorm of 2-D": (lambda: between(nn.LayerNorm(6, bias=False)), FLAT),
+    "LayerNorm of two dimensions": (lambda: nn.LayerNorm((4, 6)), TOKENS),
+    "LayerNorm twice": (lambda: Twice(nn.LayerNorm(6)), TOKENS),
+    "RMSNorm": (lambda: between(nn.RMSNorm(6)), TOKENS),
+    "unknown": (lambda: between(Scale()), TOKENS),
+    "unknown twice": (lambda: Twice(Scale()), TOKENS),
+    "unknown, frozen in part": (lambda: frozen(between(Scale()), "2.gain"), TOKENS),
+    "Conv": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), IMAGES),
+    "Conv twice": (lambda: nn.Sequential(*[nn.Conv1d(4, 4, 3, padding=1)] * 2), TOKENS),
+    "Conv, reflecting": (
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
+        IMAGES,
+    ),
+    "Embedding": (lambda: nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 3)), IDS),
+    "Embedding of int32": (lambda: nn.Embedding(9, 6), IDS.int()),
+    "Embedding of one row": (lambda: nn.Embedding(9, 6), IDS[:, 0]),
+    "Embedding of 3-D": (lambda: nn.Embedding(9, 6), IDS.reshape(EXAMPLES, 2, 2)),
+    "Embedding with padding": (lambda: nn.Embedding(9, 6, padding_idx=int(IDS[0, 0])), IDS),
+    "checkpointed the other way": (CheckpointedTheOtherWay, TOKENS),
+}
+
+
+class FirstOf(nn.Module):
+    """What a recurrent layer returns, without its states."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]  # type: ignore[no-any-return]
+
+
+def clipped_mean(workload: Workload, model: nn.Module, batch: Batch) -> tuple[list[Tensor], float]:
+    """By a loop over examples: the mean of the clipped gradients, and a threshold for half."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    each = []
+    for i in range(len(batch)):
+        loss = workload.losses(model, batch[i : i + 1]).sum()
+        each.append([g.clone() for g in torch.autograd.grad(loss, trained)])
+    norms = [torch.cat([g.flatten() for g in one]).norm() for one in each]
+    threshold = float(torch.stack(norms).median())
+    factors = [min(1.0, threshold / float(norm)) for norm in norms]
+    sums = [sum(f * g for f, g in zip(factors, gs, strict=True)) for gs in zip(*each, strict=True)]
+    return [total / len(batch) for total in sums], threshold
+
+
+def double(model: nn.Module, batch: Tensor) -> tuple[nn.Module, Tensor]:
+    return model.double(), batch.double() if batch.is_floating_point() else batch
+
+
+@pytest.mark.parametrize("trainer", BOTH)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_each_parameter_moves_by_the_mean_of_its_clipped_per_example_gradients(
+    layers: str, trainer: str
+) -> None:
+    workload = Given(*LAYERS[layers])
+    model, batch = double(workload.model(), workload.batches(EXAMPLES)[0])
+    expected, threshold = clipped_mean(workload, copy.deepcopy(model), batch)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    made = TRAINERS[trainer](
+        model,
+        batch_size=EXAMPLES,
+        workload=workload,
+        noise_multiplier=0.0,
+        max_grad_norm=threshold,
+        learning_rate=1.0,
+    )
+    made.train_step(batch)
+    for parameter, old, gradient in zip(trained, before, expected, strict=True):
+        assert gradient.any()
+        assert (old - parameter - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+class Norm(nn.Module):
+    """Has a parameter of its own beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.linear = nn.Parameter(torch.zeros(6)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.token)  # type: ignore[no-any-return]
+
+
+class Shared(nn.Module):
+    """Positions that all examples share, which are not repeated for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.positions(torch.arange(4)[None])
+
+
+class Folded(nn.Module):
+    """Examples and positions in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(0, 1)).view_as(x)  # type: ignore[no-any-return]
+
+
+class Named(Folded):
+    """A layer that is called by name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(input=x)  # type: ignore[no-any-return]
+
+
+class ChangedInPlace(Folded):
+    """What a layer was given is another tensor afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        y = self.linear(x)
+        x.mul_(2)
+        return y + x
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("trainer", BOTH)
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Norm, "(Norm) cannot be clipped in one backward pass: it has a parameter of its own, tok"),
+        (lambda: DPLSTM(6, 6), "weight_ih_l0 and l0.ih.weight are one parameter of several layers"),
+        (tied, "0.weight and 1.weight are one parameter of several layers"),
+        (Shared, r"layer positions (Embedding) cannot be clipped*is given [1, 4] where 5 examples"),
+        (Folded, r"layer linear (Linear) cannot be clipped*is given [20, 6] where 5 examples"),
+        (Named, "layer linear (Linear)*must be called with one tensor, by position"),
+        (ChangedInPlace, "layer linear (Linear)*was changed in place afterwards"),
+        (lambda: nn.LSTM(6, 6), "Opacus cannot train the model, which is one layer (LSTM)"),
+        (lambda: FirstOf(nn.RNN(6, 6)), "layer layer (RNN)*must return a tensor, not a tuple"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(4)), "layer 0 (BatchNorm1d)*use GroupNorm instead"),
+        (
+            lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6).half()),
+            "must be of one type on one device, not torch.float16 on cpu and torch.float32 on cpu",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_clipped_is_refused_by_name(
+    trainer: str, model: Callable[[], nn.Module], said: str
+) -> None:
+    workload = Given(model, TOKENS)
+
+    def train() -> None:
+        made = TRAINERS[trainer](workload.model(), batch_size=EXAMPLES, workload=workload)
+        made.train_step(TOKENS)
+
+    with pytest.raises(ConfigurationError) as caught:
+        train()
+    begin, _, end = said.partition("*")
+    assert begin in str(caught.value)
+    assert end in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("embedding", "why"),
+    [
+        (lambda: nn.Embedding(9, 6, max_norm=1.0), "an example's gradient depends on others"),
+        (lambda: nn.EmbeddingBag(9, 6), "it takes more than one tensor"),
+    ],
+)
+def test_embeddings_whose_gradients_are_of_no_single_example_are_refused(
+    embedding: Callable[[], nn.Module], why: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        TRAINERS["book_keeping"](nn.Sequential(embedding()), batch_size=EXAMPLES)
+
+
+@pytest.mark.parametrize("trainer", BOTH)
+@pytest.mark.parametrize("options", [{}, {"optimizer": Momentum}, {"micro_batches": 5}], ids=str)
+def test_a_step_that_failed_leaves_nothing_to_the_next(
+    trainer: str, options: dict[str, Any]
+) -> None:
+    class FailsOnce(Given):
+        fails = 0
+
+        def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+            losses = super().losses(model, batch)
+            self.fails -= 1
+            if self.fails == 0:
+                raise RuntimeError("no more")
+            return losses
+
+    def trained(*, fails: int) -> Tensor:
+        workload = FailsOnce(*LAYERS["3-D"])
+        model = workload.model()
+        made = TRAINERS[trainer](
+            model, batch_size=EXAMPLES, workload=workload, noise_multiplier=0.0, **options
+        )
+        workload.fails = fails
+        if fails:
+            with pytest.raises(RuntimeError, match="no more"):
+                made.train_step(TOKENS)
+        made.train_step(TOKENS)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    fails = options.get("micro_batches", 1)
+    assert torch.equal(trained(fails=fails), trained(fails=0))
+
+
+@pytest.mark.parametrize("trainer", BOTH)
+def test_at_fp32_each_gradient_is_within_1e5_of_that_at_float64(trainer: str) -> None:
+    """The gradients themselves: differences of parameters have the rounding of these instead."""
+    loader = get_random_dataloader(batch_size=EXAMPLES, seq_len=256, vocab_size=1000)
+    batch = next(iter(loader))
+
+    def gradients(dtype: torch.dtype) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = SimpleBigModel(MODEL_SIZES["tiny"], max_seq_len=256).to(dtype)
+        made = TRAINERS[trainer](
+            model, batch_size=EXAMPLES, noise_multiplier=0.0, optimizer=Momentum
+        )
+        given: dict[str, Tensor] = {}
+
+        def take(*_: object) -> None:
+            given.update((name, p.grad.double()) for name, p in model.named_parameters())
+
+        made.plain_optimizer.register_step_pre_hook(take)
+        made.train_step(batch)
+        return given
+
+    exact, given = gradients(torch.float64), gradients(torch.float32)
+    largest = max(gradient.norm() for gradient in exact.values())
+    for name, gradient in exact.items():
+        error = (given[name] - gradient).norm()
+        if name.endswith("key.bias"):  # softmax does not depend on it: there is only rounding
+            assert gradient.norm() < 1e-12 * largest
+            assert error < 1e-7 * largest
+        else:
+            assert error < 1e-5 * gradient.norm(), name

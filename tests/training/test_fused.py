@@ -1,0 +1,163 @@
+"""Merged passes: each operator does what it says, and a step what book-keeping does."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dpbench import TRAINERS, Case, SimpleBigModel, get_random_dataloader
+from dpbench.case import ModelSize
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.training.base import Batch
+from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.per_layer import ALIGNED, one_buffer, rounded_down
+
+SIZE = ModelSize(50, 16, 1, 2)
+
+
+def made(trainer: str = "fused", **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = SimpleBigModel(SIZE, max_seq_len=12)
+    return TRAINERS[trainer](model, batch_size=6, **({"noise_multiplier": 0.0} | options))
+
+
+def batch_of(tokens: int) -> Batch:
+    return next(iter(get_random_dataloader(batch_size=6, seq_len=tokens, vocab_size=50)))
+
+
+def parameters(trainer: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gram_norms_are_those_of_the_gradients(dtype: torch.dtype, bias: bool) -> None:
+    xs = [normal(3, 7, 5, dtype=dtype), normal(3, 7, 5, dtype=dtype).sin()]
+    gs = [normal(3, 7, 4, dtype=dtype).cos(), normal(3, 7, 4, dtype=dtype)]
+    expected = torch.zeros(3, dtype=torch.float64)
+    for x, g in zip(xs, gs, strict=True):
+        expected += torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
+        expected += g.double().sum(1).square().sum(1) if bias else 0
+    norms = gram_norms(xs, gs, bias)
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_gram_norms_of_an_embedding_add_up_rows_that_an_example_names_twice() -> None:
+    rows, g = torch.tensor([[0, 1, 0], [2, 2, 2]]), normal(2, 3, 4)
+    samples = torch.zeros(2, 3, 4, dtype=torch.float64)
+    for sample, named, gradients in zip(samples, rows, g, strict=True):
+        sample.index_add_(0, named, gradients)
+    expected = samples.square().sum((1, 2))
+    torch.testing.assert_close(gram_norms([rows], [g], False).double(), expected)
+
+
+def test_layer_norm_samples_are_the_gradients_of_each_example() -> None:
+    layer, x, g = nn.LayerNorm(5).double(), normal(3, 7, 5), normal(3, 7, 5).cos()
+    samples = layer_norm_samples(x, g, layer.eps)
+    for example in range(3):
+        expected = torch.autograd.grad(layer(x[example]), [*layer.parameters()], g[example])
+        for got, wanted in zip(samples[:, example], expected, strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_noisy_descent_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> None:
+    length, deviation, rate = 200_000, 3.0, 0.5
+    gradient = normal(length, dtype=torch.float32)
+
+    def noise(seed: int) -> Tensor:
+        moved = torch.zeros(length)
+        noisy_descent(moved, gradient, torch.tensor(seed), deviation, rate)
+        return -moved / rate - gradient
+
+    first = noise(1)
+    # Five standard errors each: a false alarm has a chance of less than 6e-7.
+    assert abs(first.std() / deviation - 1) < 5 / (2 * length) ** 0.5
+    assert abs(first.mean()) < 5 * deviation / length**0.5
+    assert torch.equal(first, noise(1))
+    for other in (noise(2), first.roll(1)):
+        assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 5 / length**0.5
+
+
+@given(
+    st.lists(st.floats(0, 1, width=32), min_size=1, max_size=20),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_a_factor_is_never_rounded_up_nor_by_more_than_a_step(
+    values: list[float], dtype: torch.dtype
+) -> None:
+    factors = torch.tensor(values)
+    rounded = rounded_down(factors, dtype)
+    assert rounded.dtype == dtype
+    assert (rounded.double() <= factors.double()).all()
+    above = torch.nextafter(rounded, torch.full_like(rounded, 2.0))
+    assert (above.double() > factors.double()).all()
+
+
+def test_each_part_of_a_buffer_begins_where_matrix_products_want_it() -> None:
+    given_ = [torch.empty(3, 5), torch.empty(()), torch.empty(ALIGNED), torch.empty(2)]
+    flat, places = one_buffer(given_)
+    assert [place.shape for place in places.values()] == [each.shape for each in given_]
+    starts = [place.storage_offset() for place in places.values()]
+    assert starts == [0, ALIGNED, 2 * ALIGNED, 3 * ALIGNED]
+    assert flat.numel() == 4 * ALIGNED
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def test_steps_of_several_shapes_and_rates_are_those_of_book_keeping() -> None:
+    trainers = [made("fused"), made("book_keeping")]
+    for tokens, rate in ((8, 0.1), (12, 0.1), (8, 0.5)):
+        for trainer in trainers:
+            trainer.plain_optimizer.param_groups[0]["lr"] = rate
+            trainer.train_step(batch_of(tokens))
+    torch.testing.assert_close(*map(parameters, trainers), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("trainer_name", ["fused", "book_keeping"])
+def test_noise_differs_between_steps_and_between_runs(trainer_name: str) -> None:
+    def moved_in_two_steps(seed: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = SimpleBigModel(SIZE, max_seq_len=12)
+        torch.manual_seed(seed)
+        trainer = TRAINERS[trainer_name](model, batch_size=6, max_grad_norm=1e3)  # mostly noise
+        values = [parameters(trainer)]
+        for _ in range(2):
+            trainer.train_step(batch_of(8))
+            values.append(parameters(trainer))
+        return [after - before for before, after in pairwise(values)]
+
+    first, again, other = (moved_in_two_steps(seed) for seed in (1, 1, 2))
+    assert all(map(torch.equal, first, again))
+    for one, another in ((first[0], first[1]), (first[0], other[0]), (first[1], other[0])):
+        correlation = torch.corrcoef(torch.stack([one, another]))[0, 1]
+        assert abs(correlation) < 5 / len(one) ** 0.5  # a false alarm: 6e-7 each
+
+
+def test_without_hardware_its_operators_are_counted_by_their_operands() -> None:
+    result = Logical().count(Case("fused", 4, 8, "50x16x1x2"))
+    counts = {count.operator: count for count in result.operators}
+    assert not [name for name, count in counts.items() if count.general_rule]
+    update = counts["dpbench.noisy_descent"]
+    weights = sum(p.numel() for p in made().model.parameters()) * 4
+    assert update.phase == "optimizer"
+    assert update.read_bytes == 2 * update.write_bytes + 8  # the seed
+    assert update.write_bytes > weights
+    # Of 4 examples with 8 tokens the products x xᵀ and g gᵀ, which are symmetric, of each layer.
+    layers = {(16, 16): 4, (16, 64): 1, (64, 16): 1, (16, 50): 1, (0, 16): 2}
+    flops = sum(4 * 8 * 9 * sum(widths) * n for widths, n in layers.items())
+    assert counts["dpbench.gram_norms"].flops == flops
