@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Settings:
     )
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """The values along an axis of `Case` that replace the grid's, each an option of its own."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """The values of options that instruments from outside declare, by their fields."""
     baseline: str | None = options.option(
         "the trainer whose numbers ratios divide by, measured along the same axes: a name or "
         "package.module:Class (default standard)",
@@ -209,9 +211,10 @@ class Settings:
                 if isinstance(value, Path):
                     value = directory / value
                 given[name] = tuple(value) if option["declared"]["default"] == [] else value
+        given["own"] = own_values(options)
         axes = {axis: values for axis in AXES if (values := given.pop(axis)) is not None}
         if given.get("disable"):
-            kept = ("only", "skip", "disable", "grid", "baseline", "compare_fail")
+            kept = ("own", "only", "skip", "disable", "grid", "baseline", "compare_fail")
             given = {name: given[name] for name in kept}
         if (prefix := given.get("histogram")) is not None:
             if given["html"]:
@@ -229,6 +232,10 @@ class Settings:
     def chosen_grid(self) -> Grid:
         """The grid with the axes that replace its own."""
         return chosen_grid(self.grid, self.baseline, **self.axes)
+
+    def own_of(self, instrument: type) -> dict[str, Any]:
+        """The values of an instrument's own options, by its fields."""
+        return {name: self.own[name] for name in _own_fields(instrument) if name in self.own}
 
     @property
     def files(self) -> dict[str, Path]:
@@ -318,7 +325,11 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 
 def _name(option: str, of_pytest: bool) -> str:
     """How pytest or the commands call an option; empty if they do not."""
-    given: str | None = OPTIONS[option]["pytest" if of_pytest else "command"]
+    return _spelled(option, OPTIONS[option], of_pytest)
+
+
+def _spelled(option: str, described: Mapping[str, Any], of_pytest: bool) -> str:
+    given: str | None = described["pytest" if of_pytest else "command"]
     if given is not None:
         return given
     prefix = "dpbench-" if of_pytest and not option.startswith("ncu") else ""
@@ -344,3 +355,39 @@ def declare(
     for name in names or OPTIONS:
         if option := called or _name(name, of_pytest):
             add(option, **{**OPTIONS[name]["declared"], **changed})
+
+
+# --- options that instruments from outside declare -------------------------------------------
+
+_OWN = "own option "
+"""What the names of their values begin with, among those of all options."""
+
+
+def _own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
+    """The fields of an instrument that are options, and how they were declared."""
+    own = fields(instrument) if is_dataclass(instrument) else ()
+    return {each.name: each.metadata for each in own if "declared" in each.metadata}
+
+
+def declare_own(add: Callable[..., object], instrument: type, *, of_pytest: bool = False) -> None:
+    """Declare the options of an instrument: those of its fields that `options.option` made."""
+    for name, described in _own_fields(instrument).items():
+        add(_spelled(name, described, of_pytest), dest=_OWN + name, **described["declared"])
+
+
+def own_values(options: Namespace) -> dict[str, Any]:
+    """What a command line has for such options, by their fields."""
+    return {n.removeprefix(_OWN): v for n, v in vars(options).items() if n.startswith(_OWN)}
+
+
+def own_arguments(instrument: object) -> list[str]:
+    """An instrument's own options as a command line has them."""
+    words: list[str] = []
+    for name, described in _own_fields(type(instrument)).items():
+        option, value = _spelled(name, described, of_pytest=False), getattr(instrument, name)
+        if isinstance(value, bool):
+            words += [option] * value
+        elif value is not None:
+            each = value if isinstance(value, list | tuple) else [value]
+            words += [word for part in each for word in (option, str(part))]
+    return words
