@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +16,10 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import Locked, locked
 from dpbench.gpu import Gpu
-from dpbench.instruments.base import CaseRefused, Instrument, InstrumentError, Running
-from dpbench.instruments.child import log_tail
+from dpbench.instruments.base import CaseFailed, CaseRefused, Instrument, InstrumentError, Running
+from dpbench.instruments.child import describe_exit, log_tail
 from dpbench.instruments.terminal import tell
-from dpbench.registry import resolve
+from dpbench.registry import is_builtin, resolve
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
@@ -99,6 +103,72 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
         **failure,
         **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
     )
+
+
+class Forks:
+    """Measures cases that need no hardware in forks of this process, one a core.
+
+    A fork has what this process has imported, measures one case, and ends: its memory is free then,
+    and one that crashes leaves the others as they are. Closing ends them all.
+    """
+
+    def __init__(self, cases: Sequence[Case], instruments: Sequence[Instrument]) -> None:
+        self._instruments = instruments
+        self._waiting = deque(dict.fromkeys(cases))
+        self._running: dict[Any, tuple[Case, Any]] = {}
+        self._ended: dict[Case, Outcome] = {}
+        for case in filter(is_builtin, cases):
+            from dpbench.process.step import import_needed  # loads torch
+
+            with suppress(DpbenchError):  # the fork says so of its case
+                import_needed(case)
+
+    def measure(self, case: Case) -> Outcome:
+        """Wait for the outcome of one of the cases, while the next are measured too."""
+        while case not in self._ended:
+            while self._waiting and len(self._running) < cores():
+                self._start(self._waiting.popleft())
+            for pipe in wait([*self._running]):
+                self._end(pipe)
+        return self._ended[case]
+
+    def _start(self, case: Case) -> None:
+        context = get_context("fork")
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=_send_outcome, args=(writer, case, self._instruments))
+        process.start()
+        writer.close()  # or the reader would not end with the process
+        self._running[reader] = case, process
+
+    def _end(self, pipe: Any) -> None:
+        case, process = self._running.pop(pipe)
+        try:
+            outcome = pipe.recv()
+        except EOFError:
+            process.join()
+            message = f"{case.id}: the process that measured it {describe_exit(process.exitcode)}"
+            names = tuple(instrument.name for instrument in self._instruments)
+            failed = CaseFailed.__name__
+            outcome = Outcome(case, (), error=failed, message=message, instruments=names)
+        process.join()
+        self._ended[case] = outcome
+
+    def close(self) -> None:
+        """End the forks."""
+        for _, process in self._running.values():
+            process.terminate()
+        for _, process in self._running.values():
+            process.join()
+
+
+def _send_outcome(pipe: Connection, case: Case, instruments: Sequence[Instrument]) -> None:
+    with suppress(KeyboardInterrupt, BrokenPipeError):  # whoever started it has been ended
+        pipe.send(measure(case, instruments))
+
+
+def cores() -> int:
+    """How many processes can work at once; 1 where processes do not fork."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 Bytes come from hardware counters under Nsight Compute, times and peak memory from a second,
 unprofiled process. A case that fails leaves the others running; the exit code is 1 then.
 Without a GPU, or with --instrument logical, nothing is measured: the bytes that each operator
-must move are counted, with neither a GPU nor the memory. The tables say which it was.
+must move are counted, with neither a GPU nor the memory, in as many cases at once as there are
+cores. The tables say which it was.
 
 A grid file is TOML with one key per axis, a value or a list of values:
 
@@ -82,10 +83,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
-    """Measure the cases one after the other, and say why one failed."""
-    with tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress:
+    """Measure the cases in order, and say why one failed; on all cores if without hardware."""
+    from dpbench.runner import Forks, cores
+
+    known = {outcome.case for outcome in session.outcomes()}
+    at_once = session.device is None and cores() > 1
+    ahead = [case for case in cases if case not in known] if at_once else []
+    tqdm.monitor_interval = 0  # no thread of tqdm's, whose locks a fork would inherit
+    with (
+        closing(Forks(ahead, session.instruments)) as forks,
+        tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress,
+    ):
         for case in progress:
             progress.set_description(case.id)
+            if case in ahead:
+                session.store.keep(forks.measure(case))
+                session.write()
             outcome = session.measure(case)
             if outcome.error:
                 progress.write(outcome.message, file=sys.stderr)

@@ -137,6 +137,12 @@ def check_stepped(trainer: TrainerBase, active: int) -> None:
         )
 
 
+def import_needed(case: Case) -> None:
+    """Import what a case will need."""
+    import_named(case)
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
+
+
 def alone_on(
     case: Case, device: torch.device, run: Callable[[torch.device, PhaseTimes], dict[str, Any]]
 ) -> dict[str, Any]:
@@ -145,9 +151,7 @@ def alone_on(
     Returns the record that ``run`` does, with ``spent_seconds``: what this process did, as if these
     were phases, from when it asked for the GPU until it gave that back.
     """
-    # What a case needs is imported before it holds the GPU: others measure meanwhile.
-    import_named(case)
-    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
+    import_needed(case)  # before it holds the GPU: others measure meanwhile
     spent = PhaseTimes(torch.device("cpu"))
     spent.start_step("waiting")
     with alone(device, case.id):  # before the first CUDA call

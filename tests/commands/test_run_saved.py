@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_written_later_is_a_problem_and_nothing_is_lost(
     monkeypatch.setattr("dpbench.runner.measure", measure_and_take_the_folder_away)
     assert main([*RUN, *TWO, "--json=out/run.json", "--save=kept"]) == 1
     captured = capsys.readouterr()
-    assert captured.err.count("dpbench run: ERROR: out: ") == 1
+    assert captured.err.count("dpbench run: ERROR: out/run.json: ") == 1
     assert "dpsgd" in captured.out
     assert len(json.loads(Path("moved/run.json").read_text())["cases"]) == 1
     assert Run.load(SAVED / "0001_kept.json").status == "complete"
