@@ -32,9 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # when conftest.py has said where modules are
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
     """Declare the options of instruments from outside."""
-    declare_outside(
-        lambda title, text: parser.getgroup(title, text).addoption, args, "--dpbench-instrument"
-    )
+    group = parser.getgroup
+    try:
+        declare_outside(lambda *title: group(*title).addoption, args, "--dpbench-instrument")
+    except DpbenchError as error:
+        raise pytest.UsageError(printable(f"dpbench: {error}")) from error
 
 
 def pytest_configure(config: pytest.Config) -> None:

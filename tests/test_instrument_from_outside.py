@@ -259,6 +259,15 @@ def test_pytest_has_its_options(pytester: pytest.Pytester) -> None:
     pytester.runpytest_inprocess(*how, "-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
+@pytest.mark.usefixtures("pace")
+def test_an_option_that_another_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pace.py").write_text(PACE.replace("pace_times", "warmup"))
+    assert main(["run", "--instrument=pace:Pace", *CELL]) == 2
+    said = capsys.readouterr().err
+    assert "instrument Pace: argument --warmup: conflicting option string" in said
+    assert said.endswith("; rename its field\n")
+
+
 def test_what_has_no_recorder_is_refused_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     Path("training.py").touch()
     assert main(["exec", "--instrument=meter:Power", "training.py"]) == 2

@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--instrument",
         action="append",
         metavar="NAME",
-        help="timing, logical, cupti, ncu or torch_profiler; repeatable; default cupti, without a "
-        "GPU logical",
+        help="timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
+        "default cupti, without a GPU logical",
     )
     measuring.add_argument(
         "--skip",

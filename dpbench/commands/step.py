@@ -114,7 +114,9 @@ def _recorder(case: Case, steps: int, options: argparse.Namespace) -> Recorder:
     """What hears the steps, in the way that was asked for."""
     if options.instrument:
         settings = Settings(own=own_values(options))
-        return choose([options.instrument], settings, "step")[0].recorder(case, steps)
+        recorder = choose([options.instrument], settings, "step")[0].recorder(case, steps)
+        recorder.wanted = recorder.wanted or steps  # an end, if it wants all that there are
+        return recorder
     if options.profile:
         from dpbench.instruments.torch_profiler.recorder import ScheduledRecorder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
@@ -59,11 +59,17 @@ def declare_outside(
         with suppress(ConfigurationError):  # it is refused where it is used
             INSTRUMENTS.canonical(spelling)
     for name in INSTRUMENTS:
-        if not INSTRUMENTS.is_builtin(name):
-            with suppress(ConfigurationError):
-                described = (_class(name).__doc__ or "").partition("\n")[0]
-                add = group(f"instrument {name}", described)
-                declare_own(add, _class(name), of_pytest=option != "--instrument")
+        if INSTRUMENTS.is_builtin(name):
+            continue
+        try:
+            instrument = _class(name)
+        except Exception:  # of a package that is installed, and maybe not asked for
+            continue
+        add = group(f"instrument {name}", (instrument.__doc__ or "").partition("\n")[0])
+        try:
+            declare_own(add, instrument, of_pytest=option != "--instrument")
+        except (ArgumentError, ValueError) as error:
+            raise ConfigurationError(f"instrument {name}: {error}; rename its field") from error
 
 
 def _register_installed() -> None:

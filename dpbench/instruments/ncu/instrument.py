@@ -114,13 +114,8 @@ class Ncu(Instrument):
     def start(self, case: Case) -> Child:
         report = self.report(case)
         report.unlink(missing_ok=True)  # or a failed run would leave the last one's numbers
-        return Child(
-            self.command(case),
-            case=case,
-            log=self.log(case),
-            timeout=self.timeout,
-            read=self.read,
-        )
+        log = self.log(case)
+        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process, and make rows of its report."""
