@@ -225,6 +225,8 @@ def test_it_hears_the_steps_of_a_script_and_of_a_loop() -> None:
     how = ["--instrument=pace:Pace", "--pace-times=2", "--steps=2", "--json=run.json"]
     assert main(["exec", *how, "folder/training.py"]) == 0
     assert values("run.json") == [8.0, 8.0]
+    settings = json.loads(Path("run.json").read_text())["session"]["settings"]["pace"]
+    assert (settings["pace_times"], settings["steps"], "directory" in settings) == (2, 2, False)
 
     from dpbench import observe
 

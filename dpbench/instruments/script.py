@@ -170,12 +170,12 @@ def run(
     case: Case,
     record: Path,
     stopped: Callable[[], object] = lambda: None,
-    ours: Collection[str] = (),
+    before: Collection[str] | None = None,
 ) -> int | str | None:
     """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`.
 
-    ``stopped`` is called at the end if the script was ended before its own; ``ours`` are the
-    modules that have been imported for us alone.
+    ``stopped`` is called at the end if the script was ended before its own; ``before``
+    are the modules that were there before ours, if this process is the script's alone.
     """
     process, raised = os.getpid(), ""
     code: int | str | None = 0
@@ -197,6 +197,7 @@ def run(
         held.callback(setattr, os, "_exit", os._exit)
         os._exit = _exit_after(write_down)  # type: ignore[assignment]
         try:
+            ours = () if before is None else {*sys.modules}.difference(before)
             run_program(script.program, is_module=script.is_module, ours=ours)
         except Stop:
             held.callback(stopped)
@@ -328,8 +329,7 @@ def main(before: Collection[str]) -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = json.loads(sys.argv[1])
     script, case = unpacked(task)
-    ours = {*sys.modules}.difference(before)
-    sys.exit(run(script, case, Path(task["record"]), leave_threads, ours))
+    sys.exit(run(script, case, Path(task["record"]), leave_threads, before))
 
 
 def unpacked(task: Mapping[str, Any]) -> tuple[ScriptRun, Case]:
