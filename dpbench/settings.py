@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
 from dpbench.grid import GRIDS, Grid
+from dpbench.options import own_values
 from dpbench.registry import INSTRUMENTS, chosen_grid
 
 
@@ -235,7 +236,7 @@ class Settings:
 
     def own_of(self, instrument: type) -> dict[str, Any]:
         """The values of an instrument's own options, by its fields."""
-        return {name: self.own[name] for name in _own_fields(instrument) if name in self.own}
+        return {name: self.own[name] for name in options.own_fields(instrument) if name in self.own}
 
     @property
     def files(self) -> dict[str, Path]:
@@ -325,15 +326,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 
 def _name(option: str, of_pytest: bool) -> str:
     """How pytest or the commands call an option; empty if they do not."""
-    return _spelled(option, OPTIONS[option], of_pytest)
-
-
-def _spelled(option: str, described: Mapping[str, Any], of_pytest: bool) -> str:
-    given: str | None = described["pytest" if of_pytest else "command"]
-    if given is not None:
-        return given
-    prefix = "dpbench-" if of_pytest and not option.startswith("ncu") else ""
-    return f"--{prefix}{option.replace('_', '-')}"
+    return options.spelled(option, OPTIONS[option], of_pytest=of_pytest)
 
 
 def declare(
@@ -355,39 +348,3 @@ def declare(
     for name in names or OPTIONS:
         if option := called or _name(name, of_pytest):
             add(option, **{**OPTIONS[name]["declared"], **changed})
-
-
-# --- options that instruments from outside declare -------------------------------------------
-
-_OWN = "own option "
-"""What the names of their values begin with, among those of all options."""
-
-
-def _own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
-    """The fields of an instrument that are options, and how they were declared."""
-    own = fields(instrument) if is_dataclass(instrument) else ()
-    return {each.name: each.metadata for each in own if "declared" in each.metadata}
-
-
-def declare_own(add: Callable[..., object], instrument: type, *, of_pytest: bool = False) -> None:
-    """Declare the options of an instrument: those of its fields that `options.option` made."""
-    for name, described in _own_fields(instrument).items():
-        add(_spelled(name, described, of_pytest), dest=_OWN + name, **described["declared"])
-
-
-def own_values(options: Namespace) -> dict[str, Any]:
-    """What a command line has for such options, by their fields."""
-    return {n.removeprefix(_OWN): v for n, v in vars(options).items() if n.startswith(_OWN)}
-
-
-def own_arguments(instrument: object) -> list[str]:
-    """An instrument's own options as a command line has them."""
-    words: list[str] = []
-    for name, described in _own_fields(type(instrument)).items():
-        option, value = _spelled(name, described, of_pytest=False), getattr(instrument, name)
-        if isinstance(value, bool):
-            words += [option] * value
-        elif value is not None:
-            each = value if isinstance(value, list | tuple) else [value]
-            words += [word for part in each for word in (option, str(part))]
-    return words

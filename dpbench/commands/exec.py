@@ -42,11 +42,12 @@ from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptInterrupted, ScriptRun
 from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.options import own_values
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.session import Session
-from dpbench.settings import Settings, declare, own_values
+from dpbench.settings import Settings, declare
 
 DECLARED = {
     "measuring": ("ncu_path", "ncu_dir", "ncu_metrics", "profile_dir", "profile_threshold"),

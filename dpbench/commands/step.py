@@ -31,8 +31,9 @@ from dpbench.instruments import choose
 from dpbench.instruments.recorder import Recorder
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.instruments.torch_profiler.files import REPORT, write_summary
+from dpbench.options import own_values
 from dpbench.process.messages import Schedule, Steps, print_record
-from dpbench.settings import Settings, declare, own_values
+from dpbench.settings import Settings, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,10 @@ from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
 from dpbench.instruments.counters.metrics import resolve
 from dpbench.metrics import METRICS
+from dpbench.options import declare_own
 from dpbench.process.messages import Schedule, Steps
 from dpbench.registry import INSTRUMENTS
-from dpbench.settings import Settings, declare_own
+from dpbench.settings import Settings
 
 ON_GPU = ("timing", "ncu")
 """What measures a case on a GPU: times without a profiler, and bytes with it."""

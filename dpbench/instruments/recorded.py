@@ -11,11 +11,12 @@ from dpbench.case import Case
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.recorder import Recorder
+from dpbench.options import own_arguments
 from dpbench.process.messages import Steps
 from dpbench.registry import INSTRUMENTS
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
-from dpbench.settings import Settings, own_arguments
+from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
