@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpbench.instruments.recorders import TimingRecorder
+from dpbench.instruments.timing import TimingRecorder
 from dpbench.process.script import StepFinder
 from dpbench.process.watched import watch
 

@@ -22,6 +22,9 @@ COMMANDS = ("doctor", "smoke", "step", "run", "exec", "show", "compare", "list")
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""
 
+TAKE_INSTRUMENTS = ("step", "run", "exec")
+"""Those that declare the options of instruments from outside."""
+
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 PIPE_CLOSED = 141
@@ -86,7 +89,8 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
     if directory not in sys.path:  # last, or a file there could pass for a library's module
         sys.path.append(directory)
-    options = build_parser(*written[:1]).parse_args([hyphenated(text) for text in written])
+    words = [hyphenated(text) for text in written]
+    options = build_parser("".join(written[:1]), words).parse_args(words)
     for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are
         if rest := getattr(options, name_of_rest, None):
             setattr(options, name_of_rest, [*written[-len(rest) :]])
@@ -110,8 +114,10 @@ def hyphenated(text: str) -> str:
     return re.sub(r"^--[a-z_]+", lambda match: match[0].replace("_", "-"), text)
 
 
-def build_parser(command: str = "") -> argparse.ArgumentParser:
+def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of a command. Only this command is imported; without one, none is.
+
+    Of the words of a command line only the instruments from outside are read, for their options.
 
     The others are known by name and by what the first line of their help says.
     """
@@ -133,8 +139,17 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
         if name == command:
             module = import_module(f"dpbench.commands.{name}")
             module.add_arguments(described)
+            if command in TAKE_INSTRUMENTS:
+                _declare_outside(described, words)
             described.set_defaults(command=module.run)
     return parser
+
+
+def _declare_outside(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Declare the options of instruments from outside, each in a group of its own."""
+    from dpbench.instruments import declare_outside
+
+    declare_outside(lambda *title: parser.add_argument_group(*title).add_argument, words)
 
 
 def _help_of(command: str) -> str:

@@ -1,8 +1,10 @@
-"""How a field of `Settings` says which option it is."""
+"""How a field of `Settings`, or of an instrument, says which option it is."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,49 @@ def file(help: str, **names: Any) -> Any:
 def of_pytest(help: str, **names: Any) -> Any:
     """A switch of pytest alone."""
     return option(help, False, command="", **names)
+
+
+def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
+    """How pytest or the commands call an option; empty if they do not."""
+    given: str | None = described["pytest" if of_pytest else "command"]
+    if given is not None:
+        return given
+    prefix = "dpbench-" if of_pytest and not name.startswith("ncu") else ""
+    return f"--{prefix}{name.replace('_', '-')}"
+
+
+# --- options that instruments from outside declare -------------------------------------------
+
+_OWN = "own option "
+"""What the names of their values begin with, among those of all options."""
+
+
+def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
+    """The fields of an instrument that are options, and how they were declared."""
+    own = fields(instrument) if is_dataclass(instrument) else ()
+    return {each.name: each.metadata for each in own if "declared" in each.metadata}
+
+
+def declare_own(add: Callable[..., object], instrument: type, *, of_pytest: bool = False) -> None:
+    """Declare the options of an instrument: those of its fields that `option` made."""
+    for name, described in own_fields(instrument).items():
+        option = spelled(name, described, of_pytest=of_pytest)
+        add(option, dest=_OWN + name, **described["declared"])
+
+
+def own_values(options: Namespace) -> dict[str, Any]:
+    """What a command line has for such options, by their fields."""
+    return {n.removeprefix(_OWN): v for n, v in vars(options).items() if n.startswith(_OWN)}
+
+
+def own_arguments(instrument: object) -> list[str]:
+    """An instrument's own options as a command line has them."""
+    words: list[str] = []
+    for name, described in own_fields(type(instrument)).items():
+        option, value = spelled(name, described, of_pytest=False), getattr(instrument, name)
+        if isinstance(value, bool):
+            words += [option] * value
+        elif value is not None:
+            each = value if isinstance(value, list | tuple) else [value]
+            words += [word for part in each for word in (option, str(part))]
+    return words

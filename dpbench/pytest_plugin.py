@@ -11,6 +11,7 @@ import pytest
 
 from dpbench.errors import DpbenchError
 from dpbench.files import printable
+from dpbench.instruments import declare_outside
 from dpbench.plugin import hooks
 from dpbench.plugin.each_test import MARKER
 from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
@@ -26,6 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options; those that name no instrument begin with ``--dpbench-``."""
     group = parser.getgroup("dpbench", "I/O cost of differentially private training (dpbench)")
     declare(group.addoption, of_pytest=True)
+
+
+@pytest.hookimpl(trylast=True)  # when conftest.py has said where modules are
+def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
+    """Declare the options of instruments from outside."""
+    group = parser.getgroup
+    try:
+        declare_outside(lambda *title: group(*title).addoption, args, "--dpbench-instrument")
+    except DpbenchError as error:
+        raise pytest.UsageError(printable(f"dpbench: {error}")) from error
 
 
 def pytest_configure(config: pytest.Config) -> None:

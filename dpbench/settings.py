@@ -18,6 +18,7 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
 from dpbench.grid import GRIDS, Grid
+from dpbench.options import own_values
 from dpbench.registry import INSTRUMENTS, chosen_grid
 
 
@@ -48,6 +49,8 @@ class Settings:
     )
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """The values along an axis of `Case` that replace the grid's, each an option of its own."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """The values of options that instruments from outside declare, by their fields."""
     baseline: str | None = options.option(
         "the trainer whose numbers ratios divide by, measured along the same axes: a name or "
         "package.module:Class (default standard)",
@@ -209,9 +212,10 @@ class Settings:
                 if isinstance(value, Path):
                     value = directory / value
                 given[name] = tuple(value) if option["declared"]["default"] == [] else value
+        given["own"] = own_values(options)
         axes = {axis: values for axis in AXES if (values := given.pop(axis)) is not None}
         if given.get("disable"):
-            kept = ("only", "skip", "disable", "grid", "baseline", "compare_fail")
+            kept = ("own", "only", "skip", "disable", "grid", "baseline", "compare_fail")
             given = {name: given[name] for name in kept}
         if (prefix := given.get("histogram")) is not None:
             if given["html"]:
@@ -229,6 +233,10 @@ class Settings:
     def chosen_grid(self) -> Grid:
         """The grid with the axes that replace its own."""
         return chosen_grid(self.grid, self.baseline, **self.axes)
+
+    def own_of(self, instrument: type) -> dict[str, Any]:
+        """The values of an instrument's own options, by its fields."""
+        return {name: self.own[name] for name in options.own_fields(instrument) if name in self.own}
 
     @property
     def files(self) -> dict[str, Path]:
@@ -318,11 +326,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 
 def _name(option: str, of_pytest: bool) -> str:
     """How pytest or the commands call an option; empty if they do not."""
-    given: str | None = OPTIONS[option]["pytest" if of_pytest else "command"]
-    if given is not None:
-        return given
-    prefix = "dpbench-" if of_pytest and not option.startswith("ncu") else ""
-    return f"--{prefix}{option.replace('_', '-')}"
+    return options.spelled(option, OPTIONS[option], of_pytest=of_pytest)
 
 
 def declare(

@@ -154,3 +154,124 @@ def test_an_installed_package_may_name_instruments(
     assert [entry.name for entry in metadata.entry_points(group="dpbench.instruments")] == ["watts"]
     [chosen] = choose(["watts"], Settings(device="cpu"))
     assert chosen.name == "power"
+
+
+PACE = """
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import dpbench
+from dpbench.metrics import METRICS, Metric
+
+METRICS.register(Metric("phases_times", "phases", ("pace",)))
+
+@dataclass(frozen=True)
+class Pace(dpbench.Recorded):
+    \"\"\"Counts the phases of a step, each so many times.\"\"\"
+
+    name: ClassVar[str] = "pace"
+    pace_times: int = dpbench.option("how often a phase counts", 1, metavar="N")
+
+    def recorder(self, case, steps=None):
+        return PaceRecorder(self.pace_times, steps)
+
+class PaceRecorder(dpbench.Recorder):
+    def __init__(self, times, wanted):
+        super().__init__(wanted)
+        self.times = times
+
+    def rows(self, case):
+        return [
+            dpbench.Measurement(
+                case, "pace", "step", "phases_times", self.times * len(phases), "1", i, "cpu", "1"
+            )
+            for i, phases in enumerate(self.phases)
+        ]
+"""
+
+
+@pytest.fixture
+def pace(meter: Path) -> Iterator[None]:
+    (meter / "pace.py").write_text(PACE)
+    yield
+    sys.modules.pop("pace", None)
+
+
+def values(path: str) -> list[float]:
+    return [row["value"] for row in json.loads(Path(path).read_text())["rows"]]
+
+
+@pytest.mark.usefixtures("pace")
+def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    how = ["--instrument=pace:Pace", "--pace-times=3", "--device=cpu", "--active=2"]
+    columns = "--columns=phases_times"
+    assert main(["run", *how, *CELL, "--trainer=standard", columns, "--json=run.json"]) == 0
+    said = capfd.readouterr()
+    assert "--instrument Pace=pace:Pace --pace-times 3" in said.err
+    assert "standard 12.0 " in " ".join(said.out.split())
+    assert values("run.json") == [12.0, 12.0]
+    settings = json.loads(Path("run.json").read_text())["session"]["settings"]
+    assert settings["pace"]["pace_times"] == 3
+
+
+@pytest.mark.usefixtures("pace")
+def test_it_hears_the_steps_of_a_script_and_of_a_loop() -> None:
+    from tests.commands import scripts
+
+    Path("folder").mkdir()
+    Path("folder/training.py").write_text(scripts.TRAINING)
+    how = ["--instrument=pace:Pace", "--pace-times=2", "--steps=2", "--json=run.json"]
+    assert main(["exec", *how, "folder/training.py"]) == 0
+    assert values("run.json") == [8.0, 8.0]
+    settings = json.loads(Path("run.json").read_text())["session"]["settings"]["pace"]
+    assert (settings["pace_times"], settings["steps"], "directory" in settings) == (2, 2, False)
+
+    from dpbench import observe
+
+    with observe("pace:Pace") as seen, seen.step():
+        pass
+    assert seen.report.value("phases_times") == 1
+
+
+@pytest.mark.usefixtures("pace")
+@pytest.mark.parametrize("command", ["run", "exec", "step"])
+def test_help_lists_it_with_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--instrument=pace:Pace", "--help"])
+    said = capsys.readouterr().out
+    assert "instrument Pace:\n  Counts the phases of a step" in said
+    assert "--pace-times N" in said
+
+
+@pytest.mark.usefixtures("pace")
+def test_pytest_has_its_options(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(pace=PACE)
+    pytester.makepyfile(
+        """
+        def test_own(counters):
+            def step():
+                pass
+            assert counters(step).value("phases_times") == 5
+        """
+    )
+    how = ["--dpbench-instrument=pace:Pace", "--dpbench-pace-times=5", "--dpbench-device=cpu"]
+    pytester.syspathinsert()
+    pytester.runpytest_inprocess(*how, "-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
+@pytest.mark.usefixtures("pace")
+def test_an_option_that_another_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pace.py").write_text(PACE.replace("pace_times", "warmup"))
+    assert main(["run", "--instrument=pace:Pace", *CELL]) == 2
+    said = capsys.readouterr().err
+    assert "instrument Pace: argument --warmup: conflicting option string" in said
+    assert said.endswith("; rename its field\n")
+
+
+def test_what_has_no_recorder_is_refused_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("training.py").touch()
+    assert main(["exec", "--instrument=meter:Power", "training.py"]) == 2
+    assert "power cannot measure a script: choose an instrument that can" in capsys.readouterr().err

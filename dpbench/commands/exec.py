@@ -38,8 +38,11 @@ from dpbench.commands.run import show
 from dpbench.commands.step import write_profile
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
+from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptInterrupted, ScriptRun
 from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY
+from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.options import own_values
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
@@ -65,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--instrument",
         action="append",
         metavar="NAME",
-        help="timing, logical, cupti, ncu or torch_profiler; repeatable; default cupti, without a "
-        "GPU logical",
+        help="timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
+        "default cupti, without a GPU logical",
     )
     measuring.add_argument(
         "--skip",
@@ -116,7 +119,8 @@ def run(options: argparse.Namespace) -> int:
     card = next(iter(gpu.visible_gpus()), None)
     declared = {name: getattr(options, name) for names in DECLARED.values() for name in names}
     declared["compare_fail"] = tuple(declared["compare_fail"])
-    settings = Settings(device="cuda" if card else "cpu", **declared)
+    own = own_values(options)
+    settings = Settings(device="cuda" if card else "cpu", own=own, **declared)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
     session = Session(settings, scripts, card)
@@ -156,7 +160,8 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
             print(f"dpbench exec: {outcome.message}", file=sys.stderr)
             if outcome.error == ScriptInterrupted.__name__:
                 raise KeyboardInterrupt  # and not the script once more
-        elif folder := script.folder(case):
+        elif isinstance(script.instrument, TorchProfiler):
+            folder = script.instrument.directory.absolute() / case.id
             record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
             write_profile(case, record, folder, session.settings.profile_threshold)
             report = f"{folder / REPORT}; a trace of each step beside it"
@@ -179,7 +184,6 @@ def _chosen(
             f"{name!r} is what the baseline of ratios is called; give another --name"
         )
     case = script_case(name, options.batch_size)
-    directories = {"ncu": settings.ncu_dir, "torch_profiler": settings.profile_dir}
     scripts = [
         ScriptRun(
             instrument,
@@ -188,11 +192,8 @@ def _chosen(
             skip=options.skip,
             steps=options.steps,
             go_on=options.go_on,
-            directory=directories.get(instrument),
-            path=settings.ncu_path,
-            names=settings.metric_names,
         )
-        for instrument in dict.fromkeys(options.instrument or [usual])
+        for instrument in choose(options.instrument or [usual], settings, "script")
     ]
     for script in scripts:
         script.check()

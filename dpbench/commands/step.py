@@ -27,9 +27,13 @@ from dpbench import gpu
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, own_line
-from dpbench.instruments.torch_profiler.files import REPORT, prepare, write_summary
+from dpbench.instruments import choose
+from dpbench.instruments.recorder import Recorder
+from dpbench.instruments.timing import TimingRecorder
+from dpbench.instruments.torch_profiler.files import REPORT, write_summary
+from dpbench.options import own_values
 from dpbench.process.messages import Schedule, Steps, print_record
-from dpbench.settings import declare
+from dpbench.settings import Settings, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "counters, separated by commas, or of everything",
     )
     parser.add_argument(
+        "--instrument", metavar="NAME", help="have the recorder of this instrument hear the steps"
+    )
+    parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
     )
 
 
-WAYS = ("nvtx", "cupti", "nsys", "logical", "profile")
+WAYS = ("nvtx", "cupti", "nsys", "logical", "profile", "instrument")
 """The options of which each is a way to observe the steps."""
 
 
@@ -87,31 +94,48 @@ def run(options: argparse.Namespace) -> int:
 
 def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
     """The record of a case, observed in the way that was asked for."""
-    if options.profile:
-        from dpbench.process.profiled import profile_case
-
-        schedule, folder = Schedule.parse(options.profile_schedule), options.profile
-        prepare(folder)
-        record = profile_case(case, device=options.device, schedule=schedule, directory=folder)
-        write_profile(case, record, folder, options.profile_threshold)
-        return record
     if options.logical:
         from dpbench.instruments.logical.instrument import Logical
 
         faulthandler.enable(2)  # what crashes in here is in the log, with its line
         return Logical().count(case).as_json()
-    how = {"device": options.device, **asdict(steps)}
-    if options.nsys:
-        from dpbench.instruments.nsys.child import trace_case
-
-        return trace_case(case, **how)
-    if options.cupti is not None:
-        from dpbench.instruments.cupti.child import count_case
-
-        return count_case(case, list(filter(None, options.cupti.split(","))) or None, **how)
     from dpbench.process.step import run_case
 
-    return run_case(case, **how, nvtx=options.nvtx)
+    recorder = _recorder(case, steps.active, options)
+    if options.profile:
+        schedule = Schedule.parse(options.profile_schedule)
+        steps = Steps(schedule.steps - schedule.active, schedule.active)
+    record = run_case(case, recorder, device=options.device, **asdict(steps))
+    if options.profile:
+        write_profile(case, record, options.profile, options.profile_threshold)
+    return record
+
+
+def _recorder(case: Case, steps: int, options: argparse.Namespace) -> Recorder:
+    """What hears the steps, in the way that was asked for."""
+    if options.instrument:
+        settings = Settings(own=own_values(options))
+        recorder = choose([options.instrument], settings, "step")[0].recorder(case, steps)
+        recorder.wanted = recorder.wanted or steps  # an end, if it wants all that there are
+        return recorder
+    if options.profile:
+        from dpbench.instruments.torch_profiler.recorder import ScheduledRecorder
+
+        return ScheduledRecorder(options.profile, Schedule.parse(options.profile_schedule))
+    if options.nvtx:
+        from dpbench.instruments.ncu.recorder import NvtxRecorder
+
+        return NvtxRecorder(steps)
+    if options.nsys:
+        from dpbench.instruments.nsys.recorder import NsysRecorder
+
+        return NsysRecorder(steps)
+    if options.cupti is not None:
+        from dpbench.instruments.cupti.recorder import CuptiRecorder
+
+        names = list(filter(None, options.cupti.split(","))) or None
+        return CuptiRecorder(steps, names, alike=True)
+    return TimingRecorder(steps)
 
 
 def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:

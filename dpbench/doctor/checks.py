@@ -27,10 +27,11 @@ from dpbench.doctor.calibration import (
 from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.files import check_writable
 from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
+from dpbench.instruments.counters.metrics import ALWAYS, on_chip
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
-from dpbench.instruments.ncu.metrics import ALWAYS, on_chip
-from dpbench.instruments.ncu.program import NcuNotFound, find_ncu, ncu_version
+from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
+from dpbench.instruments.programs import version_of
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -107,7 +108,7 @@ def torch(settings: Settings) -> Iterator[Finding]:
 def ncu(settings: Settings) -> Iterator[Finding]:
     """Nsight Compute is there, and the library that reads its reports is no older."""
     path = find_ncu(settings.ncu_path)
-    version, reader = ncu_version(path), metadata.version("ncu-report")
+    version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
     if version == "unknown":
         remedy = "name Nsight Compute's ncu with --ncu-path"

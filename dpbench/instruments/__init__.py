@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from argparse import ArgumentError, ArgumentParser
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.ncu.metrics import resolve
+from dpbench.instruments.counters.metrics import resolve
 from dpbench.metrics import METRICS
+from dpbench.options import declare_own
 from dpbench.process.messages import Schedule, Steps
 from dpbench.registry import INSTRUMENTS
 from dpbench.settings import Settings
@@ -17,8 +20,8 @@ ON_GPU = ("timing", "ncu")
 """What measures a case on a GPU: times without a profiler, and bytes with it."""
 
 
-def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
-    """The instruments with these names, as the settings have them, each once.
+def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> list[Instrument]:
+    """The instruments with these names for a subject, as the settings have them, each once.
 
     What makes no sense is refused, also for instruments that were not chosen.
     """
@@ -29,16 +32,58 @@ def choose(names: Iterable[str], settings: Settings) -> list[Instrument]:
     asked = {_canonical(name) for name in names}
     if settings.profiles_kernels:
         asked.add("ncu_kernels")
-    return [_class(name).from_settings(settings) for name in INSTRUMENTS if name in asked]
+    chosen = [_class(name) for name in INSTRUMENTS if name in asked]
+    if wrong := [instrument.name for instrument in chosen if not instrument.measures(subject)]:
+        raise ConfigurationError(
+            f"{wrong[0]} cannot measure a {subject}: choose an instrument that can, such as "
+            f"timing, cupti or logical"
+        )
+    return [instrument.from_settings(settings) for instrument in chosen]
+
+
+def declare_outside(
+    group: Callable[[str, str], Callable[..., object]],
+    words: Sequence[str],
+    option: str = "--instrument",
+) -> None:
+    """Declare instruments that did not come with dpbench, and their options, for a command's help.
+
+    Args:
+        group: makes a group of options, of a title and a description; returns what adds to it.
+        words: the command line, which may name such instruments; others are installed.
+        option: what names them there.
+    """
+    early = ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument(option, action="append", nargs="?", default=[], dest="names")
+    _register_installed()
+    for spelling in filter(None, early.parse_known_args(words)[0].names):
+        with suppress(ConfigurationError):  # it is refused where it is used
+            INSTRUMENTS.canonical(spelling)
+    for name in INSTRUMENTS:
+        if INSTRUMENTS.is_builtin(name):
+            continue
+        try:
+            instrument = _class(name)
+        except Exception:  # of a package that is installed, and maybe not asked for
+            continue
+        add = group(f"instrument {name}", (instrument.__doc__ or "").partition("\n")[0])
+        try:
+            declare_own(add, instrument, of_pytest=option != "--instrument")
+        except (ArgumentError, ValueError) as error:
+            raise ConfigurationError(f"instrument {name}: {error}; rename its field") from error
+
+
+def _register_installed() -> None:
+    for entry in entry_points(group="dpbench.instruments"):
+        if entry.name not in INSTRUMENTS:
+            INSTRUMENTS.register(entry.name, entry.value)
 
 
 def _canonical(spelling: str) -> str:
     try:
         return INSTRUMENTS.canonical(spelling)
     except ConfigurationError:  # nothing of dpbench's own: look what else is installed
-        for entry in entry_points(group="dpbench.instruments"):
-            if entry.name not in INSTRUMENTS:
-                INSTRUMENTS.register(entry.name, entry.value)
+        _register_installed()
         return INSTRUMENTS.canonical(spelling)
 
 

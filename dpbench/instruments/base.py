@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
@@ -16,6 +16,9 @@ from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
+if TYPE_CHECKING:
+    from dpbench.instruments.recorder import Recorder
+
 
 class Instrument(ABC):
     """One way to measure a case. Implementations are small frozen dataclasses of options.
@@ -23,15 +26,18 @@ class Instrument(ABC):
     Attributes:
         name: what its rows say as ``instrument``.
         hardware: whether its numbers are those of a machine; what is counted is the same on all.
+        subjects: what it can measure: a case; a script, and a step of one's own, if it has a
+            `recorder`.
     """
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
+    subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
         """The instrument as a session's options have it."""
-        return cls()
+        return cls(**settings.own_of(cls))
 
     def check(self) -> None:  # noqa: B027
         """Find out, before any case runs, whether it can work here; raises what would help."""
@@ -47,6 +53,37 @@ class Instrument(ABC):
 
         A child process starts up (5 s of imports) while another still holds the GPU.
         """
+
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        """What hears so many steps, all if None, in the process that takes them.
+
+        ``case`` is what they are of: a script, or a step of one's own.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def measures(cls, subject: str) -> bool:
+        """Whether it can measure a case, a script, or a step of one's own."""
+        recorded = cls.recorder is not Instrument.recorder
+        return subject in cls.subjects and (recorded or subject == "case")
+
+    # --- a script, if another program starts its process and has the numbers -------------------
+
+    def check_script(self) -> None:
+        """Find out, before a script runs, whether its steps can be measured here."""
+        self.check()
+
+    def before_script(self, case: Case) -> list[str]:
+        """The program that starts a script's process, and its arguments; none by default."""
+        return []
+
+    def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
+        """What that program counted; the record is what the script's process left."""
+        return []
+
+    def complaint(self, case: Case) -> InstrumentError | None:
+        """Why that program ended a process, if it did."""
+        return None
 
     def measure(self, case: Case) -> list[Measurement]:
         """Measure one case; an `InstrumentError` says why it could not be."""
@@ -128,42 +165,3 @@ class CaseFailed(InstrumentError):
 
 class CaseRefused(InstrumentError):
     """What the case asks for does not exist or fit together, on whatever machine."""
-
-
-# --- hardware counters, by ncu or by CUPTI -----------------------------------------------------
-
-
-class CountersForbidden(InstrumentError):
-    """Reading the GPU's performance counters is not allowed to this user."""
-
-    remedy = (
-        "run as root or with CAP_SYS_ADMIN, or let every user read them: driver option "
-        "NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
-    )
-
-
-class CountersBusy(InstrumentError):
-    """Something else holds the GPU's performance counters."""
-
-    remedy = (
-        "end the other profiler (ncu, nsys, a debugger, another process that counts), or pause "
-        "DCGM's: dcgmi profile --pause, and --resume after"
-    )
-
-
-class CounterUnknown(InstrumentError):
-    """A counter does not exist on this GPU, cannot be read in one pass, or gave no value."""
-
-    remedy = (
-        "name others with --ncu-metrics; dpbench doctor --chip and ncu --query-metrics list what "
-        "there is"
-    )
-
-
-class ProfilerNotLoaded(InstrumentError):
-    """The profiler finds no driver, or no way to the GPU."""
-
-    remedy = (
-        "check that nvidia-smi shows the GPU here, that profiler and driver fit each other, and "
-        "that no virtual machine or sandbox hides the GPU's counters"
-    )

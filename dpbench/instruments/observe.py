@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 
 from dpbench.case import Case, script_case
 from dpbench.errors import ConfigurationError, own_line
+from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed, Instrument, Running
-from dpbench.instruments.recorders import RECORDERS, Recorder, on_cuda, recorder_of
+from dpbench.instruments.recorder import Recorder, on_cuda
 from dpbench.process.messages import Steps
 from dpbench.process.script import StepFinder
 from dpbench.process.watched import watch
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import Measurement
+from dpbench.settings import Settings
 
 
 class Observed:
@@ -58,7 +60,11 @@ class Observed:
 
 @contextmanager
 def observe(
-    instrument: str = "timing", *, name: str = "loop", skip: int = 0, steps: int | None = None
+    instrument: str | Instrument = "timing",
+    *,
+    name: str = "loop",
+    skip: int = 0,
+    steps: int | None = None,
 ) -> Iterator[Observed]:
     """Observe a training loop of one's own.
 
@@ -72,7 +78,7 @@ def observe(
     the observed steps the loop goes on unobserved.
 
     Args:
-        instrument: ``timing``, ``logical`` or ``cupti``.
+        instrument: ``timing``, ``logical``, ``cupti``, or another one that has a recorder.
         name: what the report calls the loop.
         skip: steps that come before those that count.
         steps: how many count, all by default. With ``cupti`` as many are timed, counted by phase
@@ -80,24 +86,31 @@ def observe(
     """
     if skip < 0 or (steps is not None and steps < 1):
         raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")
-    recorder = recorder_of(instrument, RECORDERS)(steps)
+    chosen, case = instrument, script_case(name)
+    if isinstance(chosen, str):
+        [chosen] = choose([chosen], Settings(), "step")
+    recorder = chosen.recorder(case, steps)
     finder = StepFinder(recorder, skip=skip, by_hand=True)
     with closing(recorder), closing(finder):
         watch(finder)
-        yield Observed(script_case(name), recorder, finder)
+        yield Observed(case, recorder, finder)
 
 
 @dataclass(frozen=True, eq=False)
 class OwnStep(Instrument):
     """Takes a step again and again, and hears it as an instrument hears a script's."""
 
-    name: str  # type: ignore[misc]  # of the instrument, one of `RECORDERS`
+    instrument: Instrument
     step: Callable[[], object]  # its phases are found, or said by `dpbench.phase`
     steps: Steps
 
     @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.instrument.name
+
+    @property
     def hardware(self) -> bool:  # type: ignore[override]
-        return RECORDERS[self.name].hardware
+        return self.instrument.hardware
 
     def start(self, case: Case) -> Running:
         return OwnSteps(self, case)
@@ -115,16 +128,16 @@ class OwnSteps(Running):
 
         from dpbench.process.step import alone
 
-        name, steps = self.instrument.name, self.instrument.steps
+        instrument, steps = self.instrument.instrument, self.instrument.steps
         device = torch.device("cuda" if on_cuda() else "cpu")
-        taken = observe(name, name=self.case.id, skip=steps.warmup, steps=steps.active)
+        taken = observe(instrument, name=self.case.id, skip=steps.warmup, steps=steps.active)
         with alone(device, self.case.id), taken as seen:
             while not seen.recorder.finished:
                 with seen.step():
                     self._take()
         outcome = seen.outcome
         self.operators, self.notes = outcome.operators, outcome.notes
-        if name == "logical" and not self.operators:
+        if not any(row.value for row in outcome.rows):
             raise CaseFailed(
                 f"{self.case.id}: the function did nothing that could be counted: it must take one "
                 f"training step each time it is called"

@@ -10,15 +10,17 @@ import atexit
 import ctypes
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,18 +28,16 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, Running, check_place
+from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, Running
 from dpbench.instruments.child import describe_exit
-from dpbench.instruments.ncu.instrument import Ncu
-from dpbench.instruments.ncu.metrics import resolve
-from dpbench.instruments.ncu.program import find_ncu
 from dpbench.instruments.processes import GRACE_SECONDS
-from dpbench.instruments.recorders import OF_SCRIPTS, ProfileRecorder, Recorder, recorder_of
+from dpbench.instruments.recorder import Recorder
 from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.script import StepFinder, Stop
 from dpbench.process.turns import MOST_TURNS
 from dpbench.process.watched import watch
+from dpbench.registry import INSTRUMENTS
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
@@ -60,54 +60,37 @@ class ScriptInterrupted(CaseFailed):
 
 @dataclass(frozen=True)
 class ScriptRun(Instrument):
-    """Runs a script, unmodified, and hears some of its steps."""
+    """Runs a script, unmodified, and has an instrument's recorder hear some of its steps."""
 
-    name: str  # type: ignore[misc]  # of the instrument, one of `OF_SCRIPTS`
+    instrument: Instrument
     program: tuple[str, ...]  # a script or module, and its arguments
     is_module: bool = False
     skip: int = 3  # steps that come before those that count
     steps: int = 5  # that count
     go_on: bool = False  # after them, instead of being ended
-    directory: Path | None = None  # where the report of ncu goes, or the folder of torch_profiler
-    path: str | None = None  # the program ncu, if it is not where it usually is
-    names: tuple[str, ...] | None = None  # what ncu counts, beside the usual
     baseline: str | None = None  # the script by whose numbers those of this one are divided
 
-    @cached_property
-    def ncu(self) -> Ncu | None:
-        """What profiles the script, if that is asked for: once for each group of counters."""
-        if self.name != Ncu.name or self.directory is None:
-            return None
-        metrics = tuple(resolve(self.names, gpu.chip_here()))
-        return Ncu(self.directory, find_ncu(self.path), metrics=metrics)
-
     @property
-    def versions(self) -> Mapping[str, str]:
-        return self.ncu.versions if self.ncu else {}
+    def name(self) -> str:  # type: ignore[override]
+        return self.instrument.name
 
     @property
     def hardware(self) -> bool:  # type: ignore[override]
-        return OF_SCRIPTS[self.name].hardware
+        return self.instrument.hardware
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self.instrument.versions
 
     def check(self) -> None:
         """There are a script and a number of steps."""
-        recorder_of(self.name, OF_SCRIPTS)
-        if self.ncu:
-            self.ncu.check()
-        if self.name == ProfileRecorder.name and self.directory:
-            check_place(self.directory, on_gpu=False)
+        self.instrument.check_script()
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
                 f"needs --skip >= 0 and --steps >= 1, not {self.skip} and {self.steps}"
             )
         if not self.is_module:
             check_is_file(Path(self.program[0]))
-
-    def folder(self, case: Case) -> Path | None:
-        """Where the files of a profile are."""
-        if self.name != ProfileRecorder.name or self.directory is None:
-            return None
-        return self.directory.absolute() / case.id
 
     def start(self, case: Case) -> RunningScript:
         return RunningScript(self, case)
@@ -120,25 +103,25 @@ class RunningScript(Running):
         self.script, self.case = script, case
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
         self._record = Path(self._directory.name) / "record.json"
-        task = {"script": asdict(script), "case": asdict(case), "record": self._record}
-        command = [sys.executable, "-c", START, json.dumps(task, default=str), *script.program]
-        if script.ncu:
-            report = script.ncu.report(case)
-            report.parent.mkdir(parents=True, exist_ok=True)
-            report.unlink(missing_ok=True)
-            self._log = report.with_suffix(".log")
-            log = ("--log-file", str(self._log))
-            command = [*script.ncu.before_program(case, *log), *command]
+        path = INSTRUMENTS.import_path(INSTRUMENTS.canonical(type(script.instrument)))
+        task = {
+            "script": b64encode(pickle.dumps(script)).decode(),
+            "path": [str(path)] if path else [],
+            "case": asdict(case),
+            "record": str(self._record),
+        }
+        command = [sys.executable, "-c", START, json.dumps(task), *script.program]
+        command = [*script.instrument.before_script(case), *command]
         self._process = subprocess.Popen(command, env={**os.environ, **gpu.child_environment()})
 
     def rows(self) -> list[Measurement]:
         code, interrupted = self._wait()
-        ncu = self.script.ncu
+        instrument = self.script.instrument
         record: dict[str, Any] = {"heard": 0, "under_way": True}
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            if ncu and not interrupted and (said := ncu.complaint(self.case, self._log)):
+            if not interrupted and (said := instrument.complaint(self.case)):
                 raise said from None
         if record.get("under_way"):
             how = describe_exit(code) if code else "ended at once with exit status 0"
@@ -148,10 +131,9 @@ class RunningScript(Running):
         rows, error = list(outcome.rows), outcome.message
         if interrupted:
             error = "interrupted; what was counted until then is kept"
-        if ncu and record.get("heard"):
+        if record.get("heard"):
             with suppress(*[InstrumentError] if error else []):  # which came before the report's
-                counted = ncu.rows(self.case, record, self._log)
-                rows = [row for row in counted if row.repeat < record["heard"]]
+                rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes
         if error:
             kind = ScriptInterrupted if interrupted else CaseFailed
@@ -194,8 +176,7 @@ def run(
     """
     process, raised = os.getpid(), ""
     code: int | str | None = 0
-    recorder = OF_SCRIPTS[script.name](script.steps)
-    recorder.directory = script.folder(case) or recorder.directory
+    recorder = script.instrument.recorder(case, script.steps)
 
     def keep() -> None:
         heard = recorder.heard
@@ -343,6 +324,15 @@ def main() -> NoReturn:
     if sys.platform == "linux":  # this process shall end with its parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = json.loads(sys.argv[1])
-    directory = {"directory": Path(task["script"]["directory"] or "")}
-    script, case = ScriptRun(**task["script"] | directory), Case(**task["case"])
+    script, case = unpacked(task)
     sys.exit(run(script, case, Path(task["record"]), leave_threads))
+
+
+def unpacked(task: Mapping[str, Any]) -> tuple[ScriptRun, Case]:
+    """The script and the case of a task; an instrument from outside is found where it was."""
+    path = [*sys.path]
+    sys.path += task["path"]
+    try:
+        return pickle.loads(b64decode(task["script"])), Case(**task["case"])
+    finally:
+        sys.path[:] = path

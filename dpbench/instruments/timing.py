@@ -3,48 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.recorded import Recorded
+from dpbench.instruments.recorder import Recorder, device_and_torch, on_cuda
 from dpbench.metrics import unit
-from dpbench.process.messages import Steps
 from dpbench.results.rows import STEP, Measurement
-from dpbench.settings import Settings
+
+if TYPE_CHECKING:
+    from dpbench.process.step import PhaseTimes
 
 
 @dataclass(frozen=True)
-class Timing(Instrument):
+class Timing(Recorded):
     """Runs ``dpbench step`` by itself."""
 
     name: ClassVar[str] = "timing"
 
-    directory: Path  # where the cases' logs go
-    device: str = "cuda"  # or cpu
-    steps: Steps = Steps(Settings.warmup, Settings.active)
-    timeout: float = Settings.timeout  # seconds after which a case is ended
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        steps = Steps(settings.warmup, settings.active)
-        return cls(settings.ncu_dir, settings.device, steps, settings.timeout)
-
-    def check(self) -> None:
-        check_place(self.directory, on_gpu=self.device == "cuda")
-
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
         return step_command(case, self.steps, device=self.device)
 
-    def start(self, case: Case) -> Child:
-        log = (self.directory / case.report_path).with_suffix(f".{self.name}.log")
-        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        return TimingRecorder(steps)
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are times by phase, samples per second, peak memory."""
         return timing_rows(process.case, process.record())
+
+
+class TimingRecorder(Recorder):
+    """Seconds by phase; on CUDA from events, and the most memory that was in use."""
+
+    peak: int | None = None  # bytes; None on the CPU
+
+    @cached_property
+    def listener(self) -> PhaseTimes:
+        import torch
+
+        from dpbench.process.step import PhaseTimes
+
+        times = PhaseTimes(torch.device("cuda" if on_cuda() else "cpu"))
+        if times.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        return times
+
+    def close(self) -> None:
+        if self.heard and self.peak is None:
+            self.peak = self._peak()  # now: the script may go on
+        super().close()
+
+    def _peak(self) -> int | None:
+        from dpbench.process.step import peak_memory
+
+        return peak_memory() if self.listener.on_cuda else None
+
+    @property
+    def median_seconds(self) -> float:
+        """How long a step took."""
+        return median(sum(step.values()) for step in self.listener.seconds())
+
+    def record(self, case: Case) -> dict[str, Any]:
+        return {
+            **device_and_torch(),
+            "phase_seconds": self.listener.seconds(wait=self.wait)[: self.heard],
+            "ranges": self.listener.ranges,
+            "peak_memory_bytes": self._peak() if self.peak is None else self.peak,
+        }
+
+    def rows(self, case: Case) -> list[Measurement]:
+        return timing_rows(case, self.record(case))
 
 
 def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:

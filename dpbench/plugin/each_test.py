@@ -161,9 +161,8 @@ class EachTest:
     def _of_step(self, step: Step, instruments: Sequence[Instrument]) -> list[Instrument]:
         """What measures a step in this process as these instruments measure a case."""
         from dpbench.instruments.observe import OwnStep
-        from dpbench.instruments.recorders import RECORDERS
 
-        if wrong := [i.name for i in instruments if i.name not in RECORDERS]:
+        if wrong := [i.name for i in instruments if not i.measures("step")]:
             pytest.fail(
                 f"dpbench: {', '.join(wrong)} cannot measure a step of this process, for it starts "
                 f"one of its own: take logical_io(step), --cupti without --ncu, or "
@@ -173,7 +172,7 @@ class EachTest:
         settings = self.session.settings
         steps = Steps(settings.warmup, settings.active)
         once = Steps(warmup=1, active=1)
-        return [OwnStep(i.name, step, steps if i.hardware else once) for i in instruments]
+        return [OwnStep(i, step, steps if i.hardware else once) for i in instruments]
 
     def _try_out(self, case: Case, step: Step | None) -> None:
         """Take a step once; that of a case on tensors without data, as any machine can."""

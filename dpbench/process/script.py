@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from dpbench.case import OUTSIDE
+from dpbench.case import OUTSIDE, Case
 from dpbench.process.turns import MOST_TURNS, Turns
 from dpbench.training.phases import OpenPhase, PhaseListener, Step, hear
 
@@ -32,11 +32,23 @@ class Stop(SystemExit):
 
 
 class StepRecorder(PhaseListener, Protocol):
-    """Hears the steps that count."""
+    """Hears the steps that count, in the process that takes them."""
+
+    hears_warmup: bool
+    """Whether it hears the steps of a case's warm-up, too."""
+
+    def prepare(self) -> None:
+        """Fail, or import what takes long, before this process holds its GPU."""
 
     @property
     def finished(self) -> bool:
         """Whether it has heard enough."""
+
+    def record(self, case: Case) -> dict[str, Any]:
+        """What was heard, as plain JSON types: seconds, bytes."""
+
+    def close(self) -> None:
+        """Let go of what it holds of this process: modes, counters."""
 
     def forked(self) -> None:
         """Let go of what a fork of this process has of it; counters are its parent's."""

@@ -13,9 +13,9 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import cycle, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -25,51 +25,15 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.process.build import build, labels_of, pick_device
-from dpbench.process.messages import MEASURING, NVTX_DOMAIN, NVTX_END, WAITING
+from dpbench.process.messages import MEASURING, WAITING
+from dpbench.process.script import StepRecorder
 from dpbench.registry import import_named
-from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.base import TrainerBase
 from dpbench.training.phases import observed_step
 
 
 class OutOfMemory(DpbenchError):
     """The case does not fit the GPU."""
-
-
-class NvtxRanges:
-    """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in a domain of our own.
-
-    Start/end ranges, not push/pop: autograd runs backward on threads of its own, which
-    push/pop ranges do not cover. The device is synchronized at every border, so that work
-    still in flight counts where it was launched.
-    """
-
-    def __init__(self) -> None:
-        import nvtx
-
-        self.domain = nvtx.get_domain(NVTX_DOMAIN)
-        self.step = -1
-        self.range: Any = None
-
-    def start_step(self) -> None:
-        self.step += 1
-        torch.cuda.synchronize()
-        self._start(f"{self.step}.{OUTSIDE}")
-
-    def switch(self, phase: str) -> None:
-        self.end_step()
-        self._start(f"{self.step}.{phase}")
-
-    def end_step(self) -> None:
-        torch.cuda.synchronize()
-        self.domain.end_range(self.range)
-
-    def finish(self) -> None:
-        """Mark the end of the last step, by which a reader knows that nothing is missing."""
-        self._start(NVTX_END)
-        self.end_step()
-
-    def _start(self, name: str) -> None:
-        self.range = self.domain.start_range(self.domain.get_event_attributes(message=name))
 
 
 class PhaseTimes:
@@ -121,57 +85,47 @@ class PhaseTimes:
 
 
 def run_case(
-    case: Case,
-    *,
-    device: str = "auto",
-    warmup: int = 3,
-    active: int = 5,
-    nvtx: bool = False,
-    after: Callable[[TrainerBase, list[Batch], dict[str, Any]], dict[str, Any]] | None = None,
+    case: Case, recorder: StepRecorder, *, device: str = "auto", warmup: int = 3, active: int = 5
 ) -> dict[str, Any]:
     """Run one case in this process.
 
     Args:
         case: what to run.
+        recorder: hears the steps after the warm-up. If it has not heard enough after the active
+            ones, it hears more, of the same batches from the first one on.
         device: ``auto``, ``cpu`` or ``cuda``.
         warmup: steps before anything is observed.
-        active: steps that are observed.
-        nvtx: mark phases for a profiler, and take no times, which would be the profiler's.
-        after: what else happens before the GPU is given back, with the trainer, its batches and
-            the record so far; returns more for the record.
+        active: steps that are observed first.
 
     Returns:
-        What was done, as plain JSON types; seconds, bytes. ``peak_memory_bytes`` is that of the
-        active steps, by `peak_memory`; null on the CPU.
+        What was done, as plain JSON types, with the recorder's record.
     """
+    target = pick_device(device)
+    recorder.prepare()
 
     def run(target: torch.device, spent: PhaseTimes) -> dict[str, Any]:
         trainer, batches = build(case, target, warmup + active)
         spent.switch("warmup")
         for batch in batches[:warmup]:
-            trainer.train_step(batch)
-        times = PhaseTimes(target)
-        ranges = NvtxRanges() if nvtx else None
-        if times.on_cuda:
+            with observed_step(recorder if recorder.hears_warmup else None):
+                trainer.train_step(batch)
+        if target.type == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
         spent.switch("active")
-        for batch in batches[warmup:]:
-            with observed_step(ranges or times):
-                loss = trainer.train_step(batch)
-        if ranges:
-            ranges.finish()
-        check_stepped(trainer, active)
-        record = describe(case, target, trainer, loss)
-        record |= {"warmup": warmup, "active": active}
-        record["phase_seconds"] = None if nvtx else times.seconds()
-        record["ranges"] = times.ranges
-        record["peak_memory_bytes"] = peak_memory() if times.on_cuda else None
-        spent.switch("after")
-        record |= after(trainer, batches, record) if after else {}
-        return record
+        with closing(recorder):
+            for batch in batches[warmup:]:
+                with observed_step(recorder):
+                    loss = trainer.train_step(batch)
+            check_stepped(trainer, active)
+            record = describe(case, target, trainer, loss)
+            record |= {"warmup": warmup, "active": active}
+            spent.switch("after")
+            for batch in takewhile(lambda _: not recorder.finished, cycle(batches)):
+                with observed_step(recorder):
+                    trainer.train_step(batch)
+            return record | recorder.record(case)
 
-    return alone_on(case, pick_device(device), run)
+    return alone_on(case, target, run)
 
 
 def peak_memory() -> int:

@@ -19,11 +19,13 @@ import pytest
 from dpbench.case import ALL_PHASES, Case, script_case
 from dpbench.cli import main
 from dpbench.gpu import Gpu
+from dpbench.instruments import choose
 from dpbench.instruments.ncu.instrument import Ncu
-from dpbench.instruments.script import ScriptRun, run
+from dpbench.instruments.script import ScriptRun, run, unpacked
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.rows import Measurement
 from dpbench.results.storage import Storage
+from dpbench.settings import Settings
 from tests.commands import scripts
 from tests.programs import program
 
@@ -67,8 +69,7 @@ class ProcessHere:
     def __init__(self, command: Sequence[str], **_: object) -> None:
         what = json.loads(command[command.index("-c") + 2])
         with as_left_before():
-            directory = {"directory": Path(what["script"]["directory"] or "")}
-            script, case = ScriptRun(**what["script"] | directory), Case(**what["case"])
+            script, case = unpacked(what)
             self.status = run(script, case, Path(what["record"]))
 
     def wait(self) -> int | str | None:
@@ -141,7 +142,8 @@ def script_here() -> Iterator[Callable[..., dict[str, Any]]]:
     """Run a script as its own process would, in this one; returns what that writes down."""
 
     def run_here(*program: str, instrument: str = "timing", **how: Any) -> dict[str, Any]:
-        script = ScriptRun(instrument, program, **how)
+        [chosen] = choose([instrument], Settings(device="cpu"), "script")
+        script = ScriptRun(chosen, program, **how)
         run(script, script_case("mine"), Path("record.json"))
         found: dict[str, Any] = json.loads(Path("record.json").read_text())
         return found
@@ -273,7 +275,10 @@ def test_one_of_several_ranks_is_refused(
     [
         ([], "name a script, or a module with -m"),
         (["absent.py"], "absent.py: no such file"),
-        (["--instrument=nsys", "training.py"], "'nsys'; choose from timing, logical, cupti"),
+        (
+            ["--instrument=nsys", "training.py"],
+            "nsys cannot measure a script: choose",
+        ),
         (["--steps=0", "training.py"], "needs --skip >= 0 and --steps >= 1, not 3 and 0"),
         (["--name=standard", "training.py"], "'standard' is what the baseline of ratios is called"),
         (["--baseline=7", "training.py"], "no run number 0007"),
@@ -297,7 +302,7 @@ if arguments == ["--version"]:
 start = arguments.index("-c")
 what = json.loads(arguments[start + 2])
 with open("arguments.json", "w") as stream:
-    json.dump([arguments, what["script"]], stream)
+    json.dump([arguments, what], stream)
 shutil.copy("recorded.ncu-rep", arguments[arguments.index("--export") + 1])
 with open(what["record"], "w") as stream:
     json.dump({"torch": "2.11.0", "notes": [], "message": "", "heard": 1}, stream)
@@ -335,12 +340,13 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     said = capsys.readouterr()
     assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in said.out
     assert error in said.err
-    arguments, script = json.loads(Path("arguments.json").read_text())
+    arguments, what = json.loads(Path("arguments.json").read_text())
+    script, _ = unpacked(what)
     report = "ncu_reports/script/report_training"
     under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
     assert {*under, f"{report}.ncu-rep", f"{report}.log"} <= {*arguments}
     assert arguments[-2:] == ["training.py", "--private"]
-    assert (script["name"], script["skip"], script["steps"]) == ("ncu", 3, 1)
+    assert (script.name, script.skip, script.steps) == ("ncu", 3, 1)
     moved = rows("run.json", "dram_read_bytes")
     assert {("training", "clip"), ("training", "step")} <= set(moved)
     assert len(moved["training", "step"]) == 1, "of the step that came to its end"

@@ -27,6 +27,7 @@ from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.doctor.known_work import KnownWork
 from dpbench.gpu import Gpu
 from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.timing import TimingRecorder
 from dpbench.process.build import build
 from dpbench.process.step import run_case
 from dpbench.settings import Settings
@@ -217,5 +218,7 @@ def test_the_calibrating_trainer_does_what_it_says() -> None:
 
 
 def test_it_runs_as_any_case_does() -> None:
-    record = run_case(Case(TRAINER, 1, 1, "tiny"), device="cpu", warmup=1, active=1)
+    record = run_case(
+        Case(TRAINER, 1, 1, "tiny"), TimingRecorder(1), device="cpu", warmup=1, active=1
+    )
     assert record["phase_seconds"][0]["forward"] > 0

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from dpbench.case import script_case
+from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptRun
+from dpbench.settings import Settings
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +30,8 @@ def test_a_script_that_ends_within_a_step_has_the_steps_before_it(tmp_path: Path
     """Its loader finds out that it is empty where a further step begins."""
     script = tmp_path / "short.py"
     script.write_text(SHORT)
-    run = ScriptRun("ncu", (str(script),), skip=0, steps=5, directory=tmp_path)
+    [ncu] = choose(["ncu"], Settings(ncu_dir=tmp_path), "script")
+    run = ScriptRun(ncu, (str(script),), skip=0, steps=5)
     rows = run.measure(script_case("short"))
     phases = {(row.repeat, row.phase) for row in rows}
     parts = ("forward", "backward", "optimizer", "outside", "step")

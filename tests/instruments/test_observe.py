@@ -13,7 +13,7 @@ from torch import nn
 
 from dpbench import observe
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.recorders import LogicalRecorder
+from dpbench.instruments.logical.recorder import LogicalRecorder
 
 
 def step_of(*, private: bool) -> Callable[[], None]:
@@ -115,7 +115,8 @@ def test_report_without_a_step_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"instrument": "x"}, "choose from timing, logical, cupti"),
+        ({"instrument": "x"}, "choose from timing, ncu"),
+        ({"instrument": "nsys"}, "nsys cannot measure a step: choose an instrument that can"),
         ({"steps": 0}, "needs skip >= 0 and steps >= 1, not 0 and 0"),
         ({"skip": -1}, "needs skip >= 0 and steps >= 1, not -1 and None"),
     ],

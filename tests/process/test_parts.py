@@ -16,6 +16,7 @@ from dpbench import StandardTrainer, Workload, phase
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.timing import TimingRecorder
 from dpbench.process.build import smoke_test
 from dpbench.process.step import run_case
 from dpbench.registry import resolve
@@ -240,7 +241,11 @@ def test_every_way_to_divide_is_right(trainer: type) -> None:
     smoke_test(case_of(trainer))
 
 
-@pytest.mark.parametrize("how", [Logical().count, partial(run_case, device="cpu", warmup=0)])
+def timed(case: Case) -> object:
+    return run_case(case, TimingRecorder(1), device="cpu", warmup=0, active=1)
+
+
+@pytest.mark.parametrize("how", [Logical().count, timed])
 @pytest.mark.usefixtures("capsys")
 def test_each_instrument_refuses_before_it_says_a_number(how: Callable[[Case], object]) -> None:
     with pytest.raises(ConfigurationError, match="sees more examples than a micro-batch has"):

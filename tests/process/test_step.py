@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dpbench import Case, ConfigurationError
+from dpbench.instruments.timing import TimingRecorder
 from dpbench.process.build import build, pick_device
 from dpbench.process.step import PhaseTimes, held_by_graphs, run_case
 from dpbench.training.phases import observed_step, phase
@@ -17,8 +18,12 @@ CASE = Case("dpsgd_ghost", 4, 16, "tiny")
 CPU = torch.device("cpu")
 
 
+def timed(warmup: int, active: int) -> dict[str, Any]:
+    return run_case(CASE, TimingRecorder(active), device="cpu", warmup=warmup, active=active)
+
+
 def test_warm_up_steps_are_not_observed() -> None:
-    record = run_case(CASE, device="cpu", warmup=2, active=3)
+    record = timed(2, 3)
     assert len(record["phase_seconds"]) == 3
     spent = record["spent_seconds"]
     assert [*spent] == ["waiting", "building", "warmup", "active", "after", "freeing"]
@@ -27,7 +32,7 @@ def test_warm_up_steps_are_not_observed() -> None:
 
 def test_the_same_case_trains_the_same_way_twice() -> None:
     """A profiler that needs several passes runs the process again and must find the same work."""
-    losses = {run_case(CASE, device="cpu", warmup=1, active=1)["loss"] for _ in range(2)}
+    losses = {timed(1, 1)["loss"] for _ in range(2)}
     assert len(losses) == 1
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from dpbench.errors import unknown
-from dpbench.instruments.base import CountersBusy, CounterUnknown
+from dpbench.instruments.counters.errors import CountersBusy, CounterUnknown
 from dpbench.instruments.cupti.errors import CountersDoNotCombine, RangesLost
 from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import COUNTER, USER_RANGE, USER_REPLAY

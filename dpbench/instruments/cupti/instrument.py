@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.child import Child
 from dpbench.instruments.cupti import errors  # noqa: F401  # of which its process can fail
-from dpbench.instruments.timing import Timing, timing_rows
-from dpbench.metrics import unit
-from dpbench.results.rows import STEP, Measurement
+from dpbench.instruments.cupti.rows import INSTRUMENT, cupti_rows
+from dpbench.instruments.recorder import Recorder
+from dpbench.instruments.timing import Timing
+from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
 
@@ -20,7 +19,7 @@ from dpbench.settings import Settings
 class Cupti(Timing):
     """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
-    name: ClassVar[str] = "cupti"
+    name: ClassVar[str] = INSTRUMENT
 
     names: tuple[str, ...] = ()  # beside DRAM bytes, time, busy shares; everything if empty
 
@@ -34,20 +33,11 @@ class Cupti(Timing):
         option = "=".join(filter(None, ("--cupti", ",".join(self.names))))
         return [*super().command(case), option]
 
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        from dpbench.instruments.cupti.recorder import CuptiRecorder
+
+        return CuptiRecorder() if steps is None else CuptiRecorder(steps)
+
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are those of timing, and each metric by phase and step."""
         return list(cupti_rows(process.case, process.record()))
-
-
-def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
-    """The rows of timed steps, and of those that were counted, by phase or as a whole."""
-    device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
-    for row in timing_rows(case, dict(record)):
-        yield replace(row, instrument=Cupti.name, tool=tool)
-    repeats = {True: count(), False: count()}  # of the steps that were counted as a whole, or not
-    for step in record["counted"]:
-        where = (next(repeats[STEP in step]), device, tool)
-        for phase, values in step.items():
-            for metric, value in values.items():
-                of = "B" if "bytes" in metric.partition("__")[2] else unit(metric)
-                yield Measurement(case, Cupti.name, phase, metric, value, of, *where)

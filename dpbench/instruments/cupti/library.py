@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.instruments.base import (
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
-    InstrumentError,
     ProfilerNotLoaded,
 )
+from dpbench.instruments.counters.libraries import Driver, cupti_folders, load_helpers
 from dpbench.instruments.cupti.errors import (
     CountersDoNotCombine,
     CountersUnsupported,
@@ -25,10 +22,6 @@ from dpbench.instruments.cupti.errors import (
     CuptiUnusable,
 )
 from dpbench.instruments.cupti.structures import c_function, struct_size, structure
-
-_HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
-"""What libcupti opens by name, so that it must be loaded from beside it before. ncu-report loads
-another libnvperf_host when it reads its first report, with which libcupti 13.0 crashes."""
 
 _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
     15: (CuptiUnusable, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
@@ -78,36 +71,6 @@ def call_error(
     return kind(f"{words} ({function} returned {code})")
 
 
-class Driver:
-    """What is asked of the CUDA driver itself: of libcuda, or None where there is none."""
-
-    def __init__(self, functions: Any = None) -> None:
-        self._functions = functions
-
-    @classmethod
-    def load(cls) -> Driver:
-        """The driver of this machine."""
-        with suppress(OSError):
-            return cls(ctypes.CDLL("libcuda.so.1"))
-        return cls()
-
-    def version(self) -> tuple[int, int] | None:
-        """The newest CUDA version that it supports, (major, minor); None without a driver."""
-        version = ctypes.c_int()
-        if self._functions is None or self._functions.cuDriverGetVersion(ctypes.byref(version)):
-            return None
-        return version.value // 1000, version.value % 1000 // 10
-
-    def current_context(self) -> int:
-        """The handle of the CUDA context that this thread works in."""
-        context = ctypes.c_void_p()
-        if self._functions is None or self._functions.cuCtxGetCurrent(ctypes.byref(context)):
-            raise ProfilerNotLoaded("the CUDA driver gives no context")
-        if context.value is None:
-            raise CuptiError("this thread has no CUDA context; use the GPU before counting on it")
-        return context.value
-
-
 class Library:
     """A loaded libcupti, whose functions `call` checks; the path is for messages."""
 
@@ -153,30 +116,13 @@ class Library:
             self._initialized = True
 
 
-def loaded_folders(maps: Path = Path("/proc/self/maps")) -> list[Path]:
-    """Where a libcupti lies that this process has loaded already, as torch does."""
-    try:
-        lines = maps.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return list({Path(line[line.index("/") :]).parent for line in lines if "/libcupti.so" in line})
-
-
-def candidate_folders(sites: Iterable[str] = sys.path) -> Iterator[Path]:
-    """Where a libcupti may lie: beside torch first, then in the CUDA toolkit."""
-    for site in filter(None, sites):
-        yield from sorted(Path(site, "nvidia").glob("cu[0-9]*/lib"), reverse=True)
-        yield Path(site, "nvidia/cuda_cupti/lib")
-    yield Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "extras/CUPTI/lib64")
-
-
 def open_in(folder: Path, driver: Driver) -> Library:
     """Load the libcupti of a folder, and the libraries that it needs from the same folder."""
     path = next(iter(sorted(folder.glob("libcupti.so*"))), None)
     if path is None:
         raise CuptiUnusable(f"no libcupti.so in {folder}")
     try:
-        for helper, beside in _load_helpers(folder).items():
+        for helper, beside in load_helpers(folder).items():
             if driver.version() and ctypes.CDLL(helper)._handle != beside._handle:
                 raise ProfilerNotLoaded(
                     f"{path} would get another {helper}, which this process has loaded before, as "
@@ -187,28 +133,12 @@ def open_in(folder: Path, driver: Driver) -> Library:
         raise CuptiUnusable(f"{path} cannot be loaded: {error}") from None
 
 
-def _folders() -> list[Path]:
-    return loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
-
-
-def _load_helpers(folder: Path) -> dict[str, ctypes.CDLL]:
-    return {name: ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in _HELPERS}
-
-
-@cache
-def load_helpers_first() -> None:
-    """Where there is a driver, load what libcupti opens by name before another of that name is."""
-    if Driver.load().version() and (folder := next(iter(_folders()), None)):
-        with suppress(OSError):
-            _load_helpers(folder)
-
-
 @cache
 def load_library() -> Library:
     """The libcupti of this process; the same one that torch uses, if torch has loaded one."""
     driver = Driver.load()
     errors: list[InstrumentError] = []
-    for folder in _folders():
+    for folder in cupti_folders():
         try:
             return open_in(folder, driver)
         except InstrumentError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from dpbench.instruments.counters.metrics import ALWAYS, counters, having, resolve
 from dpbench.instruments.cupti.chip import MAY_LACK, Chip
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.ncu.metrics import ALWAYS, counters, having, resolve
 from dpbench.metrics import METRICS, Metric, Sum
 
 _OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)]

@@ -17,25 +17,23 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from unittest.mock import patch
-
-import torch
-from torch._subclasses import fake_tensor
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.logical.as_on_cuda import untraced
-from dpbench.instruments.logical.counter import ByteCounter, logical_rows, without_data
-from dpbench.process.build import build, labels_of
+from dpbench.instruments.recorder import Recorder
 from dpbench.registry import is_builtin
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 from dpbench.training.phases import observed_step
+
+if TYPE_CHECKING:
+    from dpbench.instruments.logical.counter import ByteCounter
 
 STEADY = 1e-3
 """A step that changes the bytes alive by no more than this part of them is steady. Opacus keeps
@@ -67,6 +65,10 @@ class Logical(Instrument):
     def from_settings(cls, settings: Settings) -> Logical:
         return cls(timeout=settings.timeout, directory=settings.ncu_dir)
 
+    def check(self) -> None:
+        """Import what counting needs, which forks of this process have then."""
+        from dpbench.instruments.logical import as_on_cuda, counter  # noqa: F401
+
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
         if is_builtin(case):
@@ -75,12 +77,22 @@ class Logical(Instrument):
         command = [*step_command(case, device="cpu"), "--logical"]
         return Child(command, case=case, log=log, timeout=self.timeout, read=_counted_apart)
 
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        from dpbench.instruments.logical.recorder import LogicalRecorder
+
+        return LogicalRecorder(steps)
+
+    def check_script(self) -> None:
+        """It leaves no files of a script's."""
+
     def count(self, case: Case) -> Outcome:
         """Count a case in this process; a step that cannot be counted is a `CaseFailed`.
 
         Its notes are what was assumed about values that do not exist without data, and which
         operators were counted by the general rule, beside the heavy ones: the tables name those.
         """
+        from dpbench.instruments.logical.counter import logical_rows, without_data
+
         try:
             with untouched_torch(), new_objects_collected(), without_data() as counter:
                 labels = self._run(case, counter)
@@ -100,6 +112,11 @@ class Logical(Instrument):
 
     def _run(self, case: Case, counter: ByteCounter) -> dict[str, str]:
         """Train until a step is like the one before; returns the trainer's labels."""
+        import torch
+
+        from dpbench.instruments.logical.as_on_cuda import untraced
+        from dpbench.process.build import build, labels_of
+
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
         after = alive(counter)
         for batch in batches:
@@ -162,6 +179,9 @@ def new_objects_collected() -> Iterator[None]:
 @contextmanager
 def untouched_torch() -> Iterator[None]:
     """Start from PyTorch's defaults, and leave these as they were."""
+    import torch
+    from torch._subclasses import fake_tensor
+
     with (
         ExitStack() as stack,
         torch.random.fork_rng(devices=[]),

@@ -16,8 +16,8 @@ from dpbench import gpu
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu.metrics import counters, resolve
-from dpbench.instruments.ncu.program import diagnose, find_ncu, ncu_version
+from dpbench.instruments.counters.metrics import counters, resolve
+from dpbench.instruments.ncu.program import diagnose, find_ncu
 from dpbench.instruments.ncu.report import (
     KERNELS,
     NothingProfiled,
@@ -27,6 +27,8 @@ from dpbench.instruments.ncu.report import (
     read,
     read_kernels,
 )
+from dpbench.instruments.programs import version_of
+from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN, Steps
 from dpbench.results.kernels import fold, kernel_rows
@@ -43,6 +45,7 @@ class Ncu(Instrument):
     """
 
     name: ClassVar[str] = "ncu"
+    subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     replay: ClassVar[str] = "app-range"  # ncu's mode
     folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
 
@@ -68,11 +71,14 @@ class Ncu(Instrument):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        return {"ncu": ncu_version(self.path)}
+        return {"ncu": version_of(self.path)}
 
     def report(self, case: Case) -> Path:
         place = self.directory / case.report_path
         return place.parent / self.folder / place.name
+
+    def log(self, case: Case) -> Path:
+        return self.report(case).with_suffix(".log")
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
@@ -108,7 +114,7 @@ class Ncu(Instrument):
     def start(self, case: Case) -> Child:
         report = self.report(case)
         report.unlink(missing_ok=True)  # or a failed run would leave the last one's numbers
-        log = report.with_suffix(".log")
+        log = self.log(case)
         return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
 
     def read(self, process: Child) -> list[Measurement]:
@@ -120,14 +126,29 @@ class Ncu(Instrument):
         try:
             return process.record()
         except CaseFailed as error:
-            raise self.complaint(process.case, process.log) or error from None
+            raise self.complaint(process.case) or error from None
 
-    def complaint(self, case: Case, log: Path) -> InstrumentError | None:
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        from dpbench.instruments.ncu.recorder import NvtxRecorder
+
+        return NvtxRecorder(steps)
+
+    def before_script(self, case: Case) -> list[str]:
+        report = self.report(case)
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.unlink(missing_ok=True)
+        return self.before_program(case, "--log-file", str(self.log(case)))
+
+    def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
+        rows = self.rows(case, record, self.log(case))
+        return [row for row in rows if row.repeat < record["heard"]]  # of steps that have ended
+
+    def complaint(self, case: Case) -> InstrumentError | None:
         """Why ncu ended a process, if it did; one that failed by itself leaves nothing to profile.
 
         That it failed counts then.
         """
-        said = diagnose(case, log)
+        said = diagnose(case, self.log(case))
         return None if isinstance(said, NothingProfiled) else said
 
     def report_left(self, case: Case, log: Path) -> Path:
@@ -144,7 +165,7 @@ class Ncu(Instrument):
 
     def tool(self, record: Mapping[str, Any]) -> str:
         """The versions behind the rows of a record."""
-        return f"ncu {ncu_version(self.path)}, torch {record['torch']}"
+        return f"ncu {version_of(self.path)}, torch {record['torch']}"
 
 
 @dataclass(frozen=True)
@@ -155,6 +176,7 @@ class NcuKernels(Ncu):
     """
 
     name: ClassVar[str] = "ncu_kernels"
+    subjects: ClassVar[tuple[str, ...]] = ("case",)
     replay: ClassVar[str] = "kernel"  # tens of ms a kernel
     folder: ClassVar[str] = KERNELS
 

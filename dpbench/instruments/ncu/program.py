@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.instruments.base import (
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.child import log_lines
+from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
-    InstrumentError,
     ProfilerNotLoaded,
 )
-from dpbench.instruments.child import log_lines
 from dpbench.instruments.ncu.report import NothingProfiled
-from dpbench.instruments.processes import run
 
 
 class NcuNotFound(InstrumentError):
@@ -56,14 +54,3 @@ def find_ncu(path: str | None = None) -> str:
         missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
         raise NcuNotFound(missing)
     return program
-
-
-ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
-
-
-@cache
-def ncu_version(path: str) -> str:
-    """The version that an ``ncu`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
-    code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
-    match = None if code else re.search(r"Version (\d+\.\d+\.\d+)", answer)
-    return match[1] if match else "unknown"  # made for another machine, say, or it hangs

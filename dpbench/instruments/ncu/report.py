@@ -22,10 +22,11 @@ from typing import Any
 from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import chip_of
-from dpbench.instruments.base import CounterUnknown, InstrumentError
+from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.child import log_lines
-from dpbench.instruments.cupti.library import load_helpers_first
-from dpbench.instruments.ncu.metrics import counters, having, on_chip
+from dpbench.instruments.counters.errors import CounterUnknown
+from dpbench.instruments.counters.libraries import load_helpers_first
+from dpbench.instruments.counters.metrics import counters, having, on_chip
 from dpbench.metrics import Counters, Metric
 from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.results.kernels import KernelCount

@@ -5,12 +5,10 @@ Its programs record a case and export what they recorded as an SQLite file, whic
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import ClassVar, Self
@@ -18,9 +16,9 @@ from typing import ClassVar, Self
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, InstrumentError
 from dpbench.instruments.child import Child, log_lines
-from dpbench.instruments.ncu.program import ANSWER_SECONDS, NcuNotFound, find_ncu
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.instruments.processes import run
+from dpbench.instruments.programs import version_of
 from dpbench.instruments.timing import Timing
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
@@ -77,6 +75,7 @@ class Nsys(Timing):
     """
 
     name: ClassVar[str] = "nsys"
+    subjects: ClassVar[tuple[str, ...]] = ("case",)
 
     path: str = "nsys"  # the program
 
@@ -86,7 +85,7 @@ class Nsys(Timing):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        return {"nsys": nsys_version(self.path)}
+        return {"nsys": version_of(self.path)}
 
     def report(self, case: Case) -> Path:
         return (self.directory / case.report_path).with_suffix(REPORT)
@@ -128,7 +127,7 @@ class Nsys(Timing):
         timeline = read_timeline(target)
         if not any(each.phase == STEP for each in timeline.ranges):
             raise NothingTraced(f"{case.id}: {target} has no step that dpbench marked")
-        tool = f"nsys {nsys_version(self.path)}, torch {record['torch']}"
+        tool = f"nsys {version_of(self.path)}, torch {record['torch']}"
         before = record["untraced_seconds"]
         traced = median((each.end - each.start) / 1e9 for each in timeline.whole_steps)
         slowed = f"a step took {traced * 1e3:.1f} ms recorded, {before * 1e3:.1f} ms before"
@@ -172,19 +171,8 @@ def _candidates() -> Iterator[str]:
     yield "nsys"
     for pattern in INSTALLED:
         yield from sorted(map(str, Path("/").glob(pattern[1:])), reverse=True)
-    try:
-        yield from map(str, Path(find_ncu()).resolve().parent.glob("host/target-linux-*/nsys"))
-    except NcuNotFound:
-        return
-
-
-@cache
-def nsys_version(path: str) -> str:
-    """The version that an ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
-    match = re.search(
-        r"version (\d+\.\d+\.\d+)", run([path, "--version"], timeout=ANSWER_SECONDS)[1]
-    )
-    return match[1] if match else "unknown"
+    if ncu := shutil.which("ncu"):
+        yield from map(str, Path(ncu).resolve().parent.glob("host/target-linux-*/nsys"))
 
 
 def imported(nsys: str, raw: Path, *, timeout: float) -> Path:
@@ -206,7 +194,7 @@ def exported(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
     target.unlink(missing_ok=True)
     command = [nsys, "export", "--type", "sqlite", "--force-overwrite", "true", "--quiet", "true"]
     if why := _failure([*command, "--output", str(target), str(report)], target, timeout):
-        version = nsys_version(nsys)
+        version = version_of(nsys)
         raise ExportFailed(f"nsys {version} made no SQLite file of {report} ({why})")
     return target
 

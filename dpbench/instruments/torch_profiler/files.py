@@ -53,7 +53,7 @@ def prepare(directory: Path) -> None:
 def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profile:
     """Write ``summary.json`` and TensorBoard's event file of what the profiler recorded there.
 
-    The record is that of `dpbench.process.profiled.profile_case`.
+    The record is that of a case's process, see `dpbench.process.step.run_case`.
     """
     cycles = range(record["schedule"]["repeat"])
     traces = [trace.read(directory / f"trace_{cycle}.json.gz") for cycle in cycles]

@@ -16,6 +16,7 @@ from typing import ClassVar
 from dpbench.case import Case
 from dpbench.instruments.base import Instrument, check_place
 from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.recorder import Recorder
 from dpbench.instruments.torch_profiler.files import INSTRUMENT, read_rows
 from dpbench.process.messages import Schedule
 from dpbench.results.rows import Measurement
@@ -27,6 +28,7 @@ class TorchProfiler(Instrument):
     """Runs ``dpbench step --profile``."""
 
     name: ClassVar[str] = INSTRUMENT
+    subjects: ClassVar[tuple[str, ...]] = ("case", "script")
 
     directory: Path = Settings.profile_dir  # gets a folder a case; TensorBoard's log directory
     device: str = "cuda"  # or cpu
@@ -62,6 +64,14 @@ class TorchProfiler(Instrument):
     def start(self, case: Case) -> Child:
         log = self.directory / case.id / "step.log"
         return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
+
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
+
+        return ProfileRecorder(self.directory / case.id, steps)
+
+    def check_script(self) -> None:
+        check_place(self.directory, on_gpu=False)
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are times, memory and copies, by phase and for the step."""

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dpbench.instruments.cupti.library import Driver, Library
+from dpbench.instruments.counters.libraries import Driver
+from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.metrics import LINKS
 from dpbench.instruments.cupti.steps import Target
 from dpbench.instruments.cupti.structures import NAMES, c_function, struct_size

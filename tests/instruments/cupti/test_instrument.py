@@ -13,11 +13,15 @@ import pytest
 from dpbench import Case, CaseReport, ConfigurationError, gpu
 from dpbench.cli import main
 from dpbench.instruments import choose
-from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, CountersForbidden, InstrumentError
-from dpbench.instruments.cupti import child
+from dpbench.instruments import recorder as recorders
+from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentError
+from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.chip import MAX_RANGES
 from dpbench.instruments.cupti.errors import CuptiUnusable
-from dpbench.instruments.cupti.instrument import Cupti, cupti_rows
+from dpbench.instruments.cupti.instrument import Cupti
+from dpbench.instruments.cupti.recorder import CuptiRecorder, Target
+from dpbench.instruments.cupti.rows import cupti_rows
+from dpbench.process.step import run_case
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -33,6 +37,17 @@ BUSY = 0.4
 """Of the time in which the fake GPU runs."""
 
 
+def counted_case(
+    case: Case, names: list[str] | None, cupti: FakeCupti, *, warmup: int, active: int
+) -> dict[str, Any]:
+    """The record of a case's process; without a GPU, beside a library that is not there."""
+    recorder = CuptiRecorder(active, names, alike=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "of_torch", lambda: target(cupti))
+        patch.setattr(recorder, "prepare", lambda: None)
+        return run_case(case, recorder, device="cpu", warmup=warmup, active=active)
+
+
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
     """What the process of a case prints; its forward pass does all that the GPU sees."""
@@ -46,9 +61,7 @@ def record() -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimpleBigModel, "forward", counted)
-        found = child.count_case(
-            CASE, device="cpu", warmup=1, active=2, find_target=lambda: target(cupti)
-        )
+        found = counted_case(CASE, None, cupti, warmup=1, active=2)
     took = found["counted"][1][STEP]["range_time_seconds"]  # as long as the fake GPU's steps
     for step in found["phase_seconds"]:
         step.update(dict.fromkeys(step, took * 1e-9), forward=took)
@@ -71,18 +84,14 @@ def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any])
 
 def test_a_step_of_many_micro_batches_has_room_for_all_its_ranges() -> None:
     case = replace(CASE, batch_size=16, micro_batches=16)
-    record = child.count_case(
-        case, [], device="cpu", warmup=0, active=1, find_target=lambda: target(FakeCupti())
-    )
+    record = counted_case(case, [], FakeCupti(), warmup=0, active=1)
     assert record["ranges"] > 2 * MAX_RANGES
     assert {"forward", "clip", "noise"} < record["counted"][0].keys()
 
 
 def test_a_long_step_is_counted_once_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "SHORT_SECONDS", 0.0)
-    found = child.count_case(
-        CASE, [], device="cpu", warmup=0, active=1, find_target=lambda: target(FakeCupti())
-    )
+    monkeypatch.setattr(recorders, "SHORT_SECONDS", 0.0)
+    found = counted_case(CASE, [], FakeCupti(), warmup=0, active=1)
     _, whole = found["counted"]
     assert "l2_total_bytes" not in whole[STEP]
 

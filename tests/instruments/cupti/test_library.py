@@ -8,22 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments.base import (
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
-    InstrumentError,
     ProfilerNotLoaded,
 )
+from dpbench.instruments.counters.libraries import Driver, candidate_folders, loaded_folders
 from dpbench.instruments.cupti.errors import CountersUnsupported, CuptiError, CuptiUnusable
-from dpbench.instruments.cupti.library import (
-    Driver,
-    Library,
-    call_error,
-    candidate_folders,
-    loaded_folders,
-    open_in,
-)
+from dpbench.instruments.cupti.library import Library, call_error, open_in
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
 from tests.recorded import unpacked
 
@@ -101,7 +95,7 @@ def test_a_library_that_would_crash_without_a_driver_is_not_called() -> None:
 
 
 def test_a_thread_that_never_used_the_gpu_has_no_context() -> None:
-    with pytest.raises(CuptiError, match="use the GPU before"):
+    with pytest.raises(InstrumentError, match="use the GPU before"):
         Driver(FakeCuda(context=None)).current_context()
     with pytest.raises(ProfilerNotLoaded):
         NO_DRIVER.current_context()
@@ -141,6 +135,7 @@ def test_a_folder_without_a_usable_library_is_named(tmp_path: Path) -> None:
 READS_A_REPORT_FIRST = """
 import sys
 from pathlib import Path
+from dpbench.instruments.counters import libraries
 from dpbench.instruments.cupti import library
 from dpbench.instruments.ncu.report import holds_kernels
 
@@ -148,10 +143,10 @@ class Cuda:
     def cuDriverGetVersion(self, version):
         version._obj.value = 13000
 
-report, folder, drivers = Path(sys.argv[1]), Path(sys.argv[2]), map(library.Driver, (Cuda(), None))
-there, none = drivers
-library.Driver.load = classmethod(lambda cls: there if sys.argv[3] == "driver" else none)
-library.loaded_folders = lambda: [folder]
+report, folder = Path(sys.argv[1]), Path(sys.argv[2])
+there, none = map(libraries.Driver, (Cuda(), None))
+libraries.Driver.load = classmethod(lambda cls: there if sys.argv[3] == "driver" else none)
+libraries.loaded_folders = lambda: [folder]
 library.Library = lambda *loaded: None  # without a real driver, CUDA 13.2's first call is its last
 assert holds_kernels(report)
 try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.base import CountersBusy, CounterUnknown, ProfilerNotLoaded
+from dpbench.instruments.counters.errors import CountersBusy, CounterUnknown, ProfilerNotLoaded
 from dpbench.instruments.cupti import chip
 from dpbench.instruments.cupti.errors import CountersDoNotCombine, RangesLost, StepsDiffer
 from dpbench.instruments.cupti.metrics import LINKS

@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.cupti.library import Driver, Library, candidate_folders, open_in
+from dpbench.instruments.counters.libraries import Driver, candidate_folders
+from dpbench.instruments.cupti.library import Library, open_in
 
 HEADERS = [
     folder

@@ -12,8 +12,9 @@ from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.instrument import Ncu
-from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu, ncu_version
+from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
+from dpbench.instruments.programs import version_of
 from dpbench.process.messages import Steps
 from dpbench.runner import measure
 from dpbench.settings import Settings
@@ -185,13 +186,13 @@ def test_ncu_is_found_on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     expected = program(tmp_path / "ncu", "print('Version 2025.3.1.0 (build 1)')")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_ncu() == str(expected)
-    assert ncu_version(str(expected)) == "2025.3.1"
+    assert version_of(str(expected)) == "2025.3.1"
 
 
 def test_a_program_that_cannot_be_started_fails_its_case_and_has_no_version(tmp_path: Path) -> None:
     ncu_of_another_machine = program(tmp_path / "ncu", "")
     ncu_of_another_machine.write_bytes(b"\x7fELF of another machine")
-    assert ncu_version(str(ncu_of_another_machine)) == "unknown"
+    assert version_of(str(ncu_of_another_machine)) == "unknown"
     outcome = measure(CASE, [Ncu(tmp_path, str(ncu_of_another_machine))])
     assert outcome.message.startswith(f"{CASE.id}: ")
     assert "Exec format error" in outcome.message

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.instruments.base import CounterUnknown
+from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.ncu import report
 from dpbench.instruments.ncu.instrument import NcuKernels
 from dpbench.instruments.ncu.report import (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dpbench.instruments import programs
 from dpbench.instruments.nsys import instrument as nsys
 from dpbench.instruments.nsys.instrument import ExportFailed, ImporterMissing, NsysNotFound
 from tests.programs import program
@@ -48,7 +49,7 @@ def test_the_nsys_on_path_comes_first(nowhere: Path, monkeypatch: pytest.MonkeyP
 def test_the_collector_of_nsight_compute_will_do(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nsys, "find_ncu", lambda: str(nowhere / "ncu"))
+    program(nowhere / "ncu", "")
     found = collector(nowhere)
     assert nsys.find_nsys() == str(found)
 
@@ -56,17 +57,13 @@ def test_the_collector_of_nsight_compute_will_do(
 def test_without_any_the_error_says_what_to_install(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_ncu() -> str:
-        raise nsys.NcuNotFound("none")
-
-    monkeypatch.setattr(nsys, "find_ncu", no_ncu)
     with pytest.raises(NsysNotFound, match=r"\(nsys\) was not found; install Nsight Systems"):
         nsys.find_nsys()
 
 
 def test_its_version_is_what_it_says(tmp_path: Path) -> None:
-    assert nsys.nsys_version(str(collector(tmp_path))) == "2025.3.1"
-    assert nsys.nsys_version(str(program(tmp_path / "mute", "raise SystemExit(1)"))) == "unknown"
+    assert programs.version_of(str(collector(tmp_path))) == "2025.3.1"
+    assert programs.version_of(str(program(tmp_path / "mute", "raise SystemExit(1)"))) == "unknown"
 
 
 def test_what_a_collector_left_is_imported_by_the_importer_beside_it(tmp_path: Path) -> None:
@@ -115,7 +112,7 @@ def test_a_report_is_exported(tmp_path: Path) -> None:
 def test_a_version_that_exports_nothing_says_so(
     python: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nsys, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(programs, "ANSWER_SECONDS", 1.0)
     path = program(tmp_path / "nsys", python)
     (target := tmp_path / "a.sqlite").write_text("old")
     with pytest.raises(ExportFailed, match=why):
@@ -128,7 +125,7 @@ def test_a_real_nsys_takes_the_arguments_and_records_nothing_where_nothing_is_ma
     tmp_path: Path,
 ) -> None:
     from dpbench.instruments.nsys.instrument import Nsys
-    from tests.instruments.nsys.test_child import CASE
+    from tests.instruments.nsys.test_recorder import CASE
 
     instrument = Nsys(tmp_path, path=nsys.find_nsys())
     command = instrument.command(CASE)

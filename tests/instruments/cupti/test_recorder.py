@@ -9,7 +9,7 @@ import pytest
 from dpbench.case import script_case
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti import steps
-from dpbench.instruments.recorders import CuptiRecorder
+from dpbench.instruments.cupti.recorder import CuptiRecorder
 from dpbench.training.phases import observed_step, phase
 from tests.instruments.cupti.fake import FakeCupti, target
 
@@ -24,8 +24,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, scales: list[float], device: str) 
     for scale in scales:
         with observed_step(recorder), phase("backward"):
             cupti.work(scale * GB)
-    record: dict[str, Any] = recorder.timing.record()
-    monkeypatch.setattr(recorder.timing, "record", lambda: record | {"device": device})
+    record: dict[str, Any] = recorder.timing.record(script_case("mine"))
+    monkeypatch.setattr(recorder.timing, "record", lambda case: record | {"device": device})
     return recorder
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import cycle
-from statistics import median
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.instruments.cupti.child import SHORT_SECONDS, WHOLE_STEPS
+from dpbench.instruments.recorder import Recorder, Silent, whole_steps
+from dpbench.instruments.timing import TimingRecorder
 from dpbench.process.messages import NVTX_DOMAIN
-from dpbench.process.step import run_case
-from dpbench.results.rows import STEP
-from dpbench.training.base import Batch, TrainerBase
-from dpbench.training.phases import observed_step
+from dpbench.results.rows import STEP, Measurement
+from dpbench.training.phases import PhaseListener
 
 
 class PhaseRanges:
@@ -57,30 +55,41 @@ class PhaseRanges:
         self.open.append(self.cuda.nvtx.range_start(f"{NVTX_DOMAIN}:{self.step}.{phase}"))
 
 
-def trace_case(
-    case: Case, *, warmup: int, active: int, device: str = "cuda", cuda: Any = torch.cuda
-) -> dict[str, Any]:
-    """Run one case in this process: first steps that are not recorded, then those that are.
+class NsysRecorder(Recorder):
+    """Times steps, and then has some recorded.
 
     What is recorded lies between ``cudaProfilerStart`` and ``cudaProfilerStop``: one step without
     ranges, in which the recording gets under way, one by phase, and whole ones.
     """
 
-    def trace(
-        trainer: TrainerBase, batches: Iterable[Batch], record: dict[str, Any]
-    ) -> dict[str, Any]:
-        seconds = median(sum(step.values()) for step in record["phase_seconds"])
-        whole = [False, *[True] * (WHOLE_STEPS if seconds < SHORT_SECONDS else 1)]
-        ranges = [PhaseRanges(step, whole=each, cuda=cuda) for step, each in enumerate(whole)]
-        cuda.synchronize()
-        cuda.profiler.start()
-        try:
-            for listener, batch in zip([None, *ranges], cycle(batches), strict=False):
-                with observed_step(listener):
-                    trainer.train_step(batch)
-            cuda.synchronize()
-        finally:
-            cuda.profiler.stop()
-        return {"untraced_seconds": seconds}
+    def __init__(self, timed: int, *, cuda: Any = torch.cuda) -> None:
+        super().__init__(timed + 1)
+        self.timing, self.cuda = TimingRecorder(timed), cuda
+        self._recorded: Iterator[PhaseListener] | None = None
 
-    return run_case(case, device=device, warmup=warmup, active=active, after=trace)
+    @cached_property
+    def listener(self) -> PhaseListener:
+        return self.timing
+
+    def start_step(self) -> None:
+        if self.timing.finished:
+            self._recorded = self._recorded or self._start_recording()
+            self.listener = next(self._recorded)
+        super().start_step()
+
+    def _start_recording(self) -> Iterator[PhaseListener]:
+        """Have nsys record from here on; returns what hears each of the steps."""
+        whole = [False, *[True] * whole_steps(self.timing.median_seconds)]
+        self.wanted = self.timing.heard + 1 + len(whole)
+        self.cuda.synchronize()
+        self.cuda.profiler.start()
+        self.held.callback(self.cuda.profiler.stop)
+        self.held.callback(self.cuda.synchronize)  # before that
+        ranges = [PhaseRanges(step, whole=each, cuda=self.cuda) for step, each in enumerate(whole)]
+        return iter([Silent(), *ranges])
+
+    def record(self, case: Case) -> dict[str, Any]:
+        return self.timing.record(case) | {"untraced_seconds": self.timing.median_seconds}
+
+    def rows(self, case: Case) -> list[Measurement]:
+        return []  # which the exported report has

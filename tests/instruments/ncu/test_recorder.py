@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.instruments.recorders import NvtxRecorder
-from dpbench.process import step
+from dpbench.instruments.ncu import recorder as ncu
 from dpbench.training.phases import observed_step, phase
 
 
-class Said(step.NvtxRanges):
+class Said(ncu.NvtxRanges):
     """Ranges that begin and end in a list, without a GPU."""
 
     said: list[str]
@@ -33,9 +32,9 @@ class Said(step.NvtxRanges):
 def test_no_range_is_open_when_the_last_one_begins(
     monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    monkeypatch.setattr(step, "NvtxRanges", Said)
+    monkeypatch.setattr(ncu, "NvtxRanges", Said)
     monkeypatch.setattr(Said, "said", [], raising=False)
-    recorder = NvtxRecorder(2)
+    recorder = ncu.NvtxRecorder(2)
     with observed_step(recorder), phase("forward"):
         pass
     recorder.start_step()

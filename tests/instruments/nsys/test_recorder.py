@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from dpbench import Case
-from dpbench.instruments.nsys import child
+from dpbench.instruments import recorder as recorders
+from dpbench.instruments.nsys.recorder import NsysRecorder, PhaseRanges
+from dpbench.process.step import run_case
 
 CASE = Case("dpsgd", 2, 16, "tiny")
 
@@ -37,10 +39,15 @@ class FakeCuda:
         self.said.append(f"-{self.names[number]}")
 
 
+def traced_case(cuda: FakeCuda, *, warmup: int, active: int) -> dict[str, Any]:
+    recorder = NsysRecorder(active, cuda=cuda)
+    return run_case(CASE, recorder, device="cpu", warmup=warmup, active=active)
+
+
 @pytest.fixture(scope="module")
 def traced() -> tuple[FakeCuda, dict[str, Any]]:
     cuda = FakeCuda()
-    return cuda, child.trace_case(CASE, warmup=1, active=2, device="cpu", cuda=cuda)
+    return cuda, traced_case(cuda, warmup=1, active=2)
 
 
 def test_only_steps_after_the_timed_ones_are_recorded(
@@ -85,15 +92,15 @@ def test_in_whole_steps_the_cpu_runs_ahead(traced: tuple[FakeCuda, dict[str, Any
 
 
 def test_a_long_step_is_recorded_once_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(recorders, "SHORT_SECONDS", 0.0)
     cuda = FakeCuda()
-    child.trace_case(CASE, warmup=0, active=1, device="cpu", cuda=cuda)
+    traced_case(cuda, warmup=0, active=1)
     assert [name for name in cuda.names.values() if name.endswith(".step")] == ["dpbench:1.step"]
 
 
 def test_the_recording_ends_with_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
-    monkeypatch.setattr(child.PhaseRanges, "start_step", lambda self: 1 / 0)
+    monkeypatch.setattr(PhaseRanges, "start_step", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        child.trace_case(CASE, warmup=0, active=1, device="cpu", cuda=cuda)
+        traced_case(cuda, warmup=0, active=1)
     assert cuda.said[-1] == "stop"

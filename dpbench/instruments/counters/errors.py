@@ -1,0 +1,41 @@
+"""What can go wrong with reading hardware counters, whoever reads them."""
+
+from __future__ import annotations
+
+from dpbench.instruments.base import InstrumentError
+
+
+class CountersForbidden(InstrumentError):
+    """Reading the GPU's performance counters is not allowed to this user."""
+
+    remedy = (
+        "run as root or with CAP_SYS_ADMIN, or let every user read them: driver option "
+        "NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+    )
+
+
+class CountersBusy(InstrumentError):
+    """Something else holds the GPU's performance counters."""
+
+    remedy = (
+        "end the other profiler (ncu, nsys, a debugger, another process that counts), or pause "
+        "DCGM's: dcgmi profile --pause, and --resume after"
+    )
+
+
+class CounterUnknown(InstrumentError):
+    """A counter does not exist on this GPU, cannot be read in one pass, or gave no value."""
+
+    remedy = (
+        "name others with --ncu-metrics; dpbench doctor --chip and ncu --query-metrics list what "
+        "there is"
+    )
+
+
+class ProfilerNotLoaded(InstrumentError):
+    """The profiler finds no driver, or no way to the GPU."""
+
+    remedy = (
+        "check that nvidia-smi shows the GPU here, that profiler and driver fit each other, and "
+        "that no virtual machine or sandbox hides the GPU's counters"
+    )

@@ -1,0 +1,86 @@
+"""Steps that are timed, and after them those that are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from dpbench.case import Case
+from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.cupti.library import load_library
+from dpbench.instruments.cupti.rows import cupti_rows
+from dpbench.instruments.cupti.steps import StepCounter, Target, enough_ranges
+from dpbench.instruments.recorder import Recorder, whole_steps
+from dpbench.instruments.timing import TimingRecorder
+from dpbench.results.rows import Measurement
+from dpbench.training.phases import PhaseListener
+
+
+class CuptiRecorder(Recorder):
+    """Times steps without counters; after these it counts as many as it takes.
+
+    The steps of a script need not be alike, so only that is counted which one pass is enough for
+    on Hopper and newer chips: bytes of DRAM and how busy the GPU was. As many steps are counted by
+    phase as are timed, and as many as a whole, whose busy shares no synchronization disturbs.
+
+    Args:
+        timed: how many steps are timed.
+        names: what to count beside DRAM bytes, time and busy shares; None for everything.
+        alike: whether the steps are those of a case, all the same: then one is counted by phase
+            and few as a whole, in as many passes as it takes.
+    """
+
+    def __init__(
+        self, timed: int = 5, names: Iterable[str] | None = (), *, alike: bool = False
+    ) -> None:
+        super().__init__(3 * timed)
+        self.timing = TimingRecorder(timed)
+        self.names, self.alike = names, alike
+        self._counter: StepCounter | None = None
+
+    def prepare(self) -> None:
+        load_library()
+
+    @cached_property
+    def listener(self) -> PhaseListener:
+        return self.timing
+
+    def start_step(self) -> None:
+        if self.timing.finished and self._counter is None:
+            timed = self.timing.heard
+            by_phase, whole = timed, timed
+            if self.alike:
+                by_phase, whole = 1, whole_steps(self.timing.median_seconds)
+            self._target = Target.of_torch()
+            rounds = [*[True] * by_phase, *[False] * whole]
+            most = enough_ranges(self.timing.listener.ranges)
+            self.listener = self._counter = StepCounter(self.names, self._target, rounds, most)
+            self.held.callback(self._counter.close)
+            self.wanted = timed + self._counter.steps
+        super().start_step()
+
+    def record(self, case: Case) -> dict[str, Any]:
+        """The record of timing, with what was counted.
+
+        That is libcupti's version as ``cupti``, ``chip``, ``passes``, the ``counters`` of each
+        metric, and as ``counted`` the metrics of steps by phase or as a whole, as
+        `StepCounter.rounds` has them.
+        """
+        self.timing.wait = self.wait
+        record = self.timing.record(case) | {"cupti": "", "counted": []}
+        if counter := self._counter:
+            record |= {
+                "cupti": "{}.{}".format(*self._target.library.cuda_version),
+                "chip": counter.chip.name,
+                "passes": counter.passes,
+                "counters": {metric.name: metric.counters for metric in counter.metrics},
+                "counted": counter.rounds(),
+            }
+        return record
+
+    def rows(self, case: Case) -> list[Measurement]:
+        record = self.record(case)
+        if record["device"] == "cpu":
+            raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
+        return list(cupti_rows(case, record))

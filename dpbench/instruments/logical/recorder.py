@@ -1,0 +1,58 @@
+"""Counting the operators of steps as they run, on tensors with data."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from dpbench.case import Case
+from dpbench.instruments.recorder import Recorder, on_cuda
+from dpbench.results.kernels import OperatorCount
+from dpbench.results.rows import Measurement
+
+if TYPE_CHECKING:
+    from dpbench.instruments.logical.counter import RunningCounter
+
+
+class LogicalRecorder(Recorder):
+    """Bytes that the operators of each step must read and write, and their arithmetic."""
+
+    def __init__(self, wanted: int | None = None) -> None:
+        super().__init__(wanted)
+        self._steps: list[tuple[Sequence[OperatorCount], Sequence[str]]] = []  # and their phases
+        self._assumed = Counter[str]()
+
+    @cached_property
+    def listener(self) -> RunningCounter:
+        from dpbench.instruments.logical.counter import RunningCounter
+
+        counter = RunningCounter()
+        self.held.enter_context(counter)
+        return counter
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.operators = self.listener.operators
+        self._steps.append((self.operators, [*self.listener.peaks]))
+        self._assumed.update(self.listener.notes)
+        self.notes = [f"{note} ({times}×)" for note, times in sorted(self._assumed.items())]
+        where = "CUDA" if on_cuda() else "the CPU"
+        self.notes.append(f"operators were counted as they ran on {where}")
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo and dynamo.counters["frames"]["total"]:
+            self.notes.append("PyTorch used nothing that torch.compile had made in this process")
+
+    def rows(self, case: Case) -> list[Measurement]:
+        from dpbench.instruments.logical.counter import logical_rows
+
+        return [
+            row
+            for repeat, step in enumerate(self._steps)
+            for row in logical_rows(case, *step, repeat=repeat)
+        ]
+
+    def forked(self) -> None:
+        self.close()

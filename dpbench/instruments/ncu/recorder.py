@@ -1,0 +1,71 @@
+"""Marks steps and phases for Nsight Compute, whose report has the numbers."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from dpbench.case import OUTSIDE, Case
+from dpbench.instruments.recorder import Recorder
+from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
+from dpbench.results.rows import Measurement
+
+
+class NvtxRanges:
+    """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in a domain of our own.
+
+    Start/end ranges, not push/pop: autograd runs backward on threads of its own, which
+    push/pop ranges do not cover. The device is synchronized at every border, so that work
+    still in flight counts where it was launched.
+    """
+
+    def __init__(self) -> None:
+        import nvtx
+        import torch
+
+        self.synchronize = torch.cuda.synchronize
+        self.domain = nvtx.get_domain(NVTX_DOMAIN)
+        self.step = -1
+        self.range: Any = None
+
+    def start_step(self) -> None:
+        self.step += 1
+        self.synchronize()
+        self._start(f"{self.step}.{OUTSIDE}")
+
+    def switch(self, phase: str) -> None:
+        self.end_step()
+        self._start(f"{self.step}.{phase}")
+
+    def end_step(self) -> None:
+        self.synchronize()
+        self.domain.end_range(self.range)
+
+    def finish(self) -> None:
+        """Mark the end of the last step, by which a reader knows that nothing is missing."""
+        self._start(NVTX_END)
+        self.end_step()
+
+    def _start(self, name: str) -> None:
+        self.range = self.domain.start_range(self.domain.get_event_attributes(message=name))
+
+
+class NvtxRecorder(Recorder):
+    """Marks phases as ranges, and takes no times, which would be the profiler's."""
+
+    @cached_property
+    def listener(self) -> NvtxRanges:
+        ranges = NvtxRanges()
+        self.held.callback(self._finish)
+        return ranges
+
+    def _finish(self) -> None:
+        if self.listener.step >= self.heard:  # the script ended in a step, as its loader did
+            self.listener.end_step()
+        self.listener.finish()
+
+    def rows(self, case: Case) -> list[Measurement]:
+        return []
+
+    def record(self, case: Case) -> dict[str, Any]:
+        return {}
