@@ -6,24 +6,27 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable, in_words, is_stream, write_text
+from dpbench.results.conditions import automatic_name, resumed
 from dpbench.results.outcome import COMPLETE, Outcome, write_document
+from dpbench.results.outcome import document as as_document
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
-from dpbench.show.view import View
 
 if TYPE_CHECKING:
     from dpbench.settings import Settings
+    from dpbench.show.view import View
 
 DERIVE_SECONDS = 60.0
 """How often ratios and tables are written before a session's end."""
 
-Problem = Callable[[str], object]
-"""Hears what could not be done."""
+Hook = Callable[[dict[str, Any]], object]
+"""Changes what the session writes."""
 
 
 class Files:
@@ -32,8 +35,9 @@ class Files:
     Args:
         settings: what was asked for.
         view: what the tables show.
-        notes: what the end of the session says.
+        notes: what the end of the session says; also, what is saved.
         problem: hears which file cannot be written.
+        on_document: called with the run's document each time before it is written.
         path: the run's file, if another process has opened it.
     """
 
@@ -42,29 +46,29 @@ class Files:
         settings: Settings,
         view: View,
         notes: list[str],
-        problem: Problem,
+        problem: Callable[[str], object],
+        on_document: Hook,
         path: str | None = None,
     ) -> None:
         self.settings, self.view, self.notes, self.problem = settings, view, notes, problem
         self.path = Path(path) if path else None
+        self._on_document = on_document
         self._held = ExitStack()
         """What keeps other sessions from the run's file."""
         self._error: OSError | None = None
         self._derived = time.monotonic()
 
-    def open(self, device: str | None, begun: Run, empty: Mapping[str, Any]) -> Run:
+    def open(self, device: str | None, begun: Run, session: Mapping[str, Any]) -> Run:
         """Take the next number in the storage, or an interrupted run's, and hold its file.
 
         Args:
             device: what the session measures on; None without hardware.
             begun: the session before its first case.
-            empty: its document.
+            session: how it stands.
 
         Returns:
             The session, as it goes on with what the interrupted run has.
         """
-        from dpbench.results.conditions import automatic_name, resumed
-
         settings, storage = self.settings, Storage(self.settings.storage)
         path = None
         if settings.resume:
@@ -79,6 +83,7 @@ class Files:
                 raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
             else:
                 name = automatic_name(begun) if settings.save is None else settings.save
+                empty = as_document((), begun.environment, session, derive=False)
                 path = storage.allocate(name, device, json.dumps(empty))
                 held.enter_context(storage.writing(path))
             self.path, self._held = path, held.pop_all()
@@ -86,39 +91,32 @@ class Files:
 
     def _now(self, *, last: bool) -> dict[str, Path]:
         """The files that are written now, by the name of their field."""
-        files = self.settings.files
-        return {
-            n: path for n, path in files.items() if last or not (n == "html" or is_stream(path))
-        }
+        files = self.settings.files.items()
+        return {n: path for n, path in files if last or not (n == "html" or is_stream(path))}
 
     def wanted(self, *, last: bool) -> bool:
         """Whether there is a file to write."""
         return bool(self.path or self._now(last=last))
 
-    @property
-    def are_old(self) -> bool:
-        """Whether what follows from the rows is to be worked out again, before the end.
-
-        It takes as long as dozens of cases that are counted, and a killed session needs its rows.
-        """
-        return time.monotonic() - self._derived > DERIVE_SECONDS
-
     def write(
         self,
         outcomes: Sequence[Outcome],
-        document: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        session: Mapping[str, Any],
         *,
         last: bool,
-        derive: bool,
         before: Run | None,
     ) -> None:
-        """Bring the files up to date; ``derive`` the tables too, at the last the page and pipes.
+        """Bring the files up to date; at the last also the page and pipes.
 
-        The page shows also the run that was ``before``, if one is given that has rows.
+        What follows from the rows is worked out seldom before that: it takes as long as dozens of
+        cases that are counted, and a killed session needs its rows. The page shows also the run
+        that was ``before``, if one is given that has rows.
         """
-        from dpbench.show.export import write_renderings
-
         files = self._now(last=last)
+        derive = last or time.monotonic() - self._derived > DERIVE_SECONDS
+        document = as_document(outcomes, environment, deepcopy(session), derive=derive)
+        self._on_document(document)  # which may change all of it
         if self.path:
             self._error = None
             try:
@@ -130,7 +128,8 @@ class Files:
                 write_document(files["json"], document)
         with reporting(self.problem):
             if derive:
-                session = document["session"]
+                from dpbench.show.export import write_renderings
+
                 asked = session["cases_asked"] if session["status"] != COMPLETE else 0
                 missing = max(0, asked - len({outcome.case for outcome in outcomes}))
                 write_renderings(outcomes, self.view, missing=missing, **files)
@@ -167,7 +166,7 @@ class Files:
 
 
 @contextmanager
-def reporting(problem: Problem) -> Iterator[None]:
+def reporting(problem: Callable[[str], object]) -> Iterator[None]:
     """Let what cannot be done keep nothing else from being done."""
     try:
         yield

@@ -9,26 +9,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import SCRIPT, Case
 from dpbench.files import printable
-from dpbench.results.outcome import (
-    COMPLETE,
-    INTERRUPTED,
-    Outcome,
-    OutcomeStore,
-    document,
-    each_once,
-)
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, OutcomeStore, each_once
 from dpbench.results.reference import Reference
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
-from dpbench.saving import Files, reporting
+from dpbench.saving import Files, Hook, reporting
 from dpbench.show.view import View
 
 if TYPE_CHECKING:
@@ -39,9 +31,6 @@ if TYPE_CHECKING:
     from dpbench.results.gate import CasesAsked, Verdict
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
-
-Hook = Callable[[dict[str, Any]], object]
-"""Changes what the session writes."""
 
 
 class Session:
@@ -93,13 +82,15 @@ class Session:
         """What changed since the reference."""
         self._asked = [(case, instrument.name) for case, instrument in plan]
         self._names: list[str] = []
-        self._on_environment, self._on_document = on_environment, on_document
+        self._on_environment = on_environment
         self._not_measured: Mapping[str, str] = {}
         self._joined = shared is not None
         shared = shared or {}
         self._directory = Path(shared["directory"]) if shared else None
         self.began: float = shared.get("began", time.monotonic())  # the clock that nobody sets
-        self.files = Files(settings, self.view, self.notes, self.problem, shared.get("path"))
+        self.files = Files(
+            settings, self.view, self.notes, self.problem, on_document, shared.get("path")
+        )
         self._reference = Reference(settings, self.sources, self.notes, shared.get("reference"))
         if begun := shared.get("begun"):
             self.begun = Run.of("this session", (), *begun)
@@ -118,9 +109,8 @@ class Session:
             first_run_ok = self.settings.compare_first_run_ok
             self._reference.find(self._asked, must_exist=bool(self.limits) and not first_run_ok)
         if self.settings.saves:  # last: takes a number only if all else is well
-            empty = self._document((), complete=False)
             device = device_of(self.instruments, self.settings, self.gpu)
-            self.begun = self.files.open(device, self.begun, empty)
+            self.begun = self.files.open(device, self.begun, self._stands(()))
             self.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
 
     def expect(self, asked: Sequence[tuple[Case, str]], tests: Sequence[str]) -> None:
@@ -130,7 +120,7 @@ class Session:
         """
         self._asked, self._names = [*asked], [*tests]
         if self._joined:
-            self.store.tell(asked=plain(asked), asks_by_name=self._names)
+            self.store.tell(asked=asked, asks_by_name=self._names)
 
     @property
     def path(self) -> Path | None:
@@ -219,9 +209,14 @@ class Session:
     @property
     def reference(self) -> Run:
         """What the session is compared with; without rows if there is nothing."""
-        for told in self._told:  # another process may have chosen it
-            self._reference.name(told.get("reference"))
-        return self._reference.run(self.asked, self._names or self._of_all("asks_by_name"))
+        return self._reference.run(
+            self.asked, self._names or self._of_all("asks_by_name"), self._chosen
+        )
+
+    @property
+    def _chosen(self) -> str | None:
+        """The reference that a test, of whatever process, was judged by."""
+        return next((told["reference"] for told in self._told if told.get("reference")), None)
 
     def asked_before(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
         """What a test, or those of a module, asked these instruments for in the reference."""
@@ -272,7 +267,7 @@ class Session:
 
     def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
         """Show the session beside its reference, and hold to limits what they are for."""
-        from_tests = self._reference.named or self.unjudged  # which may have limits of their own
+        from_tests = self._chosen or self.unjudged  # which may have limits of their own
         if not ((self.settings.compares or from_tests) and (outcomes or self.limits)):
             return
         from dpbench.show.comparison import comparison_tables
@@ -292,7 +287,7 @@ class Session:
                 f"the session ended early, so {self.settings.option('compare_fail')} has not "
                 f"judged all that was asked for"
             )
-        self.store.tell(regressions=verdict.regressions, unjudged=[*map(vars, unjudged)])
+        self.store.tell(regressions=verdict.regressions, unjudged=unjudged)
         for missing in unjudged:
             self.problem(f"{missing}{self.remedy}")
 
@@ -304,30 +299,24 @@ class Session:
             return
         with self.store.lock():
             outcomes = self.outcomes()
-            derive = last or self.files.are_old
-            document = self._document(outcomes, complete, derive=derive)
-            self._on_document(document)
-            before = None
+            session, before = self._stands(outcomes, complete=complete), None
             with reporting(self.problem):
                 if last and self.settings.histogram is not None and self.settings.compares:
                     before = self.reference
-            self.files.write(outcomes, document, last=last, derive=derive, before=before)
+            self.files.write(outcomes, self.begun.environment, session, last=last, before=before)
 
-    def _document(
-        self, outcomes: Sequence[Outcome], complete: bool, *, derive: bool = False
-    ) -> dict[str, Any]:
+    def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
         """The session so far; it says ``interrupted`` until it is over."""
-        began = deepcopy(self.begun.session)  # a hook may change it
-        session = began | {
+        began, regressions, unjudged = self.begun.session, self.regressions, self.unjudged
+        return began | {
             "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
             "seconds": round(began["seconds"] + time.monotonic() - self.began, 1),
             "status": COMPLETE if complete else INTERRUPTED,
-            "regressed": bool(self.regressions or self.unjudged),
-            "regressions": self.regressions,
-            "unjudged": self.unjudged,
-            "not_measured": dict(self._not_measured),
+            "regressed": bool(regressions or unjudged),
+            "regressions": regressions,
+            "unjudged": unjudged,
+            "not_measured": self._not_measured,
         }
-        return document(outcomes, self.begun.environment, session, derive=derive)
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
         """How many cases are asked for, as far as is known, or are of the grid and measured."""
@@ -409,8 +398,3 @@ def limits_of(texts: Sequence[str]) -> list[Threshold]:
     from dpbench.results.compare import Threshold  # loads pandas
 
     return [Threshold.parse(text) for text in texts]
-
-
-def plain(asked: CasesAsked) -> list[list[Any]]:
-    """Cases by instruments as plain JSON types."""
-    return [[vars(case), name] for case, name in asked]

@@ -16,7 +16,7 @@ from dpbench.instruments.terminal import shown_past
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
 from dpbench.process.messages import Steps
 from dpbench.registry import resolve
-from dpbench.session import Session, limits_of, plain
+from dpbench.session import Session, limits_of
 
 if TYPE_CHECKING:
     from dpbench.instruments.base import Instrument
@@ -250,7 +250,7 @@ class EachTest:
         )
         if not marked:
             asked = [key for outcome, *_ in fresh for key in outcome.asked]
-            told["limited"] = plain([*self.asked_by(item), *before, *asked])
+            told["limited"] = [*self.asked_by(item), *before, *asked]
         self.session.store.tell(of=self._of_test(item, fresh), **told)
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
@@ -283,7 +283,7 @@ class EachTest:
         reference = self.session.reference
         unjudged = [u for u in verdict.unjudged if u.cases or (own and not _is_skip(call))]
         told["regressions"] = verdict.regressions
-        told["unjudged"] = [vars(missing) for missing in unjudged]
+        told["unjudged"] = unjudged
         told["reference"] = None if reference.frame.empty else str(reference.path)
         reasons = [f"{missing}{self.session.remedy}" for missing in unjudged]
         if worse := len(verdict.regressions):

@@ -265,8 +265,9 @@ class OutcomeStore:
         self.once(outcome.case, lambda case: outcome, by=outcome.instruments)
 
     def tell(self, **told: Any) -> None:
-        """Leave what all processes of the session may know, as plain JSON types."""
-        self.take({f"{time.monotonic_ns():020}-{os.getpid()}.told": told})
+        """Leave what all processes of the session may know; objects become their fields."""
+        plain = json.loads(json.dumps(told, default=vars))
+        self.take({f"{time.monotonic_ns():020}-{os.getpid()}.told": plain})
 
     def take(self, files: Mapping[str, dict[str, Any]]) -> None:
         """Write these files, which may be what another process could not write."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
@@ -24,8 +23,8 @@ class Reference:
     Args:
         settings: what was asked for.
         sources: each (device, instrument) that the session can have rows of.
-        notes: what the end of the session says: also, which runs could not be read.
-        found: the `files` that another process of the session has found.
+        notes: what the end of the session says; also, which runs could not be read.
+        files: what another process of the session has found.
     """
 
     def __init__(
@@ -33,26 +32,12 @@ class Reference:
         settings: Settings,
         sources: Collection[tuple[str, str]],
         notes: list[str],
-        found: Mapping[str, Any] | None = None,
+        files: Sequence[str] | None = None,
     ) -> None:
         self.settings, self.sources, self.notes = settings, sources, notes
-        self.named: Path | None = None
-        self.candidates: list[Path] | None = None
-        """Files that may be the reference, newest first; None until they are needed."""
+        self.files = files
+        """The run that was named, or those that may be it, newest first; None until needed."""
         self._run: Run | None = None
-        if found is not None:
-            self.name(found["named"])
-            self.candidates = found["candidates"] and [*map(Path, found["candidates"])]
-
-    @property
-    def files(self) -> dict[str, Any]:
-        """Where it is, or can be, as plain JSON types."""
-        named = self.named and str(self.named)
-        return {"named": named, "candidates": self.candidates and [*map(str, self.candidates)]}
-
-    def name(self, path: str | None) -> None:
-        """Take this file, unless one is named already."""
-        self.named = self.named or (Path(path) if path else None)
 
     def find(self, asked: Collection[tuple[Case, str]], *, must_exist: bool) -> None:
         """Find the run that was named, or those of which one may be it.
@@ -65,7 +50,7 @@ class Reference:
         if settings.compare:
             path = settings.directory / settings.compare
             named = settings.compare if settings.compare.isdecimal() else str(path)
-            self.named = Storage(settings.storage).find(named)
+            self.files = [str(Storage(settings.storage).find(named))]
             check_comparable(
                 self.run(),
                 self.sources,
@@ -79,7 +64,7 @@ class Reference:
         if must_exist and asked and self.run(asked).frame.empty:
             names = " or ".join(dict.fromkeys(name for _, name in asked))
             lacking = f"complete run in {settings.storage} has any of these cases by {names}"
-        elif must_exist and not self.candidates:
+        elif must_exist and not self.files:
             devices = " or ".join(sorted({device for device, _ in self.sources}))
             lacking = f"saved run on {devices} in {settings.storage}"
         if lacking:
@@ -88,16 +73,27 @@ class Reference:
                 f"{settings.option('compare_first_run_ok')}"
             )
 
-    def _look(self) -> list[Path]:
-        if self.candidates is None:
+    def _look(self) -> Iterable[Path]:
+        if self.files is None:
             devices = {device for device, _ in self.sources}
-            self.candidates = Storage(self.settings.storage).candidates(devices)
-        return self.candidates
+            self.files = [*map(str, Storage(self.settings.storage).candidates(devices))]
+        return map(Path, self.files)
 
-    def run(self, asked: Collection[tuple[Case, str]] = (), tests: Collection[str] = ()) -> Run:
-        """The run, chosen when it is needed first; without rows if there is none."""
-        if self._run is None and self.named is not None:
-            self._run = Run.load(self.named)
+    def run(
+        self,
+        asked: Collection[tuple[Case, str]] = (),
+        tests: Collection[str] = (),
+        chosen: str | None = None,
+    ) -> Run:
+        """The run, chosen when it is needed first; without rows if there is none.
+
+        Args:
+            asked: what it should have.
+            tests: the ids of tests and modules that it should know, for they ask by name.
+            chosen: the file that another process has chosen.
+        """
+        if self._run is None and (self.settings.compare or chosen):
+            self._run = Run.load(Path(chosen or next(iter(self._look()))))
         elif self._run is None:
             run, skipped = choose(self._look(), self.sources, asked, tests)
             self.notes += skipped
