@@ -295,10 +295,11 @@ class Session:
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
         """Bring the run and the files up to date; at the last also the page, and pipes."""
-        if not (self.files.wanted(last=last) and self.outcomes()):
+        if not (self.files.wanted(last=last) and self._directory):
             return
         with self.store.lock():
-            outcomes = self.outcomes()
+            if not (outcomes := self.outcomes()):
+                return
             session, before = self._stands(outcomes, complete=complete), None
             with reporting(self.problem):
                 if last and self.settings.histogram is not None and self.settings.compares:

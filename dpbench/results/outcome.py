@@ -96,21 +96,18 @@ class Outcome:
 def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     """The outcomes, each number once: a test may count a case that another measures and counts.
 
-    One of a later part replaces one that failed. One without rows says which tests asked for a
-    case by these instruments, and goes into the one that has them.
+    Of a case by the same instruments the first stands, or if that failed, the first that did not;
+    it has the tests of all, which may have rows or not.
     """
     united: dict[Hashable, Outcome] = {}
     for outcome in outcomes:
-        key: Hashable = (outcome.case, outcome.instruments)
-        known = united.get(key)
-        if known and (outcome.error or (outcome.rows and not known.error)):
-            key = len(united)
-        elif known:
-            tests = [*known.tests, *(test for test in outcome.tests if test not in known.tests)]
-            extra_info = {**known.extra_info, **outcome.extra_info}
-            outcome = outcome if outcome.rows else known
-            outcome = replace(outcome, tests=tuple(tests), extra_info=extra_info)
-        united[key] = outcome
+        key = (outcome.case, outcome.instruments) if outcome.instruments else len(united)
+        if (known := united.setdefault(key, outcome)) is outcome:
+            continue
+        tests = [*known.tests, *(test for test in outcome.tests if test not in known.tests)]
+        extra_info = {**known.extra_info, **outcome.extra_info}
+        stands = outcome if known.error and outcome.rows and not outcome.error else known
+        united[key] = replace(stands, tests=tuple(tests), extra_info=extra_info)
     had: dict[Case, set[str]] = {}
     for outcome in united.values():
         others = had.setdefault(outcome.case, set())
@@ -284,8 +281,8 @@ class OutcomeStore:
     def outcomes(self) -> list[Outcome]:
         """Everything measured so far, in the order in which it was finished."""
         files = sorted(self.directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        unwritten = (name for name in self.unwritten if name.endswith(".json"))
-        return [self._outcome(name) for name in [*(path.name for path in files), *unwritten]]
+        unwritten = [name for name in self.unwritten if name.endswith(".json")]
+        return [*map(self._outcome, dict.fromkeys([*(path.name for path in files), *unwritten]))]
 
     def told(self) -> list[dict[str, Any]]:
         """Everything that was told, in that order."""
