@@ -1,4 +1,4 @@
-"""Around a test: its fixtures measure, and what they measured is judged and told on its report."""
+"""Around a test: its fixtures measure, and what they measured is judged and told its session."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class EachTest:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Judge what a test has measured, however it ends, and tell the session on its report.
+        """Judge what a test has measured, however it ends, and tell the session.
 
         What its fixtures measured before it belongs to its own report, if it runs.
         """
@@ -255,7 +255,7 @@ class EachTest:
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
-        if unwritten := self.session.store.unwritten:  # which goes with the report
+        if unwritten := self.session.store.unwritten:  # goes with the report to the controller
             vars(report)["dpbench"] = unwritten
         if judged.excinfo and not (_is_skip(judged) or report.failed):
             # Also where an xfail mark, or another plugin, expects another failure.

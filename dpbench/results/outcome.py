@@ -263,8 +263,9 @@ class OutcomeStore:
 
     def tell(self, **told: Any) -> None:
         """Leave what all processes of the session may know; objects become their fields."""
-        plain = json.loads(json.dumps(told, default=vars))
-        self.take({f"{time.monotonic_ns():020}-{os.getpid()}.told": plain})
+        name = f"{time.monotonic_ns():020}-{os.getpid()}.told"
+        self._told[name] = json.loads(json.dumps(told, default=vars))
+        self.take({name: self._told[name]})
 
     def take(self, files: Mapping[str, dict[str, Any]]) -> None:
         """Write these files, which may be what another process could not write."""
@@ -286,11 +287,10 @@ class OutcomeStore:
 
     def told(self) -> list[dict[str, Any]]:
         """Everything that was told, in that order."""
-        names = {path.name for path in self.directory.glob("*.told")}
-        names |= {name for name in self.unwritten if name.endswith(".told")}
-        for name in names - self._told.keys():
-            self._told[name] = self._load(name)
-        return [self._told[name] for name in sorted(names)]
+        for name in (*(path.name for path in self.directory.glob("*.told")), *self.unwritten):
+            if name not in self._told and name.endswith(".told"):
+                self._told[name] = self._load(name)
+        return [self._told[name] for name in sorted(self._told)]
 
     def _outcome(self, name: str) -> Outcome:
         if name not in self._outcomes:  # it is written once
