@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +84,7 @@ class Session:
         self._names: list[str] = []
         self._on_environment = on_environment
         self._not_measured: Mapping[str, str] = {}
-        self._joined = shared is not None
-        shared = shared or {}
+        self._joined, shared = shared is not None, shared or {}
         self._directory = Path(shared["directory"]) if shared else None
         self.began: float = shared.get("began", time.monotonic())  # the clock that nobody sets
         self.files = Files(
@@ -209,23 +208,13 @@ class Session:
     @property
     def reference(self) -> Run:
         """What the session is compared with; without rows if there is nothing."""
-        return self._reference.run(
-            self.asked, self._names or self._of_all("asks_by_name"), self._chosen
-        )
+        names = self._names or self._of_all("asks_by_name")
+        return self._reference.run(self.asked, names, self._chosen)
 
     @property
     def _chosen(self) -> str | None:
         """The reference that a test, of whatever process, was judged by."""
         return next((told["reference"] for told in self._told if told.get("reference")), None)
-
-    def asked_before(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
-        """What a test, or those of a module, asked these instruments for in the reference."""
-        return [
-            (case, name)
-            for test, asked in self.reference.tests.items()
-            for case, name in asked
-            if f"{test}::".startswith(f"{tests}::") and name in by
-        ]
 
     def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""

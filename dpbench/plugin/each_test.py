@@ -204,7 +204,7 @@ class EachTest:
         if not (call.excinfo and self.session.limits):
             return []
         every = [name for _, name in self.session.sources]  # a test may get a fixture by name
-        return self.session.asked_before(
+        return self.session.reference.asked_by(
             item.nodeid, self._instruments_of(item) if takes(item) else every
         )
 

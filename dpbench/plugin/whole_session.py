@@ -259,7 +259,7 @@ class WholeSession:
             limited = [*(limited or ()), *named, *(key for o in untold for key in o.asked)]
         names = [name for _, name in self.session.sources]
         for module in self.skipped if self.session.limits else ():
-            limited = [*(limited or ()), *self.session.asked_before(module, names)] or limited
+            limited = [*(limited or ()), *self.session.reference.asked_by(module, names)] or limited
         return limited
 
     def _check_measured(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -224,6 +224,15 @@ class Run:
             for test in outcome.tests:
                 asked[str(test.get("test"))] += by_each
         return asked
+
+    def asked_by(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
+        """What a test, or those of a module, asked these instruments for."""
+        return [
+            (case, name)
+            for test, asked in self.tests.items()
+            for case, name in asked
+            if f"{test}::".startswith(f"{tests}::") and name in by
+        ]
 
 
 # --- reading a file --------------------------------------------------------------------------
