@@ -6,89 +6,93 @@ a run that broke off; and at its end compares, and says what is wrong.
 
 from __future__ import annotations
 
-import json
-import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import SCRIPT
-from dpbench.comparison import Comparison, asked_for
-from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable, in_words, is_stream, printable, write_text
+from dpbench.case import SCRIPT, Case
+from dpbench.files import printable
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, OutcomeStore, each_once
+from dpbench.results.reference import Reference
 from dpbench.results.rows import NO_HARDWARE
+from dpbench.results.run import Run
+from dpbench.saving import Files, Hook, reporting
 from dpbench.show.view import View
 
 if TYPE_CHECKING:
-    from dpbench.case import Case
     from dpbench.gpu import Gpu
+    from dpbench.grid import Grid
     from dpbench.instruments.base import Instrument
-    from dpbench.results.gate import CasesAsked
-    from dpbench.results.outcome import Outcome, OutcomeStore
-    from dpbench.results.run import Run
+    from dpbench.results.compare import Threshold
+    from dpbench.results.gate import CasesAsked, Verdict
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
-
-
-DERIVE_SECONDS = 60.0
-"""How often ratios and tables are written before a session's end."""
 
 
 class Session:
     """A session, in each process that takes part in it.
 
-    The first process begins and finishes it. Others (xdist workers) are given what it has `shared`.
+    The first process begins and finishes it. Others (xdist workers) join it by what it has
+    `shared`; all know what any of them has measured, and what tests tell.
 
     Args:
+        plan: what is measured, each case by an instrument, as far as it is known.
         settings: what was asked for.
-        instruments: what measures a case, unless others are named; may be none.
         gpu: where, if on a GPU.
+        instruments: what measures a case that the plan does not have; of a plan, all that it has.
+        grid: the cases that the session is about, if they are not those of its settings.
         workers: how many other processes there are.
+        shared: what the process that began the session has `shared`, in any other one.
+        on_environment: called once with what the run says of software and machine.
+        on_document: called with the run's document each time before it is written.
     """
 
     def __init__(
         self,
+        plan: Sequence[tuple[Case, Instrument]],
         settings: Settings,
-        instruments: Sequence[Instrument],
-        gpu: Gpu | None,
         *,
+        gpu: Gpu | None = None,
+        instruments: Sequence[Instrument] = (),
+        grid: Grid | None = None,
         workers: int = 0,
+        shared: Mapping[str, Any] | None = None,
+        on_environment: Hook = lambda environment: None,
+        on_document: Hook = lambda document: None,
     ) -> None:
         self.settings = settings
-        self.instruments = list(instruments)
+        planned = {instrument.name: instrument for _, instrument in plan}
+        self.instruments = [*(instruments or planned.values())]
         self.gpu = gpu
         self.workers = workers
-        self.grid = settings.chosen_grid()
+        self.grid = grid or settings.chosen_grid()
         self.view = View.of(settings, self.grid.baseline)
-        self.directory: Path | None = None
-        """Where the session's processes leave their outcomes for each other."""
-        self.path: Path | None = None
-        """The run's file in the storage, whole at any moment."""
-        self._held = ExitStack()
-        """What keeps other sessions from that file."""
-        self.began = self._derived = time.monotonic()  # the clock that nobody sets
-        self.comparison = Comparison(settings, self.sources)
-        self.regressions: list[dict[str, Any]] = []
-        """What got worse by more than it may, as plain rows."""
-        self.unjudged: list[dict[str, Any]] = []
-        """What limits could not judge, as plain rows."""
-        self.notes = self.comparison.notes
+        self.sources = sources(self.instruments, settings, gpu)
+        self.limits = limits_of(settings.compare_fail)
+        """Those of the command line; tests may have their own."""
+        self.notes: list[str] = []
+        """Lines that the end of the session says."""
         self.problems: list[str] = []
         """Lines about how the session went; with a problem it has not succeeded."""
-        self._tests: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-        """Which tests asked for a case (id, what measured it), and what each added to it."""
-        self.update_environment: Callable[[dict[str, Any]], object] = lambda environment: None
-        self.update_document: Callable[[dict[str, Any]], object] = lambda document: None
-        self.not_measured: Mapping[str, str] = {}
-        """Why cases that were asked for have no outcome, by id."""
-        self._file_error: OSError | None = None
+        self.tables: list[Table] = []
+        """What changed since the reference."""
+        self._asked = [(case, instrument.name) for case, instrument in plan]
+        self._names: list[str] = []
+        self._on_environment = on_environment
+        self._not_measured: Mapping[str, str] = {}
+        self._joined, shared = shared is not None, shared or {}
+        self._directory = Path(shared["directory"]) if shared else None
+        self.began: float = shared.get("began", time.monotonic())  # the clock that nobody sets
+        self.files = Files(
+            settings, self.view, self.notes, self.problem, on_document, shared.get("path")
+        )
+        self._reference = Reference(settings, self.sources, self.notes, shared.get("reference"))
+        if begun := shared.get("begun"):
+            self.begun = Run.of("this session", (), *begun)
 
     # --- before anything is measured ---------------------------------------------------------
 
@@ -100,25 +104,33 @@ class Session:
             check_libraries()
         for instrument in self.instruments:
             instrument.check()
-        self.comparison.begin()
+        if self.settings.compares:
+            first_run_ok = self.settings.compare_first_run_ok
+            self._reference.find(self._asked, must_exist=bool(self.limits) and not first_run_ok)
         if self.settings.saves:  # last: takes a number only if all else is well
-            self._open_file()
+            device = device_of(self.instruments, self.settings, self.gpu)
+            self.begun = self.files.open(device, self.begun, self._stands(()))
+            self.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
+
+    def expect(self, asked: Sequence[tuple[Case, str]], tests: Sequence[str]) -> None:
+        """Plan what tests are known to ask for, and know those that ask by name.
+
+        A reference should have both. A process that collects tests tells the one that does not.
+        """
+        self._asked, self._names = [*asked], [*tests]
+        if self._joined:
+            self.store.tell(asked=asked, asks_by_name=self._names)
 
     @property
-    def device(self) -> str | None:
-        """What the instruments measure on; None without hardware."""
-        if not any(instrument.hardware for instrument in self.instruments):
-            return None
-        return self.gpu.name if self.gpu and self.settings.device == "cuda" else "cpu"
+    def path(self) -> Path | None:
+        """The run's file in the storage, whole at any moment."""
+        return self.files.path
 
     @property
-    def sources(self) -> list[tuple[str, str]]:
-        """Each (device, instrument) that the session can have rows of; tests may always count."""
-        pairs = [
-            (str(self.device) if i.hardware else NO_HARDWARE, i.name) for i in self.instruments
-        ]
-        pairs += [(NO_HARDWARE, "logical")] if self.settings.of_pytest else []
-        return list(dict.fromkeys(pairs))
+    def asked(self) -> list[tuple[Case, str]]:
+        """What the session is known to ask for, each case by an instrument."""
+        told = next((told["asked"] for told in self._told if "asked" in told), ())
+        return self._asked or [(Case(**case), name) for case, name in told]
 
     @cached_property
     def begun(self) -> Run:
@@ -126,67 +138,37 @@ class Session:
         from dpbench.results.conditions import begun, environment
 
         tools = {name: version for i in self.instruments for name, version in i.versions.items()}
+        on_hardware = any(instrument.hardware for instrument in self.instruments)
         described = environment(
-            self.gpu if self.device else None,
+            self.gpu if on_hardware else None,
             tools=tools,
             project=self.settings.directory.absolute(),
         )
-        self.update_environment(described)
+        self._on_environment(described)
         return begun(described, self.grid, self.instruments, self.workers)
-
-    def _open_file(self) -> None:
-        """Take the next number in the storage, or an interrupted run's, and hold its file."""
-        from dpbench.results.conditions import automatic_name, resumed
-        from dpbench.results.run import Run
-        from dpbench.results.storage import Storage
-
-        settings, storage = self.settings, Storage(self.settings.storage)
-        path = None
-        if settings.resume:
-            path, skipped = storage.interrupted(self.device)
-            self.notes += skipped
-        with ExitStack() as held:
-            if path is not None:
-                check_writable(path.parent)
-                held.enter_context(storage.writing(path))  # before it is read
-                run = Run.load(path)
-                self.begun = resumed(run, self.begun)
-                for outcome in run.outcomes:
-                    if outcome.error is None:
-                        self.store.keep(outcome)
-            elif settings.save is None and not settings.autosave:
-                raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
-            else:
-                name = automatic_name(self.begun) if settings.save is None else settings.save
-                text = json.dumps(self._document((), complete=False))
-                path = storage.allocate(name, self.device, text)
-                held.enter_context(storage.writing(path))
-            self.path, self._held = path, held.pop_all()
 
     # --- for other processes of the session --------------------------------------------------
 
-    def shared(self) -> bytes:
-        """What `join` needs, pickled."""
+    def shared(self) -> dict[str, Any]:
+        """What another process needs to take part in the session, as plain JSON types."""
         writes = self.path or self.settings.files
-        names = ["path", "began", *(["begun"] if writes else [])]
-        own = {"directory": self.store.directory} | {name: getattr(self, name) for name in names}
-        comparison = {name: vars(self.comparison)[name] for name in ("named", "candidates")}
-        return pickle.dumps((own, comparison))
-
-    def join(self, shared: bytes) -> None:
-        """Take part in a session that another process has begun."""
-        own, comparison = pickle.loads(shared)
-        vars(self).update(own)
-        vars(self.comparison).update(comparison)
+        return {
+            "directory": str(self.store.directory),
+            "began": self.began,
+            "path": str(self.path) if self.path else None,
+            "begun": [self.begun.environment, self.begun.session] if writes else None,
+            "reference": self._reference.files,
+        }
 
     @cached_property
     def store(self) -> OutcomeStore:
-        """The outcomes of all processes, in a directory that is made when it is needed."""
-        from dpbench.results.outcome import OutcomeStore
+        """What all processes have found, in a directory that is made when it is needed."""
+        self._directory = self._directory or Path(tempfile.mkdtemp(prefix="dpbench-"))
+        return OutcomeStore(self._directory)
 
-        if self.directory is None:
-            self.directory = Path(tempfile.mkdtemp(prefix="dpbench-"))
-        return OutcomeStore(self.directory)
+    @property
+    def _told(self) -> list[dict[str, Any]]:
+        return self.store.told() if self._directory else []
 
     # --- measuring ---------------------------------------------------------------------------
 
@@ -209,98 +191,127 @@ class Session:
             self.write()  # at once, so that a killed session keeps what it has
         return outcome
 
+    def keep(self, outcomes: Iterable[Outcome]) -> None:
+        """Take over what was measured elsewhere."""
+        for outcome in outcomes:
+            self.store.keep(outcome)
+
     def outcomes(self) -> list[Outcome]:
         """What the session has measured and counted, by any of its processes."""
-        from dpbench.results.outcome import each_once
+        if self._directory is None:
+            return []
+        of_tests = [Outcome.from_json(each) for told in self._told for each in told.get("of", ())]
+        return [*each_once([*self.store.outcomes(), *of_tests])]
 
-        known = [] if self.directory is None else self.store.outcomes()
-        return [*map(self._with_tests, each_once(known))]
+    # --- judging -----------------------------------------------------------------------------
 
-    def _with_tests(self, outcome: Outcome) -> Outcome:
-        """An outcome with the tests that asked for it, beside those that a resumed run had."""
-        asked = self._tests.get((outcome.case.id, "+".join(outcome.instruments)), ())
-        tests, extra_info = list(outcome.tests), dict(outcome.extra_info)
-        for test, added in asked:
-            tests += [test] if test not in tests else []
-            extra_info |= added
-        return replace(outcome, tests=tuple(tests), extra_info=extra_info) if asked else outcome
+    @property
+    def reference(self) -> Run:
+        """What the session is compared with; without rows if there is nothing."""
+        names = self._names or self._of_all("asks_by_name")
+        return self._reference.run(self.asked, names, self._chosen)
 
-    def note_test(self, case: str, by: str, test: dict[str, Any], added: dict[str, Any]) -> None:
-        """A test asked for a case, by its id, and what measured it, and added to it."""
-        self._tests.setdefault((case, by), []).append((test, added))
+    @property
+    def _chosen(self) -> str | None:
+        """The reference that a test, of whatever process, was judged by."""
+        return next((told["reference"] for told in self._told if told.get("reference")), None)
+
+    def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
+        """What was measured against the reference, by these limits. Only here is judged."""
+        from dpbench.results.gate import Gate
+
+        across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
+        return Gate(self.reference, after, {*asked}, across, first_run_ok).judge(limits)
+
+    @property
+    def remedy(self) -> str:
+        """What helps where there is nothing to compare with."""
+        if not self.reference.frame.empty:
+            return ""
+        option = self.settings.option("compare_first_run_ok")
+        return f" (if this is the first run, say {option})"
+
+    @property
+    def regressions(self) -> list[dict[str, Any]]:
+        """What got worse by more than it may, as plain rows."""
+        return self._of_all("regressions")
+
+    @property
+    def unjudged(self) -> list[dict[str, Any]]:
+        """What limits could not judge, as plain rows."""
+        return self._of_all("unjudged")
+
+    @property
+    def limited(self) -> list[tuple[Case, str]] | None:
+        """What tests without limits of their own have asked for; None if there is no such test."""
+        told = [told["limited"] for told in self._told if "limited" in told]
+        return [(Case(**case), name) for keys in told for case, name in keys] if told else None
+
+    def _of_all(self, name: str) -> list[Any]:
+        """What the processes have told under this name, each once."""
+        known: list[Any] = []
+        for entry in (entry for told in self._told for entry in told.get(name, ())):
+            known += [entry] if entry not in known else []
+        return known
+
+    def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
+        """Show the session beside its reference, and hold to limits what they are for."""
+        from_tests = self._chosen or self.unjudged  # which may have limits of their own
+        if not ((self.settings.compares or from_tests) and (outcomes or self.limits)):
+            return
+        from dpbench.show.comparison import comparison_tables
+
+        run = Run.of("this session", outcomes, self.begun.environment, self.begun.session)
+        asked = [*self.asked, *limited, *(key for outcome in outcomes for key in outcome.asked)]
+        every = self.judge(run, self.limits, asked)
+        if not self.reference.frame.empty:
+            self.notes.append(f"compared with {self.reference.name}")
+        self.notes += every.notes
+        self.tables = comparison_tables(every, "Change: ", self.reference.name)
+        verdict = self.judge(run, self.limits, limited)
+        unjudged = verdict.unjudged
+        if self.limits and not complete:
+            unjudged = []
+            self.problem(
+                f"the session ended early, so {self.settings.option('compare_fail')} has not "
+                f"judged all that was asked for"
+            )
+        self.store.tell(regressions=verdict.regressions, unjudged=unjudged)
+        for missing in unjudged:
+            self.problem(f"{missing}{self.remedy}")
 
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Bring the run and the files up to date; at the last also the page, and pipes.
-
-        What follows from the rows is worked out seldom before that: it takes as long as dozens of
-        cases that are counted, and a killed session needs its rows.
-        """
-        files = self.settings.files
-        if not last:
-            files = {n: path for n, path in files.items() if n != "html" and not is_stream(path)}
-        derive = last or time.monotonic() - self._derived > DERIVE_SECONDS
-        if not ((self.path or files) and self.outcomes()):
+        """Bring the run and the files up to date; at the last also the page, and pipes."""
+        if not (self.files.wanted(last=last) and self._directory):
             return
-        from dpbench.results.outcome import write_document
-        from dpbench.show.export import write_renderings
-
         with self.store.lock():
-            outcomes = self.outcomes()
-            document = self._document(outcomes, complete, derive=derive)
-            self.update_document(document)
-            if self.path:
-                self._file_error = None
-                try:
-                    write_document(self.path, document)
-                except OSError as error:
-                    self._file_error = error
-            with self.reporting_problems():
-                if "json" in files:
-                    write_document(files["json"], document)
-            with self.reporting_problems():
-                if derive:
-                    asked = 0 if complete else document["session"]["cases_asked"]
-                    missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                    write_renderings(outcomes, self.view, missing=missing, **files)
-                    self._derived = time.monotonic()
-            with self.reporting_problems():
-                if "html" in files:
-                    self._write_page(files["html"], document)
+            if not (outcomes := self.outcomes()):
+                return
+            session, before = self._stands(outcomes, complete=complete), None
+            with reporting(self.problem):
+                if last and self.settings.histogram is not None and self.settings.compares:
+                    before = self.reference
+            self.files.write(outcomes, self.begun.environment, session, last=last, before=before)
 
-    def _document(
-        self, outcomes: Sequence[Outcome], complete: bool, *, derive: bool = False
-    ) -> dict[str, Any]:
+    def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
         """The session so far; it says ``interrupted`` until it is over."""
-        from dpbench.results.outcome import COMPLETE, INTERRUPTED, document
-
-        began = deepcopy(self.begun.session)  # a hook may change it
-        session = began | {
+        began, regressions, unjudged = self.begun.session, self.regressions, self.unjudged
+        return began | {
             "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
             "seconds": round(began["seconds"] + time.monotonic() - self.began, 1),
             "status": COMPLETE if complete else INTERRUPTED,
-            "regressed": bool(self.regressions or self.unjudged),
-            "regressions": list(self.regressions),
-            "unjudged": list(self.unjudged),
-            "not_measured": dict(self.not_measured),
+            "regressed": bool(regressions or unjudged),
+            "regressions": regressions,
+            "unjudged": unjudged,
+            "not_measured": self._not_measured,
         }
-        return document(outcomes, self.begun.environment, session, derive=derive)
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
         """How many cases are asked for, as far as is known, or are of the grid and measured."""
         measured = {outcome.case for outcome in outcomes}.intersection(self.grid.cases())
-        return len(measured.union(case for case, _ in self.comparison.asked))
-
-    @contextmanager
-    def reporting_problems(self) -> Iterator[None]:
-        """Let what cannot be written keep nothing else from being done."""
-        try:
-            yield
-        except ConfigurationError as error:
-            self.problem(str(error))
-        except OSError as error:
-            self.problem(in_words(error))
+        return len(measured.union(case for case, _ in self.asked))
 
     def problem(self, text: str) -> None:
         """Something that the session must not hide; said once."""
@@ -309,83 +320,39 @@ class Session:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def finish(self, *, complete: bool, limited: CasesAsked | None = None) -> None:
+    def finish(
+        self,
+        *,
+        complete: bool,
+        limited: CasesAsked | None = None,
+        not_measured: Mapping[str, str] | None = None,
+    ) -> None:
         """Compare, write everything for the last time, let go of the file.
 
         Args:
             complete: whether every case that was asked for has an outcome, or a reason why not.
-            limited: what the command line's limits are for, if not for all that is asked for.
+            limited: what the command line's limits are for; None if nothing was asked for that
+                they are for.
+            not_measured: why cases that were asked for have no outcome, by id.
         """
+        self._not_measured = not_measured or {}
+        if complete and self.limits and limited is None:
+            self.limits = []
+            option = self.settings.option("compare_fail")
+            self.notes.append(f"{option} judged nothing: no test it is for measures")
         outcomes = self.outcomes()
-        with self.reporting_problems():
-            self._compare(outcomes, self.comparison.asked if limited is None else limited, complete)
+        with reporting(self.problem):
+            self._compare(outcomes, limited or (), complete)
         if self.path is not None:  # a run that it resumes may have been asked for more
             complete = complete and self._cases_of(outcomes) >= self.begun.cases_asked
         self.write(complete=complete, last=True)
-        if self.path is not None:
-            self._let_go_of(self.path)
-
-    def _write_page(self, path: Path, document: dict[str, Any]) -> None:
-        """Write the page of charts; with ``--dpbench-histogram`` beside the reference."""
-        from dpbench.show.html.data import Material, labelled
-        from dpbench.show.html.page import render
-
-        shown: list[tuple[str, Mapping[str, Any]]] = [(path.stem, document)]
-        if self.settings.histogram is not None and self.settings.compares:
-            before = self.comparison.reference
-            shown[:0] = [(before.name, before.document)] if before.sources else []
-        write_text(path, render(Material(labelled(shown), self.view.expected)))
-
-    def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
-        """Show the session beside its reference, and hold to limits what they are for."""
-        comparison = self.comparison
-        compares = self.settings.compares or comparison.named or self.unjudged  # tests may have
-        if not (compares and (outcomes or comparison.limits)):
-            return
-        run, limits = self.as_run(outcomes), comparison.limits
-        asked = [*comparison.asked, *limited, *asked_for(outcomes)]
-        comparison.show(comparison.judge(run, limits, asked))
-        verdict = comparison.judge(run, limits, limited)
-        self.regressions += [row for row in verdict.regressions if row not in self.regressions]
-        if limits and not complete:
-            self.problem(
-                f"the session ended early, so {self.settings.option('compare_fail')} has not "
-                f"judged all that was asked for"
-            )
-            return
-        unjudged = [vars(missing) for missing in verdict.unjudged]
-        self.unjudged += [row for row in unjudged if row not in self.unjudged]
-        for missing in verdict.unjudged:
-            self.problem(f"{missing}{comparison.remedy}")
-
-    def as_run(self, outcomes: Sequence[Outcome]) -> Run:
-        """The session so far, to be compared."""
-        from dpbench.results.run import Run
-
-        return Run.of("this session", outcomes, self.begun.environment, self.begun.session)
-
-    def _let_go_of(self, path: Path) -> None:
-        """Let go of the run's file, and say what is saved; one in which no case stands goes."""
-        from dpbench.results.run import Run
-
-        cases, holds = 0, ""
-        with self._held, suppress(ConfigurationError, OSError):  # gone, or out of reach
-            cases = len(Run.load_head(path).document.get("cases", ()))
-            holds = f"; the file holds {cases} case{'s' if cases > 1 else ''}"
-            if not cases:
-                holds = "; nothing is saved"
-                path.unlink()
-        if self._file_error is not None:
-            self.problem(f"{in_words(self._file_error)}{holds}")
-        elif cases:
-            self.notes.append(f"saved {_shown(path)}")
+        self.files.let_go()
 
     def summary(self) -> list[Table]:
         """Every table of the session, the comparison's last."""
         from dpbench.show.export import summary_tables
 
-        outcomes = self.outcomes()
-        return [*summary_tables(outcomes, self.view), *self.comparison.tables]
+        return [*summary_tables(self.outcomes(), self.view), *self.tables]
 
     @property
     def failed(self) -> bool:
@@ -395,10 +362,29 @@ class Session:
 
     def close(self) -> None:
         """Remove the outcomes that its processes shared."""
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _shown(path: Path) -> Path:
-    """The path from here, if it lies below."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None) -> str | None:
+    """What these instruments measure on; None without hardware."""
+    if not any(instrument.hardware for instrument in instruments):
+        return None
+    return gpu.name if gpu and settings.device == "cuda" else "cpu"
+
+
+def sources(
+    instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None
+) -> list[tuple[str, str]]:
+    """Each (device, instrument) that a session can have rows of; tests may always count."""
+    pairs = [(device_of([i], settings, gpu) or NO_HARDWARE, i.name) for i in instruments]
+    return list(dict.fromkeys([*pairs, *([(NO_HARDWARE, "logical")] * settings.of_pytest)]))
+
+
+def limits_of(texts: Sequence[str]) -> list[Threshold]:
+    """Limits as their user wrote them."""
+    if not texts:
+        return []
+    from dpbench.results.compare import Threshold  # loads pandas
+
+    return [Threshold.parse(text) for text in texts]

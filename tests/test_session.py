@@ -61,7 +61,7 @@ def begin(tmp_path: Path, storage: Storage) -> Iterator[Begin]:
             chosen = Settings(
                 device="cpu", directory=tmp_path, storage=storage.directory, **settings
             )
-            session = Session(chosen, [Meter()], None)
+            session = Session([], chosen, instruments=[Meter()])
             ending.callback(session.close)
             session.begin()
             return session

@@ -26,8 +26,9 @@ from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.compare import Threshold, check_comparable
+from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
+from dpbench.results.reference import check_comparable
 from dpbench.results.run import Run
 from dpbench.settings import declare
 from dpbench.show.comparison import comparison_tables, grown_text

@@ -46,7 +46,7 @@ from dpbench.options import own_values
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
-from dpbench.session import Session
+from dpbench.session import Session, sources
 from dpbench.settings import Settings, declare
 
 DECLARED = {
@@ -123,31 +123,30 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(device="cuda" if card else "cpu", own=own, **declared)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
-    session = Session(settings, scripts, card)
     baseline, standards = None, []
     if options.baseline is not None:
         baseline = saved_run(options.baseline, options.storage)
-        standards = _standards(options.baseline, baseline, case, session.sources)
+        here = sources(scripts, settings, card)
+        standards = _standards(options.baseline, baseline, case, here)
         # A ratio to another script's is another ratio.
         scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
-        session.instruments = [*scripts]
     axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
-    session.grid = Grid(case.trainer, axes)
     cases = [case, *([case.baseline] if standards else [])]
+    plan = [(c, script) for c in cases for script in scripts]
+    session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
     with closing(session):
-        session.comparison.asked = [(c, script.name) for c in cases for script in scripts]
         session.begin()
-        for outcome in standards:
-            session.store.keep(_as_standard(outcome))
+        session.keep(map(_as_standard, standards))
         try:
             _measure(session, case, scripts)
         finally:  # what was counted until an interruption is kept and shown
             outcomes = session.outcomes()
             measured = {outcome.case for outcome in outcomes}
             failed = any(outcome.error for outcome in outcomes)  # no reference for others
-            session.finish(complete={*cases} <= measured and not failed)
+            complete = {*cases} <= measured and not failed
+            session.finish(complete=complete, limited=session.asked)
             if baseline:
-                session.notes += _about_baseline(baseline, session.as_run(outcomes))
+                session.notes += _about_baseline(baseline, session.begun)
             show(session, "exec")
         return 1 if session.failed else 0
 

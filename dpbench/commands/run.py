@@ -70,14 +70,15 @@ def run(options: argparse.Namespace) -> int:
     settings.check()
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card)
-    session = Session(settings, choose(names, settings), card)
+    instruments = choose(names, settings)
+    session = Session([(case, i) for case in cases for i in instruments], settings, gpu=card)
     with closing(session):
-        session.comparison.asked = [(case, i.name) for case in cases for i in session.instruments]
         session.begin()
         try:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
-            session.finish(complete={*cases} <= {o.case for o in session.outcomes()})
+            complete = {*cases} <= {outcome.case for outcome in session.outcomes()}
+            session.finish(complete=complete, limited=session.asked)
             show(session, "run")
         return 1 if session.failed else 0
 

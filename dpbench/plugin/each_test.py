@@ -1,23 +1,22 @@
-"""Around a test: its fixtures measure, and what they measured is judged and told on its report."""
+"""Around a test: its fixtures measure, and what they measured is judged and told its session."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import pytest
 
 from dpbench.case import AXES, SCRIPT, Case, script_case
-from dpbench.comparison import asked_for, limits
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.instruments.terminal import shown_past
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
 from dpbench.process.messages import Steps
 from dpbench.registry import resolve
-from dpbench.session import Session
+from dpbench.session import Session, limits_of
 
 if TYPE_CHECKING:
     from dpbench.instruments.base import Instrument
@@ -58,7 +57,6 @@ class EachTest:
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
         self.session = session
-        self.comparison = session.comparison
         capture = config.pluginmanager.getplugin("capturemanager")
         self._uncaught = capture.global_and_fixture_disabled if capture else nullcontext
         self._tried_out: set[Case] = set()
@@ -202,10 +200,10 @@ class EachTest:
 
     def _asked_before(self, item: pytest.Item, call: pytest.CallInfo[None]) -> CasesAsked:
         """What a test that ended before it could ask for it has asked for in the reference."""
-        if not (call.excinfo and self.comparison.limits):
+        if not (call.excinfo and self.session.limits):
             return []
-        every = [name for _, name in self.comparison.sources]  # a test may get a fixture by name
-        return self.comparison.asked_before(
+        every = [name for _, name in self.session.sources]  # a test may get a fixture by name
+        return self.session.reference.asked_by(
             item.nodeid, self._instruments_of(item) if takes(item) else every
         )
 
@@ -232,7 +230,7 @@ class EachTest:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Judge what a test has measured, however it ends, and tell the session on its report.
+        """Judge what a test has measured, however it ends, and tell the session.
 
         What its fixtures measured before it belongs to its own report, if it runs.
         """
@@ -243,21 +241,21 @@ class EachTest:
         if not (over and (takes(item) or self._measured or marked or before)):
             return (yield)
         self._told = len(self._measured)
-        told: dict[str, Any] = {"regressions": [], "unjudged": [], "reference": None}
+        told: dict[str, Any] = {}
         judged = pytest.CallInfo.from_call(
             lambda: self._judge(item, call, told),
             call.when,
             reraise=(pytest.exit.Exception, KeyboardInterrupt),
         )
-        asked = [*self.asked_by(item), *before, *asked_for([outcome for outcome, *_ in fresh])]
-        told["limited"] = None if marked else [(asdict(case), name) for case, name in asked]
-        told["tests"] = self._as_tests(item, fresh)
-        unwritten = self.session.store.unwritten.values() if fresh else ()
-        told["unwritten"] = [outcome.as_json() for outcome in unwritten]
+        if not marked:
+            asked = [key for outcome, *_ in fresh for key in outcome.asked]
+            told["limited"] = [*self.asked_by(item), *before, *asked]
+        self.session.store.tell(of=self._of_test(item, fresh), **told)
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
-        vars(report)["dpbench"] = told  # plain types, which survive the way from a worker
+        if unwritten := self.session.store.unwritten:  # goes with the report to the controller
+            vars(report)["dpbench"] = unwritten
         if judged.excinfo and not (_is_skip(judged) or report.failed):
             # Also where an xfail mark, or another plugin, expects another failure.
             report.outcome, report.longrepr = "failed", item.repr_failure(judged.excinfo)
@@ -273,7 +271,7 @@ class EachTest:
         own = _limits_of(item)
         if own and self.session.settings.disable:
             pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
-        chosen = self.comparison.limits if own is None else own
+        chosen = self.session.limits if own is None else own
         # The marker of its class or module may be there for others.
         is_meant = takes(item) or "dpbench" in [marker.name for marker in item.own_markers]
         if not (chosen and (self._measured or (own and is_meant))):
@@ -281,12 +279,12 @@ class EachTest:
         from dpbench.show.comparison import regression_text
 
         verdict = self._verdict(chosen)
-        reference = self.comparison.reference
+        reference = self.session.reference
         unjudged = [u for u in verdict.unjudged if u.cases or (own and not _is_skip(call))]
         told["regressions"] = verdict.regressions
-        told["unjudged"] = [vars(missing) for missing in unjudged]
+        told["unjudged"] = unjudged
         told["reference"] = None if reference.frame.empty else str(reference.path)
-        reasons = [f"{missing}{self.comparison.remedy}" for missing in unjudged]
+        reasons = [f"{missing}{self.session.remedy}" for missing in unjudged]
         if worse := len(verdict.regressions):
             text = regression_text(verdict.regressions)
             item.add_report_section("call", "dpbench comparison", text)
@@ -301,27 +299,27 @@ class EachTest:
         from dpbench.results.run import Run
 
         outcomes = [outcome for outcome, *_ in self._measured]
-        asked, baseline = asked_for(outcomes), self.session.grid.baseline
+        asked, baseline = [key for o in outcomes for key in o.asked], self.session.grid.baseline
         for outcome, instruments, _ in self._measured if any(limit.of for limit in chosen) else ():
             if not outcome.error and outcome.case.workload != SCRIPT:  # nobody says what its is
                 case = replace(outcome.case, trainer=baseline)
                 outcomes.append(self.session.measure(case, instruments))
         each = {(outcome.case, outcome.instruments): outcome for outcome in outcomes}.values()
         run = Run.of("this session", each, session={"grid": {"baseline": baseline}})
-        return self.comparison.judge(run, chosen, asked)
+        return self.session.judge(run, chosen, asked)
 
-    def _as_tests(self, item: pytest.Item, measured: Sequence[Measured]) -> list[Any]:
-        """What `Session.note_test` takes, for each case that the test asked for."""
+    def _of_test(self, item: pytest.Item, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+        """What the test asked for and added to it: outcomes without what was measured."""
         params = item.callspec.params if hasattr(item, "callspec") else {}
         said = {name: v.id if isinstance(v, Case) else str(v) for name, v in params.items()}
         test = {"test": item.nodeid, "params": said}
         return [
-            (
-                outcome.case.id,
-                "+".join(outcome.instruments),
-                test,
-                json.loads(json.dumps(report.extra_info, default=str)),
-            )
+            {
+                **vars(outcome.case),
+                "instruments": outcome.instruments,
+                "tests": [test],
+                "extra_info": json.loads(json.dumps(report.extra_info, default=str)),
+            }
             for outcome, _, report in measured
         ]
 
@@ -335,7 +333,7 @@ def _limits_of(item: pytest.Item) -> list[Threshold] | None:
     reason = "write the marker as dpbench(compare_fail=['METRIC:5%'])"
     if not marker.args and set(marker.kwargs) == {"compare_fail"} and isinstance(texts, list):
         try:
-            return limits(texts)
+            return limits_of(texts)
         except ConfigurationError as error:
             reason = str(error)
     pytest.fail(f"dpbench: {reason}", pytrace=False)

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dpbench.case import Case
-from dpbench.comparison import asked_for
 from dpbench.errors import ConfigurationError
-from dpbench.files import printable, write_text
+from dpbench.files import printable
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, case_in_name, case_of, measuring, takes
 from dpbench.registry import locate
-from dpbench.results.outcome import Outcome
 from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.grid import Grid
+    from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"
 """What an xdist worker is told is under this name."""
-
-ASKED = "asked"
-"""What a worker collected, in the session's directory."""
 
 CRASHED = "???"
 """When a test ended, in xdist's own report of one whose worker died."""
@@ -83,30 +76,29 @@ class WholeSession:
         self.measures = self.settings.measures and self.runs_tests
         if self.runs_tests and not self.is_worker:
             self.settings.check()
+        hook = config.hook
         self.session = Session(
+            [],
             self.settings,
-            choose(self._instruments(), self.settings) if self.measures else [],
-            next(iter(visible_gpus()), None) if self.measures else None,
+            gpu=next(iter(visible_gpus()), None) if self.measures else None,
+            instruments=choose(self._instruments(), self.settings) if self.measures else [],
             workers=getattr(config.option, "numprocesses", None) or 0,
-        )
-        self.session.update_environment = lambda environment: (
-            config.hook.pytest_dpbench_update_machine_info(config=config, machine_info=environment)
-        )
-        self.session.update_document = lambda document: config.hook.pytest_dpbench_update_json(
-            config=config, output_json=document
+            shared=config.workerinput[SHARED] if self.is_worker else None,  # type: ignore[attr-defined]
+            on_environment=lambda environment: hook.pytest_dpbench_update_machine_info(
+                config=config, machine_info=environment
+            ),
+            on_document=lambda document: hook.pytest_dpbench_update_json(
+                config=config, output_json=document
+            ),
         )
         self.each_test = EachTest(config, self.session)
         self.ended: dict[str, pytest.TestReport] = {}
         """The report of how each test ended, by its id; until then that of its latest subtest."""
         self.over: set[str] = set()
         """The ids of the tests that have come to their end, what they tear down included."""
-        self.limited: list[tuple[Case, str]] | None = None
-        """What the command line's limits are for; None while no test that they are for is known."""
         self.skipped: set[str] = set()
         """The ids of modules that were skipped while they were collected."""
-        if self.is_worker:
-            self.session.join(config.workerinput[SHARED])  # type: ignore[attr-defined]
-        elif self.runs_tests:
+        if self.runs_tests and not self.is_worker:
             self.session.begin()
             if self.measures:
                 # A batch system's signal must end the measured processes too, as Ctrl-C does.
@@ -162,17 +154,10 @@ class WholeSession:
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note what the tests are known to ask for: a reference should have it, and the run."""
+        """Plan what the tests are known to ask for."""
         asked = [key for item in session.items for key in self.each_test.asked_by(item)]
-        comparison = self.session.comparison
-        comparison.asked = asked
         by_name = [i.nodeid for i in session.items if takes(i) and case_of(i) is None]
-        comparison.tests = [*by_name, *self.skipped]
-        if self.is_worker:  # the controller collects nothing
-            plain = [(asdict(case), instrument) for case, instrument in asked]
-            told = json.dumps([plain, comparison.tests])
-            with suppress(OSError):
-                write_text(self.session.store.directory / ASKED, told)
+        self.session.expect(asked, [*by_name, *self.skipped])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note a module that was skipped as a whole: its tests measured something before."""
@@ -180,26 +165,13 @@ class WholeSession:
             self.skipped.add(report.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which tests have come to their end, and what their processes tell of them."""
+        """Note which tests have come to their end, and keep what a worker could not write."""
         if report.when in ("teardown", CRASHED):
             self.over.add(report.nodeid)
         if report.when != "teardown" and (report.when == "call" or not report.passed):
             self.ended[report.nodeid] = report
-        if not (told := getattr(report, "dpbench", None)):
-            return
-        for test in told["tests"]:
-            self.session.note_test(*test)
-        for outcome in told["unwritten"]:
-            self.session.store.keep(Outcome.from_json(outcome))
-        if told["limited"] is not None:
-            self.limited = self.limited or []
-            self.limited += [(Case(**case), name) for case, name in told["limited"]]
-        if told["reference"]:  # xdist's controller has not seen what its workers collected
-            comparison = self.session.comparison
-            comparison.named = comparison.named or Path(told["reference"])
-        for name in ("regressions", "unjudged"):
-            known = getattr(self.session, name)
-            known += [row for row in told[name] if row not in known]
+        if unwritten := getattr(report, "dpbench", None):
+            self.session.store.take(unwritten)
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -247,34 +219,16 @@ class WholeSession:
         """Write the files; a ``--ncu`` session that measured nothing must not look green."""
         if self.is_worker or not self.runs_tests:
             return
-        if self.session.directory is not None:  # what workers have collected
-            with suppress(FileNotFoundError):
-                told, tests = json.loads((self.session.directory / ASKED).read_text())
-                self.session.comparison.asked = [(Case(**case), name) for case, name in told]
-                self.session.comparison.tests = tests
-        asked = {case.id for case, _ in self.session.comparison.asked}
+        asked = {case.id for case, _ in self.session.asked}
         lacking = asked - {outcome.case.id for outcome in self.session.outcomes()}
         ended = [(case_in_name(test, asked), report) for test, report in self.ended.items()]
-        self.session.not_measured = {
-            case: _how_it_ended(report) for case, report in ended if case in lacking
-        }
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
-        complete = len(self.over) >= session.testscollected and not stopped
-        comparison, limited = self.session.comparison, self.limited
-        # A process that died has not said what its test asked for, nor what it had measured of it.
-        if died := {case for case, report in ended if report.when == CRASHED}:
-            untold = [outcome for outcome in self.session.outcomes() if not outcome.tests]
-            named = [key for key in comparison.asked if key[0].id in died]
-            limited = [*(limited or ()), *named, *asked_for(untold)]
-        names = [name for _, name in comparison.sources]
-        for module in self.skipped if comparison.limits else ():
-            limited = [*(limited or ()), *comparison.asked_before(module, names)] or limited
-        if complete and comparison.limits and limited is None:
-            comparison.limits = []
-            self.session.notes.append(
-                "--dpbench-compare-fail judged nothing: no test it is for measures"
-            )
-        self.session.finish(complete=complete, limited=limited or ())
+        died = {case for case, report in ended if report.when == CRASHED} or None
+        self.session.finish(
+            complete=len(self.over) >= session.testscollected and not stopped,
+            limited=self._limited(died),
+            not_measured={case: _how_it_ended(how) for case, how in ended if case in lacking},
+        )
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
         # What was judged for a test stands also where it is no failure of pytest's: one that was
@@ -286,11 +240,27 @@ class WholeSession:
             from dpbench.results.gate import Unjudged  # loads pandas
 
             for row in self.session.unjudged:
-                self.session.problem(f"{Unjudged(**row)}{self.session.comparison.remedy}")
+                self.session.problem(f"{Unjudged(**row)}{self.session.remedy}")
         if self.measures and not self.session.problems:
             self._check_measured()
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def _limited(self, died: set[str] | None) -> list[tuple[Case, str]] | None:
+        """What the command line's limits are for; None if no test that they are for is known.
+
+        Args:
+            died: cases of tests whose process died; None if none did.
+        """
+        limited = self.session.limited
+        if died is not None:  # it has not said what its test asked for, and had measured of it
+            untold = [outcome for outcome in self.session.outcomes() if not outcome.tests]
+            named = [key for key in self.session.asked if key[0].id in died]
+            limited = [*(limited or ()), *named, *(key for o in untold for key in o.asked)]
+        names = [name for _, name in self.session.sources]
+        for module in self.skipped if self.session.limits else ():
+            limited = [*(limited or ()), *self.session.reference.asked_by(module, names)] or limited
+        return limited
 
     def _check_measured(self) -> None:
         """A session that was to measure has measured something; others need not."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -79,26 +78,6 @@ def other_baseline(before: Run, after: Run) -> str:
         f"ratios of {before.name} are to {before.baseline}, those of {after.name} to "
         f"{after.baseline}, and not compared"
     )
-
-
-def check_comparable(
-    before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
-) -> None:
-    """Refuse to compare numbers with different premises.
-
-    ``after`` has each (device, instrument) of what is compared, which is called ``name``; with
-    ``across``, which ``option`` asks for, the devices may differ.
-    """
-    old, new = set(before.sources), set(after)
-    shared = {by for _, by in old} & {by for _, by in new}
-    if shared and (across or {by for _, by in old & new} == shared):
-        return
-    there, here = (
-        "; ".join(f"{by} on {device}" for device, by in side) or "nothing"
-        for side in (before.sources, after)
-    )
-    remedy = f"; {option} does it all the same" if shared and option else ""
-    raise ConfigurationError(f"{before.path} holds {there}, {name} {here}: not compared{remedy}")
 
 
 def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:

@@ -68,8 +68,7 @@ def resumed(run: Run, begun: Run) -> Run:
         raise ConfigurationError(
             f"{run.path} cannot be resumed, for this session differs: {'; '.join(differences)}"
         )
-    earlier = {"seconds": run.session.get("seconds", 0.0), "cases_asked": run.cases_asked}
-    return Run.of(begun.name, (), begun.environment, begun.session | earlier)
+    return Run.merge([run, begun])
 
 
 def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
@@ -78,7 +77,7 @@ def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> li
     What one of the two does not say is no difference, nor is an instrument that one lacks; the
     cases of a grid are named anyway. For a run that is ``resumed`` all of these are differences.
     """
-    old, new = (_named(run.environment, run.session) for run in (before, after))
+    old, new = (_named_of_all(run) for run in (before, after))
     every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
     was, now = ({metric.name: metric.how for metric in run.metrics} for run in (before, after))
     redefined = [f"what {name} is" for name in was if was[name] != now.get(name, was[name])]
@@ -87,6 +86,16 @@ def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> li
         for name, (was, now) in every.items()
         if was != now and (resumed or not (None in (was, now) or name.startswith("grid's ")))
     ]
+
+
+def _named_of_all(run: Run) -> dict[str, Any]:
+    """What `_named` says of each part of a run; where parts differ, what each has."""
+    parts = [_named(part.get("environment", {}), {**run.session, **part}) for part in run.parts]
+    every: dict[str, list[Any]] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        values = every.setdefault(name, [])
+        values += [value] if value not in values else []
+    return {name: v[0] if len(v) == 1 else " and ".join(map(str, v)) for name, v in every.items()}
 
 
 def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ this one `Gate`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -57,14 +57,19 @@ class Verdict:
         regressions: those that exceed it, as plain JSON types; ``grown`` names the operators or
             kernels that moved more.
         unjudged: what a limit should have judged and could not.
-        notes: what a reader should know beside it.
+        notes_of: works out its `notes`.
     """
 
     changes: pd.DataFrame
     judged: pd.DataFrame
     regressions: list[dict[str, Any]]
     unjudged: list[Unjudged]
-    notes: list[str]
+    notes_of: Callable[[], list[str]]
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a reader should know beside it, worked out where it is read."""
+        return self.notes_of()
 
     @property
     def passed(self) -> bool:
@@ -117,7 +122,7 @@ class Gate:
             table,
             self._regressions(table),
             unjudged,
-            [*self._baselines_that_moved(table, limits), *self._notes(bool(limits))],
+            lambda: [*self._baselines_that_moved(table, limits), *self._notes(bool(limits))],
         )
 
     @cached_property

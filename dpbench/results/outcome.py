@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
@@ -69,6 +71,11 @@ class Outcome:
         """Whether it was not even tried, because it cannot fit the GPU."""
         return self.error == NOT_TRIED
 
+    @property
+    def asked(self) -> list[tuple[Case, str]]:
+        """The case by each of the instruments that were to measure it."""
+        return [(self.case, name) for name in self.instruments]
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types, the case's fields first; the inverse of `from_json`."""
         case = vars(self.case)
@@ -89,9 +96,22 @@ class Outcome:
 
 
 def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """The outcomes, each number once: a test may count a case that another measures and counts."""
-    had: dict[Case, set[str]] = {}
+    """The outcomes, each number once: a test may count a case that another measures and counts.
+
+    Of a case by the same instruments the first stands, or if that failed, the first that did not;
+    it has the tests of all, which may have rows or not.
+    """
+    united: dict[Hashable, Outcome] = {}
     for outcome in outcomes:
+        key = (outcome.case, outcome.instruments) if outcome.instruments else len(united)
+        if (known := united.setdefault(key, outcome)) is outcome:
+            continue
+        tests = [*known.tests, *(test for test in outcome.tests if test not in known.tests)]
+        extra_info = {**known.extra_info, **outcome.extra_info}
+        stands = outcome if known.error and outcome.rows and not outcome.error else known
+        united[key] = replace(stands, tests=tuple(tests), extra_info=extra_info)
+    had: dict[Case, set[str]] = {}
+    for outcome in united.values():
         others = had.setdefault(outcome.case, set())
         rows = tuple(row for row in outcome.rows if row.instrument not in others)
         operators = () if "logical" in others else outcome.operators
@@ -212,16 +232,18 @@ def _lines(value: object) -> str:
 
 
 class OutcomeStore:
-    """A directory with one file per case and way to measure it.
+    """A directory in which the processes of a session leave what they have found, a file for each.
 
-    A process that dies takes nothing with it: what it had measured is there. What cannot be
-    written (a full disk) stays with the process that measured it, in `unwritten`.
+    There is one for a case and a way to measure it, and one for whatever a test `tell`s. A process
+    that dies takes nothing with it. What cannot be written (a full disk) stays with the process
+    that found it, in `unwritten`, by the name that its file would have.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.unwritten: dict[Path, Outcome] = {}
-        self._read: dict[Path, Outcome] = {}
+        self.unwritten: dict[str, dict[str, Any]] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        self._told: dict[str, dict[str, Any]] = {}
 
     def once(
         self, case: Case, measure: Callable[[Case], Outcome], *, by: Sequence[str] = ("measured",)
@@ -232,22 +254,29 @@ class OutcomeStore:
         """
         # No file can be called all that a test's id can hold, of which a step's case is named.
         name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
-        path = self.directory / f"{name}.json"
         with locked(self.directory / f"{name}.lock"):
-            if path in self.unwritten:
-                return self.unwritten[path]
-            if path.exists():
-                return self._load(path)
-            outcome = measure(case)
-            try:
-                write_text(path, json.dumps(outcome.as_json()))
-            except OSError:
-                self.unwritten[path] = outcome
-            return outcome
+            name = f"{name}.json"
+            if not (name in self.unwritten or (self.directory / name).exists()):
+                self.take({name: measure(case).as_json()})
+            return self._outcome(name)
 
     def keep(self, outcome: Outcome) -> None:
         """Take over an outcome that was measured elsewhere."""
         self.once(outcome.case, lambda case: outcome, by=outcome.instruments)
+
+    def tell(self, **told: Any) -> None:
+        """Leave what all processes of the session may know; objects become their fields."""
+        name = f"{time.monotonic_ns():020}-{os.getpid()}.told"
+        self._told[name] = json.loads(json.dumps(told, default=vars))
+        self.take({name: self._told[name]})
+
+    def take(self, files: Mapping[str, dict[str, Any]]) -> None:
+        """Write these files, which may be what another process could not write."""
+        for name, data in files.items():
+            try:
+                write_text(self.directory / name, json.dumps(data))
+            except OSError:
+                self.unwritten[name] = data
 
     def lock(self) -> AbstractContextManager[int | None]:
         """A lock for what the session's processes write together."""
@@ -256,9 +285,22 @@ class OutcomeStore:
     def outcomes(self) -> list[Outcome]:
         """Everything measured so far, in the order in which it was finished."""
         files = sorted(self.directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        return [*map(self._load, files), *self.unwritten.values()]
+        unwritten = [name for name in self.unwritten if name.endswith(".json")]
+        return [*map(self._outcome, dict.fromkeys([*(path.name for path in files), *unwritten]))]
 
-    def _load(self, path: Path) -> Outcome:
-        if path not in self._read:  # it is written once
-            self._read[path] = Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
-        return self._read[path]
+    def told(self) -> list[dict[str, Any]]:
+        """Everything that was told, in that order."""
+        for name in (*(path.name for path in self.directory.glob("*.told")), *self.unwritten):
+            if name not in self._told and name.endswith(".told"):
+                self._told[name] = self._load(name)
+        return [self._told[name] for name in sorted(self._told)]
+
+    def _outcome(self, name: str) -> Outcome:
+        if name not in self._outcomes:  # it is written once
+            self._outcomes[name] = Outcome.from_json(self._load(name))
+        return self._outcomes[name]
+
+    def _load(self, name: str) -> dict[str, Any]:
+        if name in self.unwritten:
+            return self.unwritten[name]
+        return dict(json.loads((self.directory / name).read_text(encoding="utf-8")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,6 +99,34 @@ class Run:
         run = cls(Path(name), document)
         vars(run)["outcomes"] = listed
         return run
+
+    @classmethod
+    def merge(cls, runs: Sequence[Run]) -> Run:
+        """One run of several parts: of a session that broke off and went on, of shards.
+
+        Each number counts once, and a case that failed in one part is that of a later one which
+        measured it. Times add up; it is complete if all parts are, and has regressed if one has;
+        what else the session says is the last part's. Where parts differ in environment or
+        settings, ``parts`` of the session has those of each.
+        """
+        parts: list[dict[str, Any]] = []
+        for part in (part for run in runs for part in run.parts):
+            parts += [part] if part not in parts else []
+        outcomes = [outcome for run in runs for outcome in run.outcomes]
+        session = runs[-1].session | {
+            "seconds": sum(run.session.get("seconds", 0.0) for run in runs),
+            "cases_asked": max(len({o.case for o in outcomes}), *(r.cases_asked for r in runs)),
+            "status": next((r.status for r in runs if r.status != COMPLETE), COMPLETE),
+            "regressed": any(run.regressed for run in runs),
+            **({"parts": parts} if len(parts) > 1 else {}),
+        }
+        return cls.of(runs[-1].name, outcomes, runs[-1].environment, session)
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """The ``environment`` and ``settings`` of each part; it has one if it was not merged."""
+        own = {"environment": self.environment, "settings": self.session.get("settings", {})}
+        return list(self.session.get("parts", [own]))
 
     @property
     def name(self) -> str:
@@ -207,6 +235,15 @@ class Run:
                 asked[str(test.get("test"))] += by_each
         return asked
 
+    def asked_by(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
+        """What a test, or those of a module, asked these instruments for."""
+        return [
+            (case, name)
+            for test, asked in self.tests.items()
+            for case, name in asked
+            if f"{test}::".startswith(f"{tests}::") and name in by
+        ]
+
 
 # --- reading a file --------------------------------------------------------------------------
 
@@ -228,11 +265,14 @@ def _naming(path: Path) -> Iterator[None]:
 
 _NUMBER = int | float
 
+_ENVIRONMENT: dict[str, Any] = {"versions": {}, "gpu": dict | None, "code": dict | None}
+
 _SHAPE: dict[str, Any] = {
-    "environment": {"versions": {}, "gpu": dict | None, "code": dict | None},
+    "environment": _ENVIRONMENT,
     "session": {
         "grid": {"baseline": str},
         "settings": dict,
+        "parts": [{"environment": _ENVIRONMENT, "settings": dict}],
         "cases_asked": range(2**31),
         "seconds": _NUMBER,
         "status": STATUSES,

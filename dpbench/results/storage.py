@@ -1,25 +1,20 @@
-"""The folder of saved runs, and which of them is a reference."""
+"""The folder of saved runs."""
 
 from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import accumulate
 from pathlib import Path
 
-from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import Locked, check_is_path, check_writable, in_words, locked, mode_of
-from dpbench.results.outcome import COMPLETE, INTERRUPTED
+from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
-
-LOOKED_AT = 20
-"""How many runs are read, from the newest on, to find a reference that has everything."""
 
 _FILE = re.compile(r"(\d{4,})_([^\x00-\x1f\x7f-\x9f]+)\.json")
 
@@ -60,7 +55,7 @@ class Storage:
     def listing(self) -> tuple[list[Run], list[str]]:
         """The head of every run that can be read, by number; why others were skipped."""
         skipped: list[str] = []
-        return list(_readable(self.paths(), Run.load_head, skipped)), skipped
+        return list(readable(self.paths(), Run.load_head, skipped)), skipped
 
     def find(self, text: str) -> Path:
         """The file of a run named by its number or by a path."""
@@ -93,7 +88,7 @@ class Storage:
         """
         skipped: list[str] = []
         paths = [p for p in reversed(self.paths()) if p.parent.name == folder_name(device)]
-        for run in _readable(paths, Run.load_head, skipped):
+        for run in readable(paths, Run.load_head, skipped):
             if run.status == INTERRUPTED and run.document.get("cases"):
                 return run.path, skipped
         return None, skipped
@@ -153,7 +148,7 @@ def _number(path: Path) -> int:
     return int(path.name.partition("_")[0])
 
 
-def _readable(
+def readable(
     paths: Iterable[Path], load: Callable[[Path], Run], skipped: list[str]
 ) -> Iterator[Run]:
     """The runs that can be read; ``skipped`` gets why others cannot."""
@@ -162,48 +157,3 @@ def _readable(
             yield load(path)
         except ConfigurationError as error:
             skipped.append(f"skipped: {error}")
-
-
-# --- the reference ---------------------------------------------------------------------------
-
-
-def choose(
-    newest_first: Iterable[Path],
-    sources: Collection[tuple[str, str]],
-    asked: Collection[tuple[Case, str]] = (),
-    tests: Collection[str] = (),
-) -> tuple[Run | None, list[str]]:
-    """The newest complete run that has all that was asked; else the one that has most of it.
-
-    Also returns which files could not be read. Runs that did not pass a comparison of their own
-    are passed over, so that a regression is no reference for the next session.
-
-    Args:
-        newest_first: run files.
-        sources: each (device, instrument) of the session; a reference has at least one of them.
-        asked: the cases that the session measures, each by an instrument, as far as they are
-            known; if none is, the newest run counts. A run that has nothing of it is no reference.
-        tests: the ids of tests and modules that ask by name; a run of theirs has what they asked.
-    """
-    devices = {instrument: device for device, instrument in sources}
-    wanted = {(case, name, devices[name]) for case, name in asked if name in devices}
-    named, best, most = {*tests}, None, 0 if wanted else -1
-    skipped: list[str] = []
-    looked_at = 0
-    for run in _readable(newest_first, Run.load, skipped):
-        if run.status != COMPLETE or run.regressed or not set(sources) & set(run.sources):
-            continue
-        shared = sum(device in run.places.get(c, {}).get(name, ()) for c, name, device in wanted)
-        has_all = shared == len(wanted) and run.tests.keys() >= named
-        shared += sum(not _with_modules(test).isdisjoint(named) for test in run.tests)
-        if shared > most:
-            best, most = run, shared
-        looked_at += 1
-        if has_all or looked_at == LOOKED_AT:
-            break
-    return best, skipped
-
-
-def _with_modules(test: str) -> set[str]:
-    """The ids of a test, and of the module and classes that it is in."""
-    return {*accumulate(test.split("::"), "{}::{}".format)}

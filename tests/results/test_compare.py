@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.compare import check_comparable, pairs
+from dpbench.results.compare import pairs
 from dpbench.results.frame import to_frame
 from dpbench.results.gate import Gate
+from dpbench.results.reference import check_comparable
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 

@@ -63,6 +63,17 @@ def test_a_resumed_run_goes_on_with_its_time_and_the_cases_that_were_asked_for()
     assert (now.session["seconds"], now.cases_asked) == (5.0, 3)
 
 
+def test_parts_that_differ_are_named_beside_another_run() -> None:
+    other = under(versions={"torch": "2.12.0", "ncu": "2025.3.1"})
+    merged = Run.merge([under(), other, under()])
+    assert [part["environment"]["versions"]["torch"] for part in merged.parts] == [
+        "2.11.0",
+        "2.12.0",
+    ]
+    assert premise_differences(under(), merged) == ["torch 2.11.0 -> 2.11.0 and 2.12.0"]
+    assert premise_differences(merged, Run.merge([merged, other])) == []
+
+
 def test_a_run_that_another_session_has_completed_is_not_resumed() -> None:
     with pytest.raises(ConfigurationError, match="completed by another session"):
         resumed(broken_off(under(), status=COMPLETE), under())

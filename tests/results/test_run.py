@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,21 @@ def test_a_case_that_was_measured_and_counted_is_two_outcomes(tmp_path: Path) ->
     ]
     write_document(tmp_path / "run.json", document(both, environment()))
     assert list(Run.load(tmp_path / "run.json").outcomes) == both
+
+
+def test_parts_are_one_run_in_which_each_case_stands_once() -> None:
+    tested = {"tests": ({"test": "test_it", "params": {}},), "extra_info": {"seen": 1}}
+    again = replace(OUTCOMES[0], rows=(replace(ROWS[0], value=9.0),), **tested)
+    fails = OUTCOMES[2]
+    row = replace(ROWS[0], case=fails.case)
+    succeeds = Outcome(fails.case, (row,), 3.0, instruments=fails.instruments)
+    merged = Run.merge(
+        [
+            Run.of("first", OUTCOMES, session={"status": INTERRUPTED, "seconds": 5.0}),
+            Run.of("second", [again, succeeds], session={"seconds": 2.0, "regressed": True}),
+        ]
+    )
+    assert list(merged.outcomes) == [replace(OUTCOMES[0], **tested), OUTCOMES[1], succeeds]
+    assert (merged.name, merged.status, merged.regressed) == ("second", INTERRUPTED, True)
+    assert (merged.session["seconds"], merged.cases_asked, len(merged.frame)) == (7.0, 2, 3)
+    assert list(Run.merge([merged, merged]).outcomes) == list(merged.outcomes)

@@ -107,6 +107,21 @@ def test_what_cannot_be_written_stays_with_who_measured_it(
     assert store.once(CASE, measured) == measured(CASE)
     assert store.once(CASE, never) == measured(CASE)
     assert store.outcomes() == [measured(CASE)]
+    store.tell(test="it")
+    assert store.told() == [{"test": "it"}]
+    monkeypatch.undo()
+    other = OutcomeStore(tmp_path)
+    other.take(store.unwritten)
+    assert (other.unwritten, other.outcomes(), other.told()) == ({}, store.outcomes(), store.told())
+
+
+def test_what_is_told_is_known_to_all_in_its_order(tmp_path: Path) -> None:
+    one, other = OutcomeStore(tmp_path), OutcomeStore(tmp_path)
+    one.tell(asked=[(CASE, "ncu")])
+    other.tell(regressions=[{"value": 0.1}])
+    told = [{"asked": [[vars(CASE), "ncu"]]}, {"regressions": [{"value": 0.1}]}]
+    assert one.told() == other.told() == told
+    assert one.outcomes() == []
 
 
 def test_outcomes_come_in_the_order_in_which_they_were_finished(tmp_path: Path) -> None:
