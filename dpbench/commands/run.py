@@ -88,7 +88,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
     from dpbench.runner import Forks, cores
 
     known = {outcome.case for outcome in session.outcomes()}
-    at_once = session.device is None and cores() > 1
+    at_once = not any(i.hardware for i in session.instruments) and cores() > 1
     ahead = [case for case in cases if case not in known] if at_once else []
     tqdm.monitor_interval = 0  # no thread of tqdm's, whose locks a fork would inherit
     with (

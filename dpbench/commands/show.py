@@ -122,6 +122,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the tables, or write the page; returns the exit code."""
     if options.html:
         check_libraries()
+    written = {"--markdown": options.markdown, "--html": options.html}
+    written = {option: path for option, path in written.items() if path}
+    check_distinct_files({name: Path(name) for name in options.files} | written)
+    for path in written.values():
+        check_writable_file(path)
     runs = [saved_run(name, options.storage) for name in _names_of_runs(options)]
     with METRICS.including(*(run.metrics for run in runs)):
         return _show(options, runs)
@@ -142,11 +147,6 @@ def _names_of_runs(options: argparse.Namespace) -> list[str]:
 
 def _show(options: argparse.Namespace, runs: Sequence[Run]) -> int:
     view = View.of(options)
-    written = {"--markdown": options.markdown, "--html": options.html}
-    written = {option: path for option, path in written.items() if path}
-    check_distinct_files({name: Path(name) for name in options.files} | written)
-    for path in written.values():
-        check_writable_file(path)
     if options.html:
         _draw(runs, options, view)
         return 0

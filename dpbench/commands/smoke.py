@@ -45,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
             smoke_test(case, device=options.device)
         except Exception as error:  # a smoke test reports whatever broke
             failed += 1
-            line = own_line(error.__traceback__)
-            where = f" ({line})" if line else ""
+            where = own_line(error.__traceback__)
             print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}{where}")
         else:
             print(f"[TEST OK] {name} passed local test.")

@@ -82,8 +82,7 @@ def run(options: argparse.Namespace) -> int:
     except Exception as error:  # whoever started this process learns why from the record
         kind = type(error).__name__
         first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
-        if line := own_line(error.__traceback__):
-            first_line += f" ({line})"
+        first_line += own_line(error.__traceback__)
         message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
         message = message.removeprefix(f"{case.id}: ")  # the parent says whose it is
         print_record(error={"kind": kind, "message": message})

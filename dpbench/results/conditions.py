@@ -122,10 +122,10 @@ def _settings(instrument: Any) -> dict[str, Any]:
     """The options of an instrument, metrics by their names."""
     options = fields(instrument) if is_dataclass(instrument) else ()  # one without any may be none
     chosen: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
-    if "instrument" in chosen:  # a script's is measured by one that has its own
-        chosen = _settings(chosen.pop("instrument")) | chosen
     if "metrics" in chosen:
         chosen["metrics"] = [metric.name for metric in chosen["metrics"]]
+    if "instrument" in chosen:  # a script's is measured by one that has its own
+        chosen = _settings(chosen.pop("instrument")) | chosen
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         for name, value in chosen.items()

@@ -111,7 +111,7 @@ def test_deleted_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 def test_interrupt_while_commands_are_imported_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpbench.cli.build_parser", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("dpbench.cli.build_parser", lambda *_: signal.raise_signal(signal.SIGINT))
     assert main(["list"]) == 130
     assert capsys.readouterr().err == "dpbench: interrupted\n"
 
