@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -165,6 +166,8 @@ class Forks:
 
 
 def _send_outcome(pipe: Connection, case: Case, instruments: Sequence[Instrument]) -> None:
+    if torch := sys.modules.get("torch"):  # threads of its pool, if it has any, are the parent's
+        torch.set_num_threads(1)
     with suppress(KeyboardInterrupt, BrokenPipeError):  # whoever started it has been ended
         pipe.send(measure(case, instruments))
 

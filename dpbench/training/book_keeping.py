@@ -9,9 +9,10 @@ https://arxiv.org/abs/2210.00038, "book-keeping".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class BookKeepingTrainer(TrainerBase):
     Raises:
         ConfigurationError: a layer or parameter cannot be clipped so; it is named.
     """
+
+    labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)

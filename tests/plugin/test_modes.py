@@ -157,6 +157,7 @@ def test_a_reference_is_renewed_with_what_was_counted_timed_and_profiled(
     path = pytester.path / "reference.json"
     old = recorded_document(halved, started="2026-01-02") | {"environment": {"python": "3.0"}}
     path.write_text(json.dumps(old))
+    old = json.loads(path.read_text())
     measured = ["--ncu", "--ncu-path=./ncu", "--dpbench-trainer=standard"]
     result = project(*mode, *measured, *TIMED, replayed=False)
     result.assert_outcomes(passed=2)
