@@ -51,5 +51,5 @@ def test_measured_ceilings_lie_below_the_data_sheet_and_not_far() -> None:
     sheet = card()
     measured = measure_ceilings()
     assert 0.6 < measured["bandwidth"] / sheet.bandwidth < 1.02
-    for precision, promised in sheet.flops.items():
-        assert 0.4 < measured["flops"][precision] / promised < 1.05, precision
+    for precision in sheet.flops.keys() & measured["flops"].keys():
+        assert 0.4 < measured["flops"][precision] / sheet.flops[precision] < 1.05, precision
