@@ -35,9 +35,8 @@ class DoesNotFit(InstrumentError):
 def check_fits(case: Case, gpu: Gpu | None) -> None:
     """Refuse a case whose tensors alone need more than the GPU's whole memory.
 
-    The peak is counted without hardware (`dpbench.instruments.logical`); on an NVIDIA H200 it
-    came within 1.1 % of what PyTorch's allocator had handed out. The CUDA context and
-    fragmentation come on top, so a case that passes may still run out of memory. Nothing is
+    The peak is counted without hardware (`dpbench.instruments.logical`), without the CUDA
+    context and fragmentation, so a case that passes may still run out of memory. Nothing is
     refused without a GPU that says how much memory it has, of what cannot be counted, nor where
     operators without a rule of their own weigh in the count.
     """
