@@ -18,7 +18,7 @@ from typing import TextIO
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import printable
 
-COMMANDS = ("doctor", "smoke", "step", "run", "exec", "show", "compare", "list")
+COMMANDS = ("doctor", "smoke", "step", "run", "exec", "show", "compare", "merge", "list")
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""
 
@@ -91,6 +91,7 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         sys.path.append(directory)
     words = [hyphenated(text) for text in written]
     options = build_parser("".join(written[:1]), words).parse_args(words)
+    options.words = words[1:]
     for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are
         if rest := getattr(options, name_of_rest, None):
             setattr(options, name_of_rest, [*written[-len(rest) :]])

@@ -72,7 +72,7 @@ class Files:
         settings, storage = self.settings, Storage(self.settings.storage)
         path = None
         if settings.resume:
-            path, skipped = storage.interrupted(device)
+            path, skipped = storage.interrupted(device, settings.shard)
             self.notes += skipped
         with ExitStack() as held:
             if path is not None:

@@ -145,7 +145,8 @@ class Session:
             project=self.settings.directory.absolute(),
         )
         self._on_environment(described)
-        return begun(described, self.grid, self.instruments, self.workers)
+        shard = self.settings.shard
+        return begun(described, self.grid, self.instruments, self.workers, shard)
 
     # --- for other processes of the session --------------------------------------------------
 

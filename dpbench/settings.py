@@ -57,6 +57,12 @@ class Settings:
         metavar="TRAINER",
     )
 
+    shard: str | None = options.option(
+        "measure part K of N of the grid, a cell with all its trainers; dpbench merge joins them",
+        pytest="",
+        metavar="K/N",
+    )
+
     # how it is measured
     instrument: list[str] | None = options.option(
         f"what measures: {', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default "

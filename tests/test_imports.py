@@ -52,7 +52,7 @@ MAY_IMPORT = {
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 
 FRONTS = {"session", "plugin", "commands", "doctor"}
-FRONTS |= {"cli", "__main__", "__init__", "pytest_plugin", "saving", "runner"}
+FRONTS |= {"cli", "__main__", "__init__", "pytest_plugin", "saving", "runner", "cluster"}
 """Nothing but another front imports a front."""
 
 MAY_USE = {
@@ -60,6 +60,7 @@ MAY_USE = {
     "opacus": {"workloads", "training"},
     "pandas": {"results", "show", "session", "plugin", "commands"},
     "plotly": {"show"},
+    "submitit": {"cluster"},
     "tabulate": {"show"},
     "pytest": {"plugin", "pytest_plugin"},
     "xdist": {"plugin"},

@@ -24,6 +24,7 @@ Examples:
   dpbench run --instrument logical --autosave --compare-fail logical_bytes:1%
   dpbench run --instrument timing --device cpu --model-size tiny --batch-size 4 --seq-len 32
   dpbench run --instrument torch_profiler --trainer dpsgd --profile-schedule active=3
+  dpbench run --grid grid1 --shard 2/4 --json shard2.json
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from contextlib import closing
 
 from tqdm import tqdm
 
-from dpbench import gpu
+from dpbench import cluster, gpu
 from dpbench.case import Case
+from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose
 from dpbench.registry import locate
@@ -60,13 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         declare(group.add_argument, name)
+    cluster.add_arguments(parser.add_argument_group("a cluster, with a job for each shard"))
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure the cases; the exit status is 1 if one failed or got worse."""
+    if options.cluster:
+        return cluster.run(options)
     settings = Settings.read(options)
-    cases = list(settings.chosen_grid().cases())
+    cases = settings.chosen_grid().cases()
     locate(cases)
+    if settings.shard:
+        cases = _of_shard(settings.shard, cases)
     settings.check()
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card)
@@ -81,6 +88,14 @@ def run(options: argparse.Namespace) -> int:
             session.finish(complete=complete, limited=session.asked)
             show(session, "run")
         return 1 if session.failed else 0
+
+
+def _of_shard(shard: str, cases: Sequence[Case]) -> list[Case]:
+    from dpbench.results.shards import Shard
+
+    if not (own := Shard.parse(shard).cases(cases)):
+        raise ConfigurationError(f"shard {shard} has no case: the grid has fewer cells than shards")
+    return own
 
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:

@@ -31,8 +31,11 @@ def begun(
     grid: Grid,
     instruments: Sequence[object] = (),
     workers: int = 0,
+    shard: str | None = None,
 ) -> Run:
     """A session that begins now, with these instruments, as a run in which no case stands yet.
+
+    If it measures a ``shard`` alone, its grid says so.
 
     It holds what it measures, with what and where, as it comes back from a file; what JSON does
     not know becomes text.
@@ -41,7 +44,7 @@ def begun(
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "workers": workers,
         "cases_asked": 0,
-        "grid": grid.as_json(),
+        "grid": grid.as_json() | ({"shard": shard} if shard else {}),
         "settings": {getattr(i, "name", str(i)): _settings(i) for i in instruments},
         "seconds": 0.0,
     }

@@ -81,15 +81,18 @@ class Storage:
         paths = [path for path in reversed(self.paths()) if path.parent.name in folders]
         return [path for path in paths if not is_being_written(path)]
 
-    def interrupted(self, device: str | None) -> tuple[Path | None, list[str]]:
-        """A device's latest run that did not come to its end and holds something, if any.
+    def interrupted(
+        self, device: str | None, shard: str | None = None
+    ) -> tuple[Path | None, list[str]]:
+        """A device's latest run, of a shard, that did not come to its end and holds something.
 
         Also returns why files were skipped on the way.
         """
         skipped: list[str] = []
         paths = [p for p in reversed(self.paths()) if p.parent.name == folder_name(device)]
         for run in readable(paths, Run.load_head, skipped):
-            if run.status == INTERRUPTED and run.document.get("cases"):
+            of_it = run.session.get("grid", {}).get("shard") == shard
+            if of_it and run.status == INTERRUPTED and run.document.get("cases"):
                 return run.path, skipped
         return None, skipped
 

@@ -1,0 +1,82 @@
+"""Join runs of one measurement: shards of a grid, or what several machines have measured.
+
+A run is the number of a saved one (dpbench list shows them) or a file written by --json. Runs of
+other GPU models, versions, code or settings are refused, and so are two that have measured the
+same case; machines whose CPU or driver differ are named. The exit code is 1 if a shard is missing,
+or a case failed.
+
+Examples:
+  dpbench run --grid grid1 --shard 1/2 --json shard1.json
+  dpbench run --grid grid1 --shard 2/2 --json shard2.json
+  dpbench merge shard1.json shard2.json --json grid1.json --markdown grid1.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from dpbench.commands.options import saved_run
+from dpbench.files import check_distinct_files, check_writable_file, printable, write_text
+from dpbench.metrics import METRICS
+from dpbench.results.outcome import COMPLETE, document
+from dpbench.results.rows import NO_HARDWARE
+from dpbench.results.run import Run
+from dpbench.results.shards import joined
+from dpbench.results.storage import Storage
+from dpbench.settings import declare
+from dpbench.show.export import summary_tables, write_renderings
+from dpbench.show.layout import as_text, terminal_width
+from dpbench.show.view import View
+
+FILES = ("json", "markdown", "csv")
+WRITTEN = (*FILES, "save", "storage")
+"""The options that say what is written of the run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="numbers or files")
+    for name in WRITTEN:
+        declare(parser.add_argument, name)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Join the runs, show and write what they are together."""
+    check_files(options)
+    return finish([saved_run(name, options.storage) for name in options.runs], options, "merge")
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Find out before anything is done whether the files can be written."""
+    files = {f"--{name}": path for name in FILES if (path := getattr(options, name)) is not None}
+    check_distinct_files(files)
+    for path in files.values():
+        check_writable_file(path)
+
+
+def finish(
+    runs: Sequence[Run], options: argparse.Namespace, command: str, problems: Sequence[str] = ()
+) -> int:
+    """Join runs, show and write the one that they are; the exit status is 1 if it lacks a part."""
+    with METRICS.including(*(run.metrics for run in runs)):
+        merged, notes = joined(runs)
+        view = View(baseline=merged.baseline)
+        text = json.dumps(document(merged.outcomes, merged.environment, merged.session))
+        if options.json is not None:
+            write_text(options.json, text)
+        files = {"markdown": options.markdown, "csv": options.csv}
+        missing = merged.cases_asked - len({outcome.case for outcome in merged.outcomes})
+        given = {name: path for name, path in files.items() if path is not None}
+        write_renderings(merged.outcomes, view, missing=missing, **given)
+        if options.save is not None:
+            device = next((name for name in merged.devices if name != NO_HARDWARE), None)
+            path = Storage(options.storage).allocate(options.save, device, text)
+            notes.append(f"saved {path}")
+        for note in (*problems, *notes):
+            print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
+        print(as_text(summary_tables(merged.outcomes, view), terminal_width()))
+    failed = any(outcome.error and not outcome.skipped for outcome in merged.outcomes)
+    return int(bool(problems) or failed or merged.status != COMPLETE)

@@ -1,0 +1,117 @@
+"""Parts of a grid that are measured apart, and the run that they are together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.case import AXES, Case
+from dpbench.errors import ConfigurationError
+from dpbench.grid import Grid
+from dpbench.results.conditions import premise_differences
+from dpbench.results.outcome import COMPLETE, INTERRUPTED
+from dpbench.results.run import Run
+
+MACHINES_MAY_DIFFER = ("CPU ", "driver ")
+"""Conditions that a cluster's machines may differ in: said of a merged run, not refused."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part ``number`` (from 1) of ``of`` parts of a grid."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """The shard that ``K/N`` names."""
+        number, slash, of = text.partition("/")
+        if not (slash and number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+            raise ConfigurationError(f"a shard is K/N, from 1/N to N/N, not {text!r}")
+        return cls(int(number), int(of))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def cases(self, cases: Iterable[Case]) -> list[Case]:
+        """Those of this shard, in their order; the trainers of a cell are in the same shard.
+
+        Cells go round the shards in the order of their hashes, so that shards differ by one cell
+        at most, and every machine divides a grid in the same way.
+        """
+        trained = cells(cases)
+        in_turn = sorted(trained, key=lambda cell: hashlib.sha256(cell.encode()).digest())
+        own = {*in_turn[self.number - 1 :: self.of]}
+        return [case for cell in trained if cell in own for case in trained[cell]]
+
+
+def cells(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    """The cases of each cell: those that differ in their trainer alone."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.baseline.id, []).append(case)
+    return found
+
+
+def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
+    """One run of several, and what there is to say of it.
+
+    Refused where numbers could not stand side by side: other GPU models, versions, code or
+    settings; and where two runs have measured the same. A run of which shards are missing is
+    interrupted.
+    """
+    first, *others = runs
+    notes = []
+    for run in others:
+        different = premise_differences(first, run)
+        refused = [text for text in different if not text.startswith(MACHINES_MAY_DIFFER)]
+        if refused:
+            raise ConfigurationError(
+                f"{first.path} and {run.path} cannot be one run: {'; '.join(refused)}"
+            )
+        notes += [f"{run.path}: {text}" for text in different]
+    _refuse_twice(runs)
+    merged = Run.merge(runs)
+    missing = _missing(runs)
+    notes += [f"shard {shard} is missing" for shard in missing]
+    grid = {name: v for name, v in merged.session.get("grid", {}).items() if name != "shard"}
+    asked = _cases_of(grid) if missing else sum(run.cases_asked for run in runs)
+    complete = not missing and all(run.status == COMPLETE for run in runs)
+    session = merged.session | {
+        "grid": grid,
+        "cases_asked": max(asked, merged.cases_asked),
+        "status": COMPLETE if complete else INTERRUPTED,
+    }
+    return Run.of(merged.name, merged.outcomes, merged.environment, session), notes
+
+
+def _cases_of(grid: Mapping[str, Any]) -> int:
+    """How many cases a run's grid has."""
+    axes = {axis: tuple(grid[axis]) for axis in AXES if axis in grid}
+    return len(Grid(str(grid.get("name")), axes).cases())
+
+
+def _refuse_twice(runs: Sequence[Run]) -> None:
+    """Refuse a number that two runs have: they may be equal, but only one would be kept."""
+    had: dict[tuple[Case, str], Run] = {}
+    for run in runs:
+        for key in {(o.case, name) for o in run.outcomes if o.rows for name in o.instruments}:
+            if (other := had.setdefault(key, run)) is not run:
+                case, name = key
+                raise ConfigurationError(
+                    f"{other.path} and {run.path} both have {case.id} by {name}: leave one out"
+                )
+
+
+def _missing(runs: Sequence[Run]) -> Collection[Shard]:
+    """The shards of the grid that no run is; none if the runs are not shards."""
+    texts = {text for run in runs if (text := run.session.get("grid", {}).get("shard"))}
+    there = {Shard.parse(text) for text in texts}
+    if len(parts := {shard.of for shard in there}) > 1:
+        named = " and ".join(sorted(texts))
+        raise ConfigurationError(f"shards of different divisions cannot be one run: {named}")
+    every = [Shard(number, of) for of in parts for number in range(1, of + 1)]
+    return [shard for shard in every if shard not in there]

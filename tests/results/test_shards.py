@@ -1,0 +1,133 @@
+"""Shards divide a grid by cells, and runs of them are one again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.grid import GRIDS, Grid
+from dpbench.results.conditions import begun
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
+from dpbench.results.rows import NO_HARDWARE, Measurement
+from dpbench.results.run import Run
+from dpbench.results.shards import Shard, cells, joined
+
+GRID1 = GRIDS["grid1"]
+
+
+@given(
+    trainers=st.lists(st.sampled_from(["standard", "dpsgd", "fused"]), min_size=1, unique=True),
+    batch_sizes=st.lists(st.integers(1, 64), min_size=1, max_size=5, unique=True),
+    seq_lens=st.lists(st.integers(1, 64), min_size=1, max_size=5, unique=True),
+    of=st.integers(1, 9),
+)
+def test_every_cell_is_whole_in_one_shard(
+    trainers: list[str], batch_sizes: list[int], seq_lens: list[int], of: int
+) -> None:
+    grid = Grid(
+        "",
+        {
+            "trainer": tuple(trainers),
+            "batch_size": tuple(batch_sizes),
+            "seq_len": tuple(seq_lens),
+        },
+    )
+    shards = [Shard(number, of).cases(grid.cases()) for number in range(1, of + 1)]
+    assert sorted(case.id for shard in shards for case in shard) == sorted(
+        case.id for case in grid.cases()
+    )
+    sizes = [len(cells(shard)) for shard in shards]
+    assert max(sizes) - min(sizes) <= 1
+    for shard in shards:
+        assert all(len(cell) == len(trainers) for cell in cells(shard).values())
+
+
+def test_a_grid_is_divided_in_the_same_way_whatever_its_order() -> None:
+    cases = GRID1.cases()
+    for shard in (Shard(1, 3), Shard(2, 3), Shard(3, 3)):
+        assert {*shard.cases(cases)} == {*shard.cases(reversed(cases))}
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "a/b", "1/2/3", "-1/2", "²/3"])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="a shard is K/N"):
+        Shard.parse(text)
+
+
+def number(case: Case) -> Measurement:
+    return Measurement(
+        case,
+        instrument="logical",
+        phase="step",
+        metric="logical_bytes",
+        value=1.0,
+        unit="B",
+        repeat=0,
+        device=NO_HARDWARE,
+        tool="",
+    )
+
+
+def run_of(name: str, cases: list[Case], shard: str | None = None, **environment: Any) -> Run:
+    """A complete run in which each case has one number."""
+    run = begun({"gpu": {"name": "NVIDIA H200"}, **environment}, GRID1, shard=shard)
+    outcomes = [Outcome(case, (number(case),), instruments=("logical",)) for case in cases]
+    session = run.session | {"status": COMPLETE, "cases_asked": len(cases)}
+    return Run.of(name, outcomes, run.environment, session)
+
+
+def shards(of: int = 2) -> list[Run]:
+    every = [Shard(number, of) for number in range(1, of + 1)]
+    return [run_of(f"{shard}", shard.cases(GRID1.cases()), str(shard)) for shard in every]
+
+
+def test_shards_are_a_complete_run_of_the_grid() -> None:
+    run, notes = joined(shards())
+    assert run.status == COMPLETE
+    assert notes == []
+    assert {outcome.case for outcome in run.outcomes} == {*GRID1.cases()}
+    assert run.cases_asked == len(GRID1.cases())
+    assert "shard" not in run.session["grid"]
+
+
+def test_a_missing_shard_is_named_and_the_run_is_not_complete() -> None:
+    first, _, third = shards(3)
+    run, notes = joined([third, first])
+    assert run.status == INTERRUPTED
+    assert notes == ["shard 2/3 is missing"]
+
+
+def test_shards_of_different_divisions_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="1/2 and 3/3"):
+        joined([shards(2)[0], run_of("", [], "3/3")])
+
+
+def test_what_was_measured_twice_is_refused_by_its_name() -> None:
+    first, _ = shards()
+    with pytest.raises(ConfigurationError, match=r"both have \S+-1b-fp32 by logical"):
+        joined([first, run_of("again", [first.outcomes[0].case])])
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"gpu": {"name": "NVIDIA H100"}}, "GPU NVIDIA H200 -> NVIDIA H100"),
+        ({"versions": {"torch": "2.12"}}, "torch 2.11 -> 2.12"),
+        ({"code": {"commit": "b"}}, "commit a -> b"),
+    ],
+)
+def test_other_conditions_are_refused_by_name(environment: dict[str, Any], named: str) -> None:
+    known = {"versions": {"torch": "2.11"}, "code": {"commit": "a"}}
+    with pytest.raises(ConfigurationError, match=named):
+        joined([run_of("", [], **known), run_of("", [], **(known | environment))])
+
+
+def test_another_cpu_is_said_and_not_refused() -> None:
+    machines = [{"machine": {"cpu": cpu}} for cpu in ("Xeon", "EPYC")]
+    _, notes = joined([run_of("a", [], **machines[0]), run_of("b", [], **machines[1])])
+    assert notes == ["b: CPU Xeon -> EPYC"]
