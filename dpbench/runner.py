@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.errors import DpbenchError
 from dpbench.files import Locked, locked
+from dpbench.fit import needed
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import CaseFailed, CaseRefused, Instrument, InstrumentError, Running
 from dpbench.instruments.child import describe_exit, log_tail
 from dpbench.instruments.terminal import tell
 from dpbench.registry import is_builtin, resolve
-from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
 
@@ -42,23 +42,15 @@ def check_fits(case: Case, gpu: Gpu | None) -> None:
     """
     if gpu is None or gpu.memory_bytes is None:
         return
-    from dpbench.instruments.logical.instrument import Logical  # loads torch
-
-    counting = Logical(timeout=60).start(case)  # a 1b case takes up to 7 s
     try:
-        rows = counting.rows()
+        needs = needed(case, timeout=60)  # a 1b case takes up to 7 s
     except CaseRefused:  # as it would be on the GPU
         raise
-    except ConfigurationError as error:
-        raise CaseRefused(f"{case.id}: {error}") from error
     except DpbenchError:
         return
-    finally:
-        counting.cancel()
-    needed = max(row.value for row in rows if row.metric == "peak_memory_bytes")
-    if needed > gpu.memory_bytes and not guesses(counting.operators):
+    if needs.memory > gpu.memory_bytes and not needs.guessed:
         raise DoesNotFit(
-            f"{case.id} does not fit: needs about {needed / 1e9:.0f} GB of "
+            f"{case.id} does not fit: needs about {needs.memory / 1e9:.0f} GB of "
             f"{gpu.memory_bytes / 1e9:.0f} GB ({gpu.name})"
         )
 

@@ -17,7 +17,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ class Roofs:
     bandwidth: float  # of its memory, read and written together, B/s
     flops: Mapping[str, float]  # dense FLOP/s by precision; a multiply-add counts as two
     premise: str  # what the figures are, e.g. NVIDIA H200 Tensor Core GPU data sheet
+    memory: float | None = None  # bytes, if the document says so
 
     @classmethod
     def of(
@@ -62,7 +63,8 @@ def _read_cards() -> Iterator[tuple[str, Roofs]]:
         flops = {name: peak * 1e12 for name, peak in {**sheet["tflops"], **sparse}.items()}
         flops["fp16"] = flops["bf16"]  # the data sheets print one figure for both
         premise = _CARDS_TOML["sources"][sheet["source"]]["title"]
-        yield key, Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, premise)
+        roofs = Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, premise)
+        yield key, replace(roofs, memory=sheet["memory"] * 1e9 if "memory" in sheet else None)
 
 
 _CARDS_TOML = tomllib.loads(
