@@ -52,13 +52,23 @@ MAY_IMPORT = {
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 
 FRONTS = {"session", "plugin", "commands", "doctor"}
-FRONTS |= {"cli", "__main__", "__init__", "pytest_plugin", "saving", "runner", "cluster", "fit"}
+FRONTS |= {
+    "cli",
+    "__main__",
+    "__init__",
+    "pytest_plugin",
+    "saving",
+    "runner",
+    "cluster",
+    "fit",
+    "headroom",
+}
 """Nothing but another front imports a front."""
 
 MAY_USE = {
-    "torch": {"workloads", "training", "process", "instruments", "doctor"},
+    "torch": {"workloads", "training", "process", "instruments", "doctor", "headroom"},
     "opacus": {"workloads", "training"},
-    "pandas": {"results", "show", "session", "plugin", "commands"},
+    "pandas": {"results", "show", "session", "plugin", "commands", "headroom"},
     "plotly": {"show"},
     "submitit": {"cluster"},
     "tabulate": {"show"},

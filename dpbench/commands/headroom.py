@@ -1,0 +1,104 @@
+"""Hold methods to what a private step must at least move.
+
+Each method's bytes are counted without a GPU, by phase, beside the floor of flat clipping: a
+standard step, and what the norms must read again. With RUN, a saved run's number or a file of
+--json, there is also what was measured of the same cases: DRAM bytes, time, busy share and peak
+memory.
+
+Examples:
+  dpbench headroom
+  dpbench headroom --trainer dpsgd --trainer fused --trainer mine=package.module:Trainer
+  dpbench headroom docs/results/h200-methods-256.json --precision bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from dpbench.case import AXES, PHASES, Case
+from dpbench.commands.options import add_case, chosen_case, saved_run
+from dpbench.options import axis_help
+from dpbench.registry import TRAINERS, locate
+from dpbench.results.rows import STEP
+from dpbench.settings import declare
+
+FLOOR = "the floor"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="what was measured: number or file")
+    declare(parser.add_argument, "trainer", help=f"{axis_help('trainer')}; repeatable")
+    add_case(parser, AXES[1:], device="cpu")
+    declare(parser.add_argument, "storage")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what methods move beside the floor."""
+    import pandas as pd
+
+    from dpbench import headroom
+    from dpbench.metrics import METRICS
+    from dpbench.show.layout import Shown, Table, as_text, gigabytes, terminal_width
+
+    cases = _cases(options)
+    saved = saved_run(options.run, options.storage) if options.run else None
+    floor = headroom.floor(cases[0])
+    known: dict[Case, dict[str, float]] = {}
+    if saved is not None:
+        with METRICS.including(saved.metrics):
+            known = headroom.measured(saved.numbers, cases)
+    lines: list[dict[str, Any]] = [
+        {"name": FLOOR, "bytes": floor.total, "over": 1.0, **floor.bytes},
+    ]
+    for case in cases:
+        phases = headroom.by_phase(case)
+        whole = phases[STEP]
+        lines.append(
+            {
+                "name": case.trainer,
+                "over": whole["bytes"] / floor.total,
+                **whole,
+                **{phase: phases[phase]["bytes"] for phase in PHASES if phase in phases},
+                **{f"measured {name}": value for name, value in known.get(case, {}).items()},
+            }
+        )
+    columns: dict[str, Shown] = {
+        "method": ("name", str),
+        "counted\nGB": ("bytes", gigabytes),
+        "÷\nfloor": ("over", "{:.2f}".format),
+        **{phase: (phase, gigabytes) for phase in PHASES},
+        "TFLOP": ("flops", lambda value: f"{value / 1e12:.2f}"),
+        "peak\nGB": ("peak_memory_bytes", gigabytes),
+    }
+    of_run: dict[str, Shown] = {
+        "DRAM\nGB": ("measured dram_bytes", gigabytes),
+        "÷\nstandard": ("measured dram_ratio", "{:.2f}".format),
+        "ms": ("measured step_time_seconds", lambda value: f"{value * 1e3:.1f}"),
+        "busy": ("measured gpu_busy_share", "{:.0%}".format),
+        "peak measured\nGB": ("measured peak_memory_bytes", gigabytes),
+    }
+    frame = pd.DataFrame(lines)
+    columns |= {header: shown for header, shown in of_run.items() if shown[0] in frame}
+    columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
+    first = cases[0]
+    length = f", sequence {first.seq_len}" if first.seq_len else ""
+    title = f"{first.configuration}, batch {first.batch_size}{length}: counted GB by phase"
+    notes = [
+        "The floor is of flat clipping with kernels that share nothing: a standard step, and in "
+        "clip what the norms must read again, each layer's input and its output's gradient."
+    ]
+    if saved is not None and (lacking := [c.trainer for c in cases if not known[c]]):
+        notes.append(f"{saved.name} has nothing measured of {', '.join(lacking)}.")
+    print(as_text([Table.of(title, frame, columns, notes)], terminal_width()))
+    return 0
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    """A case for each method, the standard step first."""
+    names = options.trainer or [*TRAINERS]
+    given = [argparse.Namespace(**vars(options) | {"trainer": name}) for name in names]
+    cases = [chosen_case(each) for each in given]
+    locate(cases)
+    return cases

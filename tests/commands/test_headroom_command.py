@@ -1,0 +1,42 @@
+"""``dpbench headroom`` holds methods to a floor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+
+SMALL = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2"]
+
+
+def test_methods_stand_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["headroom", *SMALL, "--trainer=standard", "--trainer=dpsgd"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    floor, standard, dpsgd = (
+        next(line.split() for line in lines if line.startswith(name))
+        for name in ("the floor", "standard", "dpsgd")
+    )
+    assert floor[3] == "1.00"
+    assert float(standard[2]) < 1 < float(dpsgd[2])
+
+
+@pytest.mark.usefixtures("counted_once")
+def test_what_was_measured_stands_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    timed = ["run", "--instrument=timing", "--device=cpu", "--active=1", "--warmup=1"]
+    assert main([*timed, *SMALL, "--trainer=standard", "--json=run.json"]) == 0
+    capsys.readouterr()
+    methods = ["--trainer=standard", "--trainer=dpsgd"]
+    assert main(["headroom", "run.json", *SMALL, *methods]) == 0
+    table = capsys.readouterr().out
+    assert "run has nothing measured of dpsgd." in " ".join(table.split())
+    assert " ms" in table
+
+
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["headroom", "absent.json", *SMALL]) == 2
+    assert "no run file absent.json" in capsys.readouterr().err
