@@ -18,7 +18,7 @@ from typing import TextIO
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import printable
 
-COMMANDS = ("doctor", "smoke", "step", "run", "exec", "show", "compare", "list")
+COMMANDS = ("doctor", "smoke", "verify", "step", "run", "exec", "show", "compare", "list")
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""
 

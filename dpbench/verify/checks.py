@@ -1,0 +1,196 @@
+"""Every check of a trainer: what is taken off parameters at σ = 0, and the noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError, unknown
+from dpbench.names import parted, read_parameters
+from dpbench.process.build import build, labels_of, pick_device
+from dpbench.training.standard import StandardTrainer
+from dpbench.verify.check import Check
+from dpbench.verify.noise import check_noise
+from dpbench.verify.reference import CLIPS, Gradients, distances, thresholds
+from dpbench.verify.subject import Subject
+
+STEPS = 2
+TOLERANCE = 1e-5
+"""At fp32, how far a parameter's gradient may be off, as a part of its norm."""
+SIGMA = 1e4
+"""So large that, beside the noise, gradients are below what the checks can see."""
+ENOUGH = 64
+"""Elements of a parameter's noise in a run: in two runs, half the deviation is noticed."""
+OWN = ("learning_rate", "noise_multiplier", "max_grad_norm")
+"""The parameters of a trainer that are chosen here."""
+
+ELSEWHERE = 3
+"""The seed of another process; those of runs in this one are 1 and 2."""
+
+Drawn = Callable[[], Sequence[Gradients]]
+"""Gives what `draw` has written in another process."""
+
+
+def verify(case: Case, device: str = "auto", elsewhere: Drawn | None = None) -> list[Check]:
+    """Hold the trainer of a case to what it says.
+
+    Args:
+        case: small; with several micro-batches, the batch as a whole is tried as well.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        elsewhere: gives the noise of another process, to be compared with that of this one.
+
+    Raises:
+        ConfigurationError: the trainer refuses the case, or there is nothing to verify.
+    """
+    place = pick_device(device)
+    if given := [name for name in read_parameters(parted(case.trainer)[1]) if name in OWN]:
+        raise ConfigurationError(f"{given[0]} is chosen by verify: leave it out of the trainer")
+    with torch.random.fork_rng([place] if place.type == "cuda" else []):
+        trainer, _ = build(case, place, 1)
+        if isinstance(trainer, StandardTrainer):
+            raise ConfigurationError(
+                f"trainer {case.trainer} clips nothing and adds no noise: there is nothing to "
+                f"verify"
+            )
+        clips = labels_of(trainer).get("clips", "flat")
+        if clips not in CLIPS:
+            raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
+        del trainer
+        return [*Verification(case, place, clips).checks(elsewhere)]
+
+
+def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
+    """What steps take off that are but noise: its deviation is ``SIGMA / batch_size``.
+
+    Further steps than the first are of small parameters alone.
+    """
+    sizes = {name: subject.start[name].numel() for name in subject.trained}
+    number = max(STEPS, -(-ENOUGH // min(sizes.values())))
+    steps = subject.steps(case, number, seed=seed, noise_multiplier=SIGMA, max_grad_norm=1.0)
+    return [
+        step if i < STEPS else {name: g for name, g in step.items() if sizes[name] < ENOUGH}
+        for i, step in enumerate(steps)
+    ]
+
+
+def draw(case: Case, device: str, file: Path) -> None:
+    """Write the noise of a case's steps to a file, for another process to compare."""
+    subject = Subject(case, pick_device(device), STEPS)
+    noise = noise_of(subject, case, seed=ELSEWHERE)
+    torch.save([{name: g.float().cpu() for name, g in step.items()} for step in noise], file)
+
+
+class Verification:
+    """The checks of one trainer that says what it clips, ``flat`` or ``per layer``."""
+
+    def __init__(self, case: Case, device: torch.device, clips: str) -> None:
+        self.case, self.clips = case, clips
+        self.subject = Subject(case, device, STEPS)
+        self.examples = self.subject.examples()
+        self.whole = replace(case, micro_batches=1)
+
+    def checks(self, elsewhere: Drawn | None) -> Iterator[Check]:
+        """Each check as soon as it has found something."""
+        half, below_all = thresholds(self.examples, self.clips)
+        parts = self.case.micro_batches
+        yield self.gradient("gradient, half clipped", self.whole, half)
+        in_parts = f" in {parts} parts" if parts > 1 else ""
+        yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all)
+        draws: list[Gradients] = []
+        for seed, case in enumerate((self.whole, self.case), 1):
+            draws += noise_of(self.subject, case, seed)
+        if elsewhere:
+            device = self.subject.device
+            draws += [
+                {name: g.to(device, torch.float64) for name, g in step.items()}
+                for step in elsewhere()
+            ]
+        runs = "steps, runs, processes" if elsewhere else "steps, runs"
+        yield from check_noise(draws, SIGMA / self.case.batch_size, self.subject.dtype, runs)
+        changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
+        frozen = len(self.subject.start) - len(self.subject.trained)
+        yield Check.of("frozen parameters stay", changed, "", f"{frozen} frozen")
+
+    def gradient(self, check: str, case: Case, threshold: float) -> Check:
+        """What steps without noise take off, beside the mean of clipped gradients."""
+        seen = self.steps(case, threshold)
+        far = self.far(seen, threshold)
+        allowed, words = self.allowed(case, threshold)
+        worst = {name: max((step[name] for step in far), key=_badness) for name in far[0]}
+        wrong = []
+        for name in worst:
+            steps = [i for i, step in enumerate(far) if not step[name] <= allowed]
+            if steps:
+                i = steps[0]
+                what = self.explained(seen[i][name], i, name, threshold, case.micro_batches)
+                of_step = f"from step {i + 1} on, " if i else ""
+                wrong.append(f"{name}: {of_step}{what or f'off by {far[i][name]:.2g} of its norm'}")
+        name = max(worst, key=lambda name: _badness(worst[name]))
+        return Check.of(check, wrong, name, f"{worst[name]:.2g} {words}")
+
+    def steps(self, case: Case, threshold: float) -> list[Gradients]:
+        """What steps without noise take off."""
+        options = {"noise_multiplier": 0.0, "max_grad_norm": threshold}
+        return [*self.subject.steps(case, STEPS, **options)]
+
+    def far(self, seen: Sequence[Gradients], threshold: float) -> list[dict[str, float]]:
+        """How far each step is off; Opacus adds 1e-6 to norms, others nothing: as it fits."""
+        tried = []
+        for added in (1e-6, 0.0):
+            factors = [each.factors(self.clips, threshold, added) for each in self.examples]
+            wanted = [each.mean(f) for each, f in zip(self.examples, factors, strict=True)]
+            unclipped = [each.mean() for each in self.examples]
+            tried.append(list(map(distances, seen, wanted, unclipped)))
+        return min(tried, key=_most)
+
+    def allowed(self, case: Case, threshold: float) -> tuple[float, str]:
+        """How far a gradient may be off, and in words."""
+        if case.precision == "fp32":
+            most = max(TOLERANCE, 1.5 * max(each.norms_off for each in self.examples))
+        else:
+            trainer = "dpsgd:clip=per_layer" if self.clips == "per layer" else "dpsgd"
+            opacus = replace(case, trainer=trainer)
+            seen = self.steps(opacus, threshold)
+            most = min(2 * _most(self.far(seen, threshold)), 0.5)
+        return most, f"of {most:.2g}"
+
+    def explained(self, seen: Tensor, step: int, name: str, threshold: float, parts: int) -> str:
+        """What a parameter's gradient is instead, if that is known."""
+        if not seen.isfinite().all():
+            return "not finite"
+        if not seen.any():
+            return "nothing: it does not move"
+        examples = self.examples[step]
+        [other] = {*CLIPS} - {self.clips}
+        known = {
+            f"the mean of gradients clipped {self.clips}": examples.factors(self.clips, threshold),
+            "the mean of gradients that are not clipped": torch.ones_like(examples.norms),
+            f"the mean of gradients clipped {other}": examples.factors(other, threshold),
+            "the batch's gradient, clipped as one": examples.by_batch(threshold, 1),
+            "the mean of micro-batches' gradients, clipped": examples.by_batch(threshold, parts),
+        }
+        near = 1e-3 if self.case.precision == "fp32" else 0.05
+        found = []
+        for order, (words, factors) in enumerate(known.items()):
+            gradient = examples.mean_of(name, factors)
+            times = float((seen * gradient).sum() / gradient.square().sum())
+            if (seen - times * gradient).norm() <= near * seen.norm():
+                scaled = abs(times - 1) > near
+                found.append((scaled, order, f"{times:.4g} times {words}" if scaled else words))
+        first = min(found, default=(True, 0, ""))
+        return "" if first[:2] == (False, 0) else first[2]
+
+
+def _badness(distance: float) -> float:
+    """For the largest of several: what is no number is worst."""
+    return math.inf if math.isnan(distance) else distance
+
+
+def _most(far: Sequence[dict[str, float]]) -> float:
+    return max(_badness(distance) for step in far for distance in step.values())

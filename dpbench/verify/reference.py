@@ -1,0 +1,125 @@
+"""What the gradient of a private step must be: a loop over examples, without Opacus or hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from dpbench.errors import ConfigurationError
+from dpbench.workloads.base import Batch, examples_in, parts_of
+
+Gradients = Mapping[str, Tensor]
+"""The gradient of each trained parameter, by its name."""
+
+CLIPS = ("flat", "per layer")
+"""What a trainer's label ``clips`` may say: ``flat``, an example's whole gradient to C; ``per
+layer``, that of each of n parameters to C/√n."""
+
+NEGLIGIBLE = 1e-6
+"""Of the largest gradient: a parameter with less has only rounding, such as the bias of keys."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The gradients of the examples of a batch, one at a time, each ``[B, …]`` float32."""
+
+    gradients: Gradients
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, batch: Batch, losses: Callable[[nn.Module, Batch], Tensor]
+    ) -> Examples:
+        """By one backward for each example; ``losses`` gives ``[1]`` for a batch of one."""
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        each = []
+        for example in parts_of(batch, examples_in(batch)):
+            loss = losses(model, example).sum()
+            found = torch.autograd.grad(
+                loss, [*trained.values()], allow_unused=True, materialize_grads=True
+            )
+            each.append([gradient.float() for gradient in found])
+        stacked = map(torch.stack, zip(*each, strict=True))
+        return cls(dict(zip(trained, stacked, strict=True)))
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Of each example's gradient of each parameter, ``[B, parameters]`` float64."""
+        return torch.stack(
+            [torch.linalg.vector_norm(g.double().flatten(1), dim=1) for g in self._each], dim=1
+        )
+
+    @property
+    def norms_off(self) -> float:
+        """By how much of it PyTorch's own float32 norm of a gradient is off, at most.
+
+        On a CPU it adds up millions of squares one by one: 2e-5 of 2.4 million elements.
+        """
+        rounded = torch.stack([g.flatten(1).norm(2, dim=1) for g in self._each], dim=1)
+        return float((rounded - self.norms).abs().div(self.norms).nan_to_num(posinf=0.0).max())
+
+    @property
+    def _each(self) -> Sequence[Tensor]:
+        return [*self.gradients.values()]
+
+    def factors(self, clips: str, threshold: float, added: float = 1e-6) -> Tensor:
+        """What gradients are multiplied by, ``[B, parameters]``; Opacus adds 1e-6 to norms."""
+        if clips == "per layer":
+            share = threshold / len(self.gradients) ** 0.5
+            return (share / (self.norms + added)).clamp(max=1.0)
+        norms = self.norms.norm(dim=1, keepdim=True)
+        return (threshold / (norms + added)).clamp(max=1.0).expand_as(self.norms)
+
+    def by_batch(self, threshold: float, parts: int) -> Tensor:
+        """The factors of those who clip the mean of each micro-batch, and no example's gradient."""
+        of_parts = []
+        for size in [len(self.norms) // parts] * parts:
+            some = slice(len(of_parts) * size, (len(of_parts) + 1) * size)
+            norm = torch.stack([g[some].double().mean(0).norm() for g in self._each]).norm()
+            of_parts.append((threshold / norm).clamp(max=1.0).expand(size))
+        return torch.cat(of_parts)[:, None].expand_as(self.norms)
+
+    def mean(self, factors: Tensor | None = None) -> Gradients:
+        """The mean over examples of their gradients, each times its factor, in float64."""
+        factors = torch.ones_like(self.norms) if factors is None else factors
+        return {name: self.mean_of(name, factors) for name in self.gradients}
+
+    def mean_of(self, name: str, factors: Tensor) -> Tensor:
+        """That of one parameter."""
+        of_examples = factors[:, [*self.gradients].index(name)]
+        gradients = self.gradients[name].double()
+        return torch.tensordot(of_examples, gradients, 1) / len(gradients)
+
+
+def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float]:
+    """One threshold that half of the norms exceed, and one that all do."""
+    norms = torch.cat([examples.norms for examples in batches])
+    share = norms.shape[1] ** 0.5
+    if clips == "flat":
+        norms, share = norms.norm(dim=1), 1.0
+    largest = float(norms.max())
+    if not 0 < largest < float("inf"):
+        raise ConfigurationError(
+            f"no gradient to verify: the largest norm of an example's is {largest}"
+        )
+    norms = norms[norms > NEGLIGIBLE * largest]
+    return float(norms.median()) * share, float(norms.min()) / 2 * share
+
+
+def distances(seen: Gradients, wanted: Gradients, unclipped: Gradients) -> dict[str, float]:
+    """How far each parameter's gradient is off, as a part of its norm.
+
+    Of a parameter that no loss depends on, as a part of 0.01 of the largest unclipped gradient.
+    """
+    norms = {name: float(g.norm()) for name, g in unclipped.items()}
+    largest = max(norms.values())
+    found = {}
+    for name, gradient in wanted.items():
+        size = float(gradient.norm())
+        if norms[name] < NEGLIGIBLE * largest:
+            size = 0.01 * largest  # of which 1e-5 is what rounding may be, 1e-7 of the largest
+        found[name] = float((seen[name] - gradient).norm()) / size
+    return found
