@@ -93,7 +93,9 @@ def drawn_elsewhere(case: Case, device: str) -> list[Any]:
         environment = dict(os.environ)
         if path := python_path(case):
             environment["PYTHONPATH"] = path
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
         if done.returncode:
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
             raise DpbenchError(f"{shlex.join(command)} failed: {reason}")

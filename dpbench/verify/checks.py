@@ -96,12 +96,8 @@ class Verification:
         self.whole = replace(case, micro_batches=1)
 
     def checks(self, elsewhere: Drawn | None) -> Iterator[Check]:
-        """Each check as soon as it has found something."""
-        half, below_all = thresholds(self.examples, self.clips)
-        parts = self.case.micro_batches
-        yield self.gradient("gradient, half clipped", self.whole, half)
-        in_parts = f" in {parts} parts" if parts > 1 else ""
-        yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all)
+        """Of gradients, of noise, and of what is frozen."""
+        # Noise first: what another process draws is to be compared with the first drawn here.
         draws: list[Gradients] = []
         for seed, case in enumerate((self.whole, self.case), 1):
             draws += noise_of(self.subject, case, seed)
@@ -111,6 +107,11 @@ class Verification:
                 {name: g.to(device, torch.float64) for name, g in step.items()}
                 for step in elsewhere()
             ]
+        half, below_all = thresholds(self.examples, self.clips)
+        parts = self.case.micro_batches
+        yield self.gradient("gradient, half clipped", self.whole, half)
+        in_parts = f" in {parts} parts" if parts > 1 else ""
+        yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all)
         runs = "steps, runs, processes" if elsewhere else "steps, runs"
         yield from check_noise(draws, SIGMA / self.case.batch_size, self.subject.dtype, runs)
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]

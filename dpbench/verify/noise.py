@@ -32,6 +32,9 @@ CHECKS = 5
 SAMPLE = 4096
 """Elements of each parameter, from its first, in which parameters are compared."""
 
+NONE = 1e-6
+"""A mean square of less than this is that of gradients."""
+
 MOST = 2**20
 """Elements whose distribution is looked at."""
 
@@ -73,7 +76,7 @@ def _deviation(draws: Sequence[Gradients], deviation: float) -> Check:
         usual = math.log(2) - n / 2 * (q - 1 - math.log(q)) if 0 < q < math.inf else -math.inf
         worst = min(worst, (usual, name, math.sqrt(q)))
         if surprising(usual, len(draws[0])):
-            what = f"{math.sqrt(q):.4g} times the deviation σC/B" if q else "no noise"
+            what = "no noise" if q < NONE else f"{math.sqrt(q):.4g} times the deviation σC/B"
             wrong.append(f"{name}: {what}")
     return Check.of("noise: deviation", wrong, worst[1], f"{worst[2]:.4g} σC/B")
 

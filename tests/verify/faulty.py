@@ -87,7 +87,7 @@ class GhostThatDiffers(BookKeepingTrainer):
 
 
 class MeanOfParts(Looped):
-    """Opacus #683: each micro-batch's loss is a mean, so that gradients shrink with their number."""
+    """Opacus #683: gradients of micro-batches are added up as a mean."""
 
     def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
         total = super().clipped_sum(part, losses)
