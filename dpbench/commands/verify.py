@@ -20,11 +20,10 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
@@ -55,12 +54,12 @@ def run(options: argparse.Namespace) -> int:
 
         draw(case, options.device, options.draw)
         return 0
-    checks = found(case, options.device, partial(drawn_elsewhere, case, options.device))
+    checks = found(case, options.device, partial(draw_elsewhere, case, options.device))
     print(as_text(case, checks))
     return 0 if all(check.passed for check in checks) else 1
 
 
-def found(case: Case, device: str, elsewhere: Any = None) -> list[Check]:
+def found(case: Case, device: str, elsewhere: Callable[[Path], None] | None = None) -> list[Check]:
     """What the checks found; whatever a trainer fails with is said with its name."""
     from dpbench.verify.checks import verify  # which imports torch
 
@@ -82,22 +81,18 @@ def as_text(case: Case, checks: Sequence[Check]) -> str:
     return "\n".join([table, *([""] if wrong else []), *wrong])
 
 
-def drawn_elsewhere(case: Case, device: str) -> list[Any]:
-    """The noise of steps in a process of their own."""
-    import torch
-
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "noise.pt"
-        command = [sys.executable, "-m", "dpbench", "verify", *arguments(case)]
-        command += ["--device", device, "--draw", str(file)]
-        environment = dict(os.environ)
-        if path := python_path(case):
-            environment["PYTHONPATH"] = path
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-        if done.returncode:
-            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise DpbenchError(f"{shlex.join(command)} failed: {reason}")
-        draws: list[Any] = torch.load(file, weights_only=True)
-        return draws
+def draw_elsewhere(case: Case, device: str, file: Path) -> None:
+    """Let a process of its own write the noise of its steps."""
+    command = [sys.executable, "-m", "dpbench", "verify", *arguments(case)]
+    command += ["--device", device, "--draw", str(file)]
+    path = {"PYTHONPATH": imported} if (imported := python_path(case)) else {}
+    done = subprocess.run(
+        command,
+        env={**os.environ, **path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        raise DpbenchError(f"{shlex.join(command)} failed: {reason}")

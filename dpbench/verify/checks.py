@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -33,17 +34,17 @@ OWN = ("learning_rate", "noise_multiplier", "max_grad_norm")
 ELSEWHERE = 3
 """The seed of another process; those of runs in this one are 1 and 2."""
 
-Drawn = Callable[[], Sequence[Gradients]]
-"""Gives what `draw` has written in another process."""
+Elsewhere = Callable[[Path], None]
+"""Lets another process `draw` into a file."""
 
 
-def verify(case: Case, device: str = "auto", elsewhere: Drawn | None = None) -> list[Check]:
+def verify(case: Case, device: str = "auto", elsewhere: Elsewhere | None = None) -> list[Check]:
     """Hold the trainer of a case to what it says.
 
     Args:
         case: small; with several micro-batches, the batch as a whole is tried as well.
         device: ``auto``, ``cpu`` or ``cuda``.
-        elsewhere: gives the noise of another process, to be compared with that of this one.
+        elsewhere: lets another process `draw`, whose noise is compared with that of this one.
 
     Raises:
         ConfigurationError: the trainer refuses the case, or there is nothing to verify.
@@ -83,7 +84,7 @@ def draw(case: Case, device: str, file: Path) -> None:
     """Write the noise of a case's steps to a file, for another process to compare."""
     subject = Subject(case, pick_device(device), STEPS)
     noise = noise_of(subject, case, seed=ELSEWHERE)
-    torch.save([{name: g.float().cpu() for name, g in step.items()} for step in noise], file)
+    torch.save([{name: g.float() for name, g in step.items()} for step in noise], file)
 
 
 class Verification:
@@ -95,18 +96,18 @@ class Verification:
         self.examples = self.subject.examples()
         self.whole = replace(case, micro_batches=1)
 
-    def checks(self, elsewhere: Drawn | None) -> Iterator[Check]:
+    def checks(self, elsewhere: Elsewhere | None) -> Iterator[Check]:
         """Of gradients, of noise, and of what is frozen."""
         # Noise first: what another process draws is to be compared with the first drawn here.
         draws: list[Gradients] = []
         for seed, case in enumerate((self.whole, self.case), 1):
             draws += noise_of(self.subject, case, seed)
         if elsewhere:
-            device = self.subject.device
-            draws += [
-                {name: g.to(device, torch.float64) for name, g in step.items()}
-                for step in elsewhere()
-            ]
+            with TemporaryDirectory() as folder:
+                file = Path(folder) / "noise.pt"
+                elsewhere(file)
+                drawn = torch.load(file, map_location=self.subject.device, weights_only=True)
+            draws += [{name: g.double() for name, g in step.items()} for step in drawn]
         half, below_all = thresholds(self.examples, self.clips)
         parts = self.case.micro_batches
         yield self.gradient("gradient, half clipped", self.whole, half)
