@@ -108,6 +108,7 @@ class Verification:
                 elsewhere(file)
                 drawn = torch.load(file, map_location=self.subject.device, weights_only=True)
             draws += [{name: g.double() for name, g in step.items()} for step in drawn]
+        yield Check.of("reference", [], "", self.subject.reference)
         half, below_all = thresholds(self.examples, self.clips)
         parts = self.case.micro_batches
         yield self.gradient("gradient, half clipped", self.whole, half)
@@ -138,8 +139,7 @@ class Verification:
 
     def steps(self, case: Case, threshold: float) -> list[Gradients]:
         """What steps without noise take off."""
-        options = {"noise_multiplier": 0.0, "max_grad_norm": threshold}
-        return [*self.subject.steps(case, STEPS, **options)]
+        return [*self.subject.steps(case, STEPS, noise_multiplier=0.0, max_grad_norm=threshold)]
 
     def far(self, seen: Sequence[Gradients], threshold: float) -> list[dict[str, float]]:
         """How far each step is off; Opacus adds 1e-6 to norms, others nothing: as it fits."""

@@ -68,19 +68,19 @@ class Examples:
     def factors(self, clips: str, threshold: float, added: float = 1e-6) -> Tensor:
         """What gradients are multiplied by, ``[B, parameters]``; Opacus adds 1e-6 to norms."""
         if clips == "per layer":
-            share = threshold / len(self.gradients) ** 0.5
-            return (share / (self.norms + added)).clamp(max=1.0)
-        norms = self.norms.norm(dim=1, keepdim=True)
-        return (threshold / (norms + added)).clamp(max=1.0).expand_as(self.norms)
+            norms, threshold = self.norms, threshold / len(self.gradients) ** 0.5
+        else:
+            norms = self.norms.norm(dim=1, keepdim=True)
+        factors: Tensor = (threshold / (norms + added)).clamp(max=1.0)
+        return factors.expand_as(self.norms)
 
     def by_batch(self, threshold: float, parts: int) -> Tensor:
         """The factors of those who clip the mean of each micro-batch, and no example's gradient."""
-        of_parts = []
-        for size in [len(self.norms) // parts] * parts:
-            some = slice(len(of_parts) * size, (len(of_parts) + 1) * size)
-            norm = torch.stack([g[some].double().mean(0).norm() for g in self._each]).norm()
-            of_parts.append((threshold / norm).clamp(max=1.0).expand(size))
-        return torch.cat(of_parts)[:, None].expand_as(self.norms)
+        means = [g.double().unflatten(0, (parts, -1)).mean(1).flatten(1) for g in self._each]
+        norms = torch.cat(means, dim=1).norm(dim=1)
+        of_parts: Tensor = (threshold / norms).clamp(max=1.0)
+        each = of_parts.repeat_interleave(len(self.norms) // parts)
+        return each[:, None].expand_as(self.norms)
 
     def mean(self, factors: Tensor | None = None) -> Gradients:
         """The mean over examples of their gradients, each times its factor, in float64."""
@@ -91,7 +91,8 @@ class Examples:
         """That of one parameter."""
         of_examples = factors[:, [*self.gradients].index(name)]
         gradients = self.gradients[name].double()
-        return torch.tensordot(of_examples, gradients, 1) / len(gradients)
+        mean: Tensor = torch.tensordot(of_examples, gradients, 1) / len(gradients)
+        return mean
 
 
 def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float]:

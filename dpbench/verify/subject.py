@@ -51,7 +51,8 @@ class Subject:
         self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.dtype = self.start[self.trained[0]].dtype
-        self.notes: list[str] = []
+        self.reference = "float64"
+        """In what the examples' gradients were computed."""
         self.changed: set[str] = set()
         """The frozen parameters that some step has changed."""
 
@@ -61,7 +62,7 @@ class Subject:
             return self._examples(torch.float64)
         except RuntimeError as error:
             words = str(error).partition("\n")[0]
-            self.notes.append(f"the reference is computed in float32, not float64: {words}")
+            self.reference = f"float32, because float64 fails: {words}"
             return self._examples(torch.float32)
 
     def _examples(self, dtype: torch.dtype) -> list[Examples]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase
+from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
 from dpbench.training.per_layer import LinearRule, Rule, Seen
 from dpbench.workloads.base import examples_in, parts_of
@@ -253,3 +253,24 @@ class SaysNothing(Looped):
 
 class Unlabelled(StandardTrainer):
     """The standard one under another name."""
+
+
+class OnlyFloat32(Workload):
+    """A model that makes float32 of what it is given."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 6)
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        while True:
+            yield torch.randn(batch_size, 4)
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return (3 * model(batch.float())).sin().sum(1)
+
+
+class Random(OnlyFloat32):
+    """A loss that is drawn."""
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return model(batch.to(next(model.parameters()).dtype)).sum(1) * torch.rand(len(batch))

@@ -101,6 +101,12 @@ def test_they_pass_with_other_optimizers_precisions_and_parameters(
     assert not wrong(checks_of(trainer, **axes))
 
 
+def test_the_reference_is_in_float32_where_the_model_has_to_be() -> None:
+    first, *others = checks_of("dpsgd", workload=f"{FAULTY}:OnlyFloat32")
+    assert "float32, because float64 fails: " in first.far
+    assert not wrong(others)
+
+
 def test_small_parameters_are_judged_by_more_steps() -> None:
     case = "layer:layer=layernorm,width=2,length=3"
     assert not wrong(checks_of("book_keeping", workload=case))
@@ -234,6 +240,11 @@ def test_what_there_is_nothing_to_verify_of_is_refused_in_the_trainers_words(
 ) -> None:
     with pytest.raises(ConfigurationError, match=said):
         checks_of(trainer, **axes)
+
+
+def test_a_model_whose_losses_are_random_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="other losses each time that they are computed"):
+        checks_of("dpsgd", workload=f"{FAULTY}:Random")
 
 
 def test_a_trainer_that_fails_is_named_with_its_error() -> None:
