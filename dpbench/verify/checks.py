@@ -147,8 +147,8 @@ class Verification:
         for added in (1e-6, 0.0):
             factors = [each.factors(self.clips, threshold, added) for each in self.examples]
             wanted = [each.mean(f) for each, f in zip(self.examples, factors, strict=True)]
-            unclipped = [each.mean() for each in self.examples]
-            tried.append(list(map(distances, seen, wanted, unclipped)))
+            sizes = [each.sizes for each in self.examples]
+            tried.append(list(map(distances, seen, wanted, sizes)))
         return min(tried, key=_most)
 
     def allowed(self, case: Case, threshold: float) -> tuple[float, str]:

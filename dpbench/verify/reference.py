@@ -52,7 +52,13 @@ class Examples:
             [torch.linalg.vector_norm(g.double().flatten(1), dim=1) for g in self._each], dim=1
         )
 
-    @property
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """The norm of each parameter's gradient if no example is clipped."""
+        unclipped = self.mean(torch.ones_like(self.norms))
+        return {name: float(gradient.norm()) for name, gradient in unclipped.items()}
+
+    @cached_property
     def norms_off(self) -> float:
         """By how much of it PyTorch's own float32 norm of a gradient is off, at most.
 
@@ -82,17 +88,16 @@ class Examples:
         each = of_parts.repeat_interleave(len(self.norms) // parts)
         return each[:, None].expand_as(self.norms)
 
-    def mean(self, factors: Tensor | None = None) -> Gradients:
-        """The mean over examples of their gradients, each times its factor, in float64."""
-        factors = torch.ones_like(self.norms) if factors is None else factors
+    def mean(self, factors: Tensor) -> Gradients:
+        """The mean over examples of their gradients, each times its factor."""
         return {name: self.mean_of(name, factors) for name in self.gradients}
 
     def mean_of(self, name: str, factors: Tensor) -> Tensor:
         """That of one parameter."""
-        of_examples = factors[:, [*self.gradients].index(name)]
-        gradients = self.gradients[name].double()
-        mean: Tensor = torch.tensordot(of_examples, gradients, 1) / len(gradients)
-        return mean
+        of_examples = factors[:, [*self.gradients].index(name)] / len(factors)
+        gradients = self.gradients[name]
+        mean: Tensor = torch.tensordot(of_examples.to(gradients.dtype), gradients, 1)
+        return mean.double()
 
 
 def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float]:
@@ -110,17 +115,16 @@ def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float]:
     return float(norms.median()) * share, float(norms.min()) / 2 * share
 
 
-def distances(seen: Gradients, wanted: Gradients, unclipped: Gradients) -> dict[str, float]:
+def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) -> dict[str, float]:
     """How far each parameter's gradient is off, as a part of its norm.
 
-    Of a parameter that no loss depends on, as a part of 0.01 of the largest unclipped gradient.
+    Of a parameter that no loss depends on, as a part of 0.01 of the largest unclipped gradient:
+    1e-5 of that is rounding.
     """
-    norms = {name: float(g.norm()) for name, g in unclipped.items()}
-    largest = max(norms.values())
+    largest = max(sizes.values())
     found = {}
     for name, gradient in wanted.items():
-        size = float(gradient.norm())
-        if norms[name] < NEGLIGIBLE * largest:
-            size = 0.01 * largest  # of which 1e-5 is what rounding may be, 1e-7 of the largest
+        depends = sizes[name] >= NEGLIGIBLE * largest
+        size = float(gradient.norm()) if depends else 0.01 * largest
         found[name] = float((seen[name] - gradient).norm()) / size
     return found
