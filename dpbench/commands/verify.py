@@ -69,7 +69,7 @@ def found(case: Case, device: str, elsewhere: Callable[[Path], None] | None = No
         raise
     except Exception as error:
         words = f"{type(error).__name__}: {error}{own_line(error.__traceback__)}"
-        raise DpbenchError(f"trainer {case.trainer} failed in a step: {words}") from error
+        raise DpbenchError(f"trainer {case.trainer} failed: {words}") from error
 
 
 def as_text(case: Case, checks: Sequence[Check]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError, unknown
@@ -124,18 +123,19 @@ class Verification:
         """What steps without noise take off, beside the mean of clipped gradients."""
         seen = self.steps(case, threshold)
         far = self.far(seen, threshold)
-        allowed, words = self.allowed(case, threshold)
-        worst = {name: max((step[name] for step in far), key=_badness) for name in far[0]}
+        allowed = self.allowed(case, threshold)
+        near = 1e-3 if case.precision == "fp32" else 0.05
+        known = cache(lambda i: self.examples[i].known(self.clips, threshold, case.micro_batches))
         wrong = []
-        for name in worst:
-            steps = [i for i, step in enumerate(far) if not step[name] <= allowed]
-            if steps:
-                i = steps[0]
-                what = self.explained(seen[i][name], i, name, threshold, case.micro_batches)
-                of_step = f"from step {i + 1} on, " if i else ""
-                wrong.append(f"{name}: {of_step}{what or f'off by {far[i][name]:.2g} of its norm'}")
-        name = max(worst, key=lambda name: _badness(worst[name]))
-        return Check.of(check, wrong, name, f"{worst[name]:.2g} {words}")
+        for name in self.subject.trained:
+            if off := [i for i, step in enumerate(far) if step[name] > allowed]:
+                i = off[0]
+                what = self.examples[i].explained(name, seen[i][name], known(i), near)
+                what = what or f"off by {far[i][name]:.2g} of its norm"
+                wrong.append(f"{name}: {f'from step {i + 1} on, ' if i else ''}{what}")
+        most = _most(far)
+        worst = next(name for step in far for name in step if step[name] == most)
+        return Check.of(check, wrong, worst, f"{most:.2g} (≤ {allowed:.2g})")
 
     def steps(self, case: Case, threshold: float) -> list[Gradients]:
         """What steps without noise take off."""
@@ -151,48 +151,14 @@ class Verification:
             tried.append(list(map(distances, seen, wanted, sizes)))
         return min(tried, key=_most)
 
-    def allowed(self, case: Case, threshold: float) -> tuple[float, str]:
-        """How far a gradient may be off, and in words."""
+    def allowed(self, case: Case, threshold: float) -> float:
+        """How far a parameter's gradient may be off."""
         if case.precision == "fp32":
-            most = max(TOLERANCE, 1.5 * max(each.norms_off for each in self.examples))
-        else:
-            trainer = "dpsgd:clip=per_layer" if self.clips == "per layer" else "dpsgd"
-            opacus = replace(case, trainer=trainer)
-            seen = self.steps(opacus, threshold)
-            most = min(2 * _most(self.far(seen, threshold)), 0.5)
-        return most, f"of {most:.2g}"
-
-    def explained(self, seen: Tensor, step: int, name: str, threshold: float, parts: int) -> str:
-        """What a parameter's gradient is instead, if that is known."""
-        if not seen.isfinite().all():
-            return "not finite"
-        if not seen.any():
-            return "nothing: it does not move"
-        examples = self.examples[step]
-        [other] = {*CLIPS} - {self.clips}
-        known = {
-            f"the mean of gradients clipped {self.clips}": examples.factors(self.clips, threshold),
-            "the mean of gradients that are not clipped": torch.ones_like(examples.norms),
-            f"the mean of gradients clipped {other}": examples.factors(other, threshold),
-            "the batch's gradient, clipped as one": examples.by_batch(threshold, 1),
-            "the mean of micro-batches' gradients, clipped": examples.by_batch(threshold, parts),
-        }
-        near = 1e-3 if self.case.precision == "fp32" else 0.05
-        found = []
-        for order, (words, factors) in enumerate(known.items()):
-            gradient = examples.mean_of(name, factors)
-            times = float((seen * gradient).sum() / gradient.square().sum())
-            if (seen - times * gradient).norm() <= near * seen.norm():
-                scaled = abs(times - 1) > near
-                found.append((scaled, order, f"{times:.4g} times {words}" if scaled else words))
-        first = min(found, default=(True, 0, ""))
-        return "" if first[:2] == (False, 0) else first[2]
-
-
-def _badness(distance: float) -> float:
-    """For the largest of several: what is no number is worst."""
-    return math.inf if math.isnan(distance) else distance
+            return max(TOLERANCE, 1.5 * max(each.norms_off for each in self.examples))
+        trainer = "dpsgd:clip=per_layer" if self.clips == "per layer" else "dpsgd"
+        opacus = self.steps(replace(case, trainer=trainer), threshold)
+        return min(2 * _most(self.far(opacus, threshold)), 0.5)
 
 
 def _most(far: Sequence[dict[str, float]]) -> float:
-    return max(_badness(distance) for step in far for distance in step.values())
+    return max(distance for step in far for distance in step.values())

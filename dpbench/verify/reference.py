@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,6 +100,33 @@ class Examples:
         mean: Tensor = torch.tensordot(of_examples.to(gradients.dtype), gradients, 1)
         return mean.double()
 
+    def known(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
+        """What a mean of gradients may be, in words, what it should be first; and its factors."""
+        [other] = {*CLIPS} - {clips}
+        return {
+            f"the mean of gradients clipped {clips}": self.factors(clips, threshold),
+            "the mean of gradients that are not clipped": torch.ones_like(self.norms),
+            f"the mean of gradients clipped {other}": self.factors(other, threshold),
+            "the batch's gradient, clipped as one": self.by_batch(threshold, 1),
+            "the mean of micro-batches' gradients, clipped": self.by_batch(threshold, parts),
+        }
+
+    def explained(self, name: str, seen: Tensor, known: Mapping[str, Tensor], near: float) -> str:
+        """Which of the known a parameter's wrong gradient is, or how many times; empty if none."""
+        if not seen.isfinite().all():
+            return "not finite"
+        if not seen.any():
+            return "does not move"
+        found = []
+        for order, (words, factors) in enumerate(known.items()):
+            gradient = self.mean_of(name, factors)
+            times = float((seen * gradient).sum() / gradient.square().sum())
+            if (seen - times * gradient).norm() <= near * seen.norm():
+                scaled = abs(times - 1) > near
+                found.append((scaled, order, f"{times:.4g} times {words}" if scaled else words))
+        first = min(found, default=(True, 0, ""))
+        return "" if first[:2] == (False, 0) else first[2]
+
 
 def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float]:
     """One threshold that half of the norms exceed, and one that all do."""
@@ -126,5 +154,6 @@ def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) ->
     for name, gradient in wanted.items():
         depends = sizes[name] >= NEGLIGIBLE * largest
         size = float(gradient.norm()) if depends else 0.01 * largest
-        found[name] = float((seen[name] - gradient).norm()) / size
+        far = float((seen[name] - gradient).norm()) / size
+        found[name] = math.inf if math.isnan(far) else far
     return found
