@@ -63,6 +63,16 @@ def check_noise(
     yield _judged("noise: parameters", list(_parameters(full)))
 
 
+def chance_of_mean_square(q: float, n: int) -> float:
+    """Of n standard normals, to be so far from 1 on either side: a bound on its logarithm."""
+    return math.log(2) - n / 2 * (q - 1 - math.log(q)) if 0 < q < math.inf else -math.inf
+
+
+def chance_of_correlation(r: float, n: int) -> float:
+    """Of n standard normals with any other vector, to be so large: a bound on its logarithm."""
+    return (n - 1) / 2 * math.log1p(-min(r * r, 1 - 1e-12)) if n > 1 else 0.0
+
+
 def surprising(usual: float, comparisons: int) -> bool:
     """Whether a chance, as its logarithm, is less than its part of `FALSE_ALARM`."""
     return usual < math.log(FALSE_ALARM / CHECKS / max(comparisons, 1))
@@ -73,7 +83,7 @@ def _deviation(draws: Sequence[Gradients], deviation: float) -> Check:
     for name in draws[0]:
         values = torch.cat([draw[name].flatten() for draw in draws if name in draw]) / deviation
         q, n = float(values.square().mean()), values.numel()
-        usual = math.log(2) - n / 2 * (q - 1 - math.log(q)) if 0 < q < math.inf else -math.inf
+        usual = chance_of_mean_square(q, n)
         worst = min(worst, (usual, name, math.sqrt(q)))
         if surprising(usual, len(draws[0])):
             what = "no noise" if q < NONE else f"{math.sqrt(q):.4g} times the deviation σC/B"
@@ -149,7 +159,7 @@ def _judged(check: str, found: list[Correlation]) -> Check:
     wrong: dict[str, str] = {}
     worst = (0.0, "", 0.0, 0)
     for name, what, r, n in found:
-        usual = (n - 1) / 2 * math.log1p(-min(r * r, 1 - 1e-12)) if n > 1 else 0.0
+        usual = chance_of_correlation(r, n)
         worst = min(worst, (usual, name, r, n))
         if surprising(usual, len(found)):
             wrong.setdefault(name, f"{name}: its noise {what} (r = {r:.3g}, {n} elements)")
