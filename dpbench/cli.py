@@ -21,6 +21,7 @@ from dpbench.files import printable
 COMMANDS = (
     "doctor",
     "smoke",
+    "verify",
     "step",
     "run",
     "exec",

@@ -14,6 +14,7 @@ from dpbench.files import printable
 from dpbench.instruments import declare_outside
 from dpbench.plugin import hooks
 from dpbench.plugin.each_test import MARKER
+from dpbench.plugin.fixtures import verify  # noqa: F401 (a fixture: pytest finds it here)
 from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
 from dpbench.settings import declare
 

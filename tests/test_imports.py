@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "workloads": VALUES,
     "training": VALUES | {"workloads"},
     "process": VALUES | {"workloads", "training"},
+    "verify": VALUES | {"workloads", "training", "process"},
     "results": VALUES,
     "instruments": VALUES | {"workloads", "training", "process", "results"},
     "show": VALUES | {"results"},
@@ -66,7 +67,7 @@ FRONTS |= {
 """Nothing but another front imports a front."""
 
 MAY_USE = {
-    "torch": {"workloads", "training", "process", "instruments", "doctor", "headroom"},
+    "torch": {"workloads", "training", "process", "verify", "instruments", "doctor", "headroom"},
     "opacus": {"workloads", "training"},
     "pandas": {"results", "show", "session", "plugin", "commands", "headroom"},
     "plotly": {"show"},
@@ -126,7 +127,9 @@ def loaded_by(*modules: str) -> set[str]:
 
 def test_importing_dpbench_its_plugin_or_its_commands_loads_neither_torch_nor_pandas() -> None:
     front = ["dpbench", "dpbench.case", "dpbench.registry", "dpbench.pytest_plugin", "dpbench.cli"]
-    measuring = [f"dpbench.commands.{name}" for name in ("run", "exec", "doctor", "smoke")]
+    measuring = [
+        f"dpbench.commands.{name}" for name in ("run", "exec", "doctor", "smoke", "verify")
+    ]
     # A script may set its environment before it imports torch, and Nsight alone hears no script.
     recorders = {module for module in FILES if module.endswith(".recorder")}
     measuring += sorted(recorders - {"dpbench.instruments.nsys.recorder"})

@@ -1,14 +1,23 @@
-"""Which of dpbench's fixtures a test takes, and for which case."""
+"""Which of dpbench's fixtures a test takes, and for which case; and one that measures nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.case import AXES, Case
+from dpbench.errors import unknown
+from dpbench.names import parameters_text
+from dpbench.registry import resolve
 from dpbench.settings import Settings
+
+if TYPE_CHECKING:
+    from dpbench.verify.check import Check
 
 DEFINED_IN = "dpbench.plugin.each_test"
 """The module of dpbench's fixtures."""
@@ -17,6 +26,38 @@ NEEDS = {"ncu": "--ncu", "counters": "--cupti or --ncu"}
 """The fixtures that measure, and the options without which their tests are skipped."""
 
 EVERY = (*NEEDS, "logical_io")
+
+
+@pytest.fixture
+def verify() -> Callable[..., list[Check]]:
+    """Hold a private trainer to what it says, as ``dpbench verify`` does; else the test fails.
+
+    Called with a case, or with a trainer and what else a case has; these are small unless they are
+    said. Noise is compared with that of another process if ``processes`` is true::
+
+        def test_it_clips_and_adds_noise(verify):
+            verify("mypackage.trainers:MyTrainer", optimizer="adamw", micro_batches=4)
+    """
+    return _verify
+
+
+def _verify(
+    asked: Any, *, device: str = "auto", processes: bool = False, **axes: Any
+) -> list[Check]:
+    from dpbench.commands.options import chosen_case
+    from dpbench.commands.verify import SMALL, as_text, draw_elsewhere, found
+
+    if wrong := [name for name in axes if name not in AXES]:
+        raise unknown("field of a case", wrong[0], AXES)
+    if isinstance(asked, Case):
+        case = resolve(replace(asked, **axes))
+    else:
+        given = {"trainer": asked, **axes, "set": [parameters_text(axes.get("set", ""))]}
+        case = chosen_case(Namespace(**given), **SMALL)
+    checks = found(case, device, partial(draw_elsewhere, case, device) if processes else None)
+    if not all(check.passed for check in checks):
+        pytest.fail(as_text(case, checks), pytrace=False)
+    return checks
 
 
 def measuring(settings: Settings) -> list[str]:

@@ -34,9 +34,14 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def build(case: Case, device: torch.device, num_batches: int) -> tuple[TrainerBase, list[Batch]]:
-    """The trainer of a case and its batches, everything on ``device`` and seeded."""
-    torch.manual_seed(SEED)
+def build(
+    case: Case, device: torch.device, num_batches: int, *, seed: int = SEED, **options: Any
+) -> tuple[TrainerBase, list[Batch]]:
+    """The trainer of a case and its batches, everything on ``device`` and seeded.
+
+    Other options are the trainer's: they are its constructor's arguments, beside those of the case.
+    """
+    torch.manual_seed(seed)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
         torch.backends.cudnn.allow_tf32 = case.precision == "tf32"
@@ -53,7 +58,7 @@ def build(case: Case, device: torch.device, num_batches: int) -> tuple[TrainerBa
         checkpoint_blocks(workload, model)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
     trainer = TRAINERS[case.trainer](
-        model.to(dtype), batch_size=case.batch_size, **_what_is_unusual(case, workload)
+        model.to(dtype), batch_size=case.batch_size, **_what_is_unusual(case, workload), **options
     )
 
     def place(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from bench import foreach
 from dpbench import MODEL_SIZES, SimpleBigModel, TrainerBase, get_random_dataloader
 from dpbench.training.base import Batch
 from dpbench.training.phases import observed_step
-from tests.training.test_trainers import PerExample, Recorder, flat
+from tests.training.test_trainers import Recorder, clipped_mean, examples_of, flat
 
 TINY = MODEL_SIZES["tiny"]
 BATCH_SIZE = 6
@@ -42,7 +42,7 @@ def test_without_noise_every_update_is_the_mean_of_clipped_per_example_gradients
 ) -> None:
     """In three steps, of which the later ones would show what an earlier one left behind."""
     monkeypatch.setattr(foreach, "ELEMENTS", 100_000)  # several buffers
-    threshold = float(PerExample.of(model(), batches(1)[0]).norms.median())
+    threshold = float(examples_of(model(), batches(1)[0]).norms.norm(dim=1).median())
     options = {"learning_rate": 1.0, "noise_multiplier": 0.0, "max_grad_norm": threshold}
     trainer = trainer_class(model(), batch_size=BATCH_SIZE, **options)
     for batch in batches(3):
@@ -51,7 +51,7 @@ def test_without_noise_every_update_is_the_mean_of_clipped_per_example_gradients
         reference.load_state_dict(
             {k.removeprefix("_module."): v for k, v in trainer.model.state_dict().items()}
         )
-        expected = PerExample.of(reference, batch).clipped_mean(threshold)
+        expected = clipped_mean(examples_of(reference, batch), threshold)
         trainer.train_step(batch)
         update = before - parameters(trainer.model)
         assert (update - expected).norm() < 1e-6 * before.norm()

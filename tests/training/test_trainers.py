@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from dpbench.case import ATTENTIONS
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.phases import observed_step
+from dpbench.verify.reference import Examples
+from dpbench.workloads.transformer import Transformer
 
 GRAD_SAMPLES = ["dpsgd:grad_sample=functorch", "dpsgd:grad_sample=ew"]
 DP_TRAINERS = [*(name for name in TRAINERS if name != "standard"), *GRAD_SAMPLES]
@@ -37,43 +38,13 @@ def tiny_model(attention: str = "sdpa") -> nn.Module:
     return SimpleBigModel(TINY, attention=attention)
 
 
-@dataclass
-class PerExample:
+def examples_of(model: nn.Module, batch: Batch) -> Examples:
     """Gradients by a loop over examples: the definition, without any of Opacus."""
+    return Examples.of(model, batch, Transformer().losses)
 
-    gradients: list[list[Tensor]]
 
-    @classmethod
-    def of(cls, model: nn.Module, batch: Batch) -> PerExample:
-        found = []
-        for input_ids, labels in zip(*batch, strict=True):
-            model.zero_grad()
-            mean_cross_entropy(model(input_ids[None]), labels[None]).backward()
-            found.append([p.grad.clone() for p in model.parameters()])
-        model.zero_grad()
-        return cls(found)
-
-    @property
-    def norms(self) -> Tensor:
-        return torch.stack([flat(example).norm() for example in self.gradients])
-
-    @property
-    def norms_by_parameter(self) -> Tensor:
-        return torch.stack([torch.stack([p.norm() for p in each]) for each in self.gradients])
-
-    def clipped_mean_per_layer(self, max_grad_norm: float) -> Tensor:
-        thresholds = max_grad_norm / len(self.gradients[0]) ** 0.5
-        factors = (thresholds / (self.norms_by_parameter + 1e-6)).clamp(max=1.0)
-        clipped = [
-            flat([f * g for f, g in zip(of_parameters, example, strict=True)])
-            for of_parameters, example in zip(factors, self.gradients, strict=True)
-        ]
-        return sum(clipped) / len(self.gradients)
-
-    def clipped_mean(self, max_grad_norm: float) -> Tensor:
-        factors = (max_grad_norm / (self.norms + 1e-6)).clamp(max=1.0)
-        total = sum(f * flat(g) for f, g in zip(factors, self.gradients, strict=True))
-        return total / len(self.gradients)
+def clipped_mean(examples: Examples, threshold: float, clips: str = "flat") -> Tensor:
+    return flat([*examples.mean(examples.factors(clips, threshold)).values()])
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -95,11 +66,12 @@ def test_without_noise_the_update_is_the_mean_of_clipped_per_example_gradients(
     name: str, attention: str, batch: Batch
 ) -> None:
     model = tiny_model(attention)
-    per_example = PerExample.of(model, batch)
-    threshold = float(per_example.norms.median())
-    assert (per_example.norms > threshold).any(), "some examples must be clipped"
-    assert (per_example.norms < threshold).any(), "and some must not"
-    expected = per_example.clipped_mean(threshold)
+    examples = examples_of(model, batch)
+    norms = examples.norms.norm(dim=1)
+    threshold = float(norms.median())
+    assert (norms > threshold).any(), "some examples must be clipped"
+    assert (norms < threshold).any(), "and some must not"
+    expected = clipped_mean(examples, threshold)
     update = update_of(name, model, batch, noise_multiplier=0.0, max_grad_norm=threshold)
     assert (update - expected).norm() < 1e-5 * expected.norm()
 
@@ -109,17 +81,17 @@ def test_per_layer_clipping_clips_each_parameters_gradient_to_its_share(
     name: str, batch: Batch
 ) -> None:
     model = tiny_model()
-    per_example = PerExample.of(model, batch)
-    norms = per_example.norms_by_parameter
+    examples = examples_of(model, batch)
+    norms = examples.norms
     share = float(norms.median())
     assert (norms > share).any(1).all()
     assert (norms < share).any(1).all()
     threshold = share * len(norms[0]) ** 0.5
-    expected = per_example.clipped_mean_per_layer(threshold)
+    expected = clipped_mean(examples, threshold, "per layer")
     update = update_of(name, model, batch, noise_multiplier=0.0, max_grad_norm=threshold)
     # The update is small beside the parameters, which are rounded to float32 before and after.
     assert (update - expected).norm() < 3e-5 * expected.norm()
-    flatly = per_example.clipped_mean(threshold)
+    flatly = clipped_mean(examples, threshold)
     assert (update - flatly).norm() > 0.01 * flatly.norm()
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from dpbench import TRAINERS, Workload
+from dpbench import TRAINERS, Batch, Workload
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import workload_of
 from dpbench.registry import WORKLOADS, resolve
+from dpbench.verify.reference import Examples
 from dpbench.workloads.axes import checkpoint_blocks
 from dpbench.workloads.layer import LAYERS
 
@@ -46,18 +46,12 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
 
 
-def clipped_mean(workload: Workload, model: nn.Module, batch: object) -> tuple[Tensor, float]:
+def clipped_mean(workload: Workload, model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
     """The mean of per-example gradients clipped at their median norm, and that norm."""
-    found = []
-    for example in range(3):
-        model.zero_grad()
-        one = pytree.tree_map(lambda tensor, at=example: tensor[at : at + 1], batch)
-        workload.losses(model, one).sum().backward()
-        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double())
-    model.zero_grad()
-    threshold = float(torch.stack([gradient.norm() for gradient in found]).median())
-    clipped = [g * min(1.0, threshold / (float(g.norm()) + 1e-6)) for g in found]
-    return torch.stack(clipped).mean(dim=0), threshold
+    examples = Examples.of(model, batch, workload.losses)
+    threshold = float(examples.norms.norm(dim=1).median())
+    means = examples.mean(examples.factors("flat", threshold)).values()
+    return torch.cat([mean.flatten() for mean in means]), threshold
 
 
 @pytest.mark.parametrize(

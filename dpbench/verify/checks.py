@@ -1,0 +1,164 @@
+"""Every check of a trainer: what is taken off parameters at σ = 0, and the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError, unknown
+from dpbench.names import parted, read_parameters
+from dpbench.process.build import build, labels_of, pick_device
+from dpbench.training.standard import StandardTrainer
+from dpbench.verify.check import Check
+from dpbench.verify.noise import check_noise
+from dpbench.verify.reference import CLIPS, Gradients, distances, thresholds
+from dpbench.verify.subject import Subject
+
+STEPS = 2
+TOLERANCE = 1e-5
+"""At fp32, how far a parameter's gradient may be off, as a part of its norm."""
+SIGMA = 1e4
+"""So large that, beside the noise, gradients are below what the checks can see."""
+ENOUGH = 64
+"""Elements of a parameter's noise in a run: in two runs, half the deviation is noticed."""
+OWN = ("learning_rate", "noise_multiplier", "max_grad_norm")
+"""The parameters of a trainer that are chosen here."""
+
+ELSEWHERE = 3
+"""The seed of another process; those of runs in this one are 1 and 2."""
+
+Elsewhere = Callable[[Path], None]
+"""Lets another process `draw` into a file."""
+
+
+def verify(case: Case, device: str = "auto", elsewhere: Elsewhere | None = None) -> list[Check]:
+    """Hold the trainer of a case to what it says.
+
+    Args:
+        case: small; with several micro-batches, the batch as a whole is tried as well.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        elsewhere: lets another process `draw`, whose noise is compared with that of this one.
+
+    Raises:
+        ConfigurationError: the trainer refuses the case, or there is nothing to verify.
+    """
+    place = pick_device(device)
+    if given := [name for name in read_parameters(parted(case.trainer)[1]) if name in OWN]:
+        raise ConfigurationError(f"{given[0]} is chosen by verify: leave it out of the trainer")
+    with torch.random.fork_rng([place] if place.type == "cuda" else []):
+        trainer, _ = build(case, place, 1)
+        if isinstance(trainer, StandardTrainer):
+            raise ConfigurationError(
+                f"trainer {case.trainer} clips nothing and adds no noise: there is nothing to "
+                f"verify"
+            )
+        clips = labels_of(trainer).get("clips", "flat")
+        if clips not in CLIPS:
+            raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
+        del trainer
+        return [*Verification(case, place, clips).checks(elsewhere)]
+
+
+def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
+    """What steps take off that are but noise: its deviation is ``SIGMA / batch_size``.
+
+    Further steps than the first are of small parameters alone.
+    """
+    sizes = {name: subject.start[name].numel() for name in subject.trained}
+    number = max(STEPS, -(-ENOUGH // min(sizes.values())))
+    steps = subject.steps(case, number, seed=seed, noise_multiplier=SIGMA, max_grad_norm=1.0)
+    return [
+        step if i < STEPS else {name: g for name, g in step.items() if sizes[name] < ENOUGH}
+        for i, step in enumerate(steps)
+    ]
+
+
+def draw(case: Case, device: str, file: Path) -> None:
+    """Write the noise of a case's steps to a file, for another process to compare."""
+    subject = Subject(case, pick_device(device), STEPS)
+    noise = noise_of(subject, case, seed=ELSEWHERE)
+    torch.save([{name: g.float() for name, g in step.items()} for step in noise], file)
+
+
+class Verification:
+    """The checks of one trainer that says what it clips, ``flat`` or ``per layer``."""
+
+    def __init__(self, case: Case, device: torch.device, clips: str) -> None:
+        self.case, self.clips = case, clips
+        self.subject = Subject(case, device, STEPS)
+        self.examples = self.subject.examples()
+        self.whole = replace(case, micro_batches=1)
+
+    def checks(self, elsewhere: Elsewhere | None) -> Iterator[Check]:
+        """Of gradients, of noise, and of what is frozen."""
+        # Noise first: what another process draws is to be compared with the first drawn here.
+        draws: list[Gradients] = []
+        for seed, case in enumerate((self.whole, self.case), 1):
+            draws += noise_of(self.subject, case, seed)
+        if elsewhere:
+            with TemporaryDirectory() as folder:
+                file = Path(folder) / "noise.pt"
+                elsewhere(file)
+                drawn = torch.load(file, map_location=self.subject.device, weights_only=True)
+            draws += [{name: g.double() for name, g in step.items()} for step in drawn]
+        yield Check.of("reference", [], "", self.subject.reference)
+        half, below_all = thresholds(self.examples, self.clips)
+        parts = self.case.micro_batches
+        yield self.gradient("gradient, half clipped", self.whole, half)
+        in_parts = f" in {parts} parts" if parts > 1 else ""
+        yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all)
+        runs = "steps, runs, processes" if elsewhere else "steps, runs"
+        yield from check_noise(draws, SIGMA / self.case.batch_size, self.subject.dtype, runs)
+        changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
+        frozen = len(self.subject.start) - len(self.subject.trained)
+        yield Check.of("frozen parameters stay", changed, "", f"{frozen} frozen")
+
+    def gradient(self, check: str, case: Case, threshold: float) -> Check:
+        """What steps without noise take off, beside the mean of clipped gradients."""
+        seen = self.steps(case, threshold)
+        far = self.far(seen, threshold)
+        allowed = self.allowed(case, threshold)
+        near = 1e-3 if case.precision == "fp32" else 0.05
+        known = cache(lambda i: self.examples[i].known(self.clips, threshold, case.micro_batches))
+        wrong = []
+        for name in self.subject.trained:
+            if off := [i for i, step in enumerate(far) if step[name] > allowed]:
+                i = off[0]
+                what = self.examples[i].explained(name, seen[i][name], known(i), near)
+                what = what or f"off by {far[i][name]:.2g} of its norm"
+                wrong.append(f"{name}: {f'from step {i + 1} on, ' if i else ''}{what}")
+        most = _most(far)
+        worst = next(name for step in far for name in step if step[name] == most)
+        return Check.of(check, wrong, worst, f"{most:.2g} (≤ {allowed:.2g})")
+
+    def steps(self, case: Case, threshold: float) -> list[Gradients]:
+        """What steps without noise take off."""
+        return [*self.subject.steps(case, STEPS, noise_multiplier=0.0, max_grad_norm=threshold)]
+
+    def far(self, seen: Sequence[Gradients], threshold: float) -> list[dict[str, float]]:
+        """How far each step is off; Opacus adds 1e-6 to norms, others nothing: as it fits."""
+        tried = []
+        for added in (1e-6, 0.0):
+            factors = [each.factors(self.clips, threshold, added) for each in self.examples]
+            wanted = [each.mean(f) for each, f in zip(self.examples, factors, strict=True)]
+            sizes = [each.sizes for each in self.examples]
+            tried.append(list(map(distances, seen, wanted, sizes)))
+        return min(tried, key=_most)
+
+    def allowed(self, case: Case, threshold: float) -> float:
+        """How far a parameter's gradient may be off."""
+        if case.precision == "fp32":
+            return max(TOLERANCE, 1.5 * max(each.norms_off for each in self.examples))
+        trainer = "dpsgd:clip=per_layer" if self.clips == "per layer" else "dpsgd"
+        opacus = self.steps(replace(case, trainer=trainer), threshold)
+        return min(2 * _most(self.far(opacus, threshold)), 0.5)
+
+
+def _most(far: Sequence[dict[str, float]]) -> float:
+    return max(distance for step in far for distance in step.values())

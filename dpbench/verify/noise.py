@@ -1,0 +1,166 @@
+"""Whether noise is normal, of its deviation, and drawn anew for each element, parameter and step.
+
+Each check compares a bound on the chance that right noise does so badly with its part of
+`FALSE_ALARM`; the bounds hold for any number of elements, and are added up (Bonferroni):
+
+- the mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)) on either side (Chernoff);
+- the correlation r of n of them with any other vector: (1 - r²)^((n-1)/2) on both sides, which is
+  never below the share of a sphere that lies so far from its equator;
+- the largest distance d of their distribution from the normal one: 2 exp(-2 n d²) (Massart, "The
+  Tight Constant in the Dvoretzky-Kiefer-Wolfowitz Inequality", 1990).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dpbench.verify.check import NOT_JUDGED, Check
+from dpbench.verify.reference import Gradients
+
+FALSE_ALARM = 1e-6
+"""The largest chance that any of the checks of right noise fails."""
+
+CHECKS = 5
+"""Among which it is divided."""
+
+SAMPLE = 4096
+"""Elements of each parameter, from its first, in which parameters are compared."""
+
+NONE = 1e-6
+"""A mean square of less than this is that of gradients."""
+
+MOST = 2**20
+"""Elements whose distribution is looked at."""
+
+
+def check_noise(
+    draws: Sequence[Gradients], deviation: float, dtype: torch.dtype, runs: str
+) -> Iterator[Check]:
+    """What is wrong with noise.
+
+    Args:
+        draws: the noise of several steps, in several runs, each float64; those that have not all
+            parameters are looked at for their deviation alone.
+        deviation: what it should be.
+        dtype: of the parameters, to which the noise is rounded.
+        runs: in words, of what there are draws.
+    """
+    judged = _deviation(draws, deviation)
+    yield judged
+    full = [draw for draw in draws if len(draw) == len(draws[0])]
+    if judged.passed:
+        yield _distribution(full, deviation, dtype)
+    else:
+        yield Check("noise: distribution", NOT_JUDGED, "", "", ["its deviation is another"])
+    yield _compared("noise: elements", _neighbours(full))
+    yield _compared(f"noise: {runs}", _draws(full))
+    yield _judged("noise: parameters", list(_parameters(full)))
+
+
+def chance_of_mean_square(q: float, n: int) -> float:
+    """Of n standard normals, to be so far from 1 on either side: a bound on its logarithm."""
+    return math.log(2) - n / 2 * (q - 1 - math.log(q)) if 0 < q < math.inf else -math.inf
+
+
+def chance_of_correlation(r: float, n: int) -> float:
+    """Of n standard normals with any other vector, to be so large: a bound on its logarithm."""
+    return (n - 1) / 2 * math.log1p(-min(r * r, 1 - 1e-12)) if n > 1 else 0.0
+
+
+def surprising(usual: float, comparisons: int) -> bool:
+    """Whether a chance, as its logarithm, is less than its part of `FALSE_ALARM`."""
+    return usual < math.log(FALSE_ALARM / CHECKS / max(comparisons, 1))
+
+
+def _deviation(draws: Sequence[Gradients], deviation: float) -> Check:
+    wrong, worst = [], (math.inf, "", 1.0)
+    for name in draws[0]:
+        values = torch.cat([draw[name].flatten() for draw in draws if name in draw]) / deviation
+        q, n = float(values.square().mean()), values.numel()
+        usual = chance_of_mean_square(q, n)
+        worst = min(worst, (usual, name, math.sqrt(q)))
+        if surprising(usual, len(draws[0])):
+            what = "no noise" if q < NONE else f"{math.sqrt(q):.4g} times the deviation σC/B"
+            wrong.append(f"{name}: {what}")
+    return Check.of("noise: deviation", wrong, worst[1], f"{worst[2]:.4g} σC/B")
+
+
+def _distribution(draws: Sequence[Gradients], deviation: float, dtype: torch.dtype) -> Check:
+    every = torch.cat([g.flatten() for draw in draws for g in draw.values()]) / deviation
+    values = every[:: -(-every.numel() // MOST)].sort().values
+    n = values.numel()
+    normal = torch.special.ndtr(values)
+    ranks = torch.arange(n + 1, dtype=normal.dtype, device=normal.device) / n
+    far = float(torch.maximum(ranks[1:] - normal, normal - ranks[:-1]).max())
+    # Rounding moves a value by half of eps: |x| φ(x) is at most 0.242; it is rounded twice.
+    beyond = max(far - torch.finfo(dtype).eps / 4, 0.0)
+    failed = surprising(math.log(2) - 2 * n * beyond**2, 1)
+    words = [f"its distribution is off the normal one by {far:.2g}"] if failed else []
+    return Check.of("noise: distribution", words, "", f"{far:.2g}")
+
+
+Pair = tuple[str, str, Tensor, Tensor]
+"""A parameter, what it would mean if the two correlated, and these."""
+Correlation = tuple[str, str, float, int]
+"""The same with their correlation, and of how many elements."""
+
+
+def _neighbours(draws: Sequence[Gradients]) -> Iterator[Pair]:
+    """Even and odd elements along each dimension."""
+    for draw in draws:
+        for name, noise in draw.items():
+            for dim in range(noise.dim()):
+                half = noise.shape[dim] // 2
+                pairs = noise.narrow(dim, 0, 2 * half).unflatten(dim, (half, 2))
+                words = f"repeats along dimension {dim}"
+                yield name, words, pairs.select(dim + 1, 0), pairs.select(dim + 1, 1)
+
+
+def _draws(draws: Sequence[Gradients]) -> Iterator[Pair]:
+    """Each parameter's noise in two steps."""
+    for (i, one), (j, other) in combinations(enumerate(draws, 1), 2):
+        for name, noise in one.items():
+            yield name, f"is in step {j} that of step {i}", noise, other[name]
+
+
+def _parameters(draws: Sequence[Gradients]) -> Iterator[Correlation]:
+    """Each parameter's noise with that of each other, in the same steps and in others."""
+    named = [(name, noise.flatten()[:SAMPLE]) for draw in draws for name, noise in draw.items()]
+    rows = pad_sequence([noise for _, noise in named], batch_first=True)
+    sizes = torch.tensor([noise.numel() for _, noise in named], device=rows.device)
+    there = (torch.arange(rows.shape[1], device=rows.device) < sizes[:, None]).to(rows.dtype)
+    squares = rows.square() @ there.T  # of each row, over the elements that the other has too
+    r = (rows @ rows.T / (squares * squares.T).sqrt()).nan_to_num().tolist()
+    n = torch.minimum(sizes[:, None], sizes).tolist()
+    for (i, (name, _)), (j, (other, _)) in combinations(enumerate(named), 2):
+        if name != other:
+            yield name, f"repeats that of {other}", r[i][j], n[i][j]
+
+
+def _compared(check: str, pairs: Iterator[Pair]) -> Check:
+    return _judged(
+        check, [(name, what, _correlation(a, b), a.numel()) for name, what, a, b in pairs]
+    )
+
+
+def _correlation(a: Tensor, b: Tensor) -> float:
+    size = float(a.norm() * b.norm())
+    return float((a * b).sum()) / size if size else 0.0
+
+
+def _judged(check: str, found: list[Correlation]) -> Check:
+    """A check of correlations; of each parameter what was found first is said."""
+    wrong: dict[str, str] = {}
+    worst = (0.0, "", 0.0, 0)
+    for name, what, r, n in found:
+        usual = chance_of_correlation(r, n)
+        worst = min(worst, (usual, name, r, n))
+        if surprising(usual, len(found)):
+            wrong.setdefault(name, f"{name}: its noise {what} (r = {r:.3g}, {n} elements)")
+    return Check.of(check, [*wrong.values()], worst[1], f"r = {worst[2]:.2g} of {worst[3]}")

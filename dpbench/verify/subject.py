@@ -1,0 +1,148 @@
+"""A trainer seen from outside: what its steps add to parameters, and what they should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from dpbench.case import BASELINE_TRAINER, MIXED, Case
+from dpbench.errors import ConfigurationError
+from dpbench.process.build import build
+from dpbench.training.base import Batch
+from dpbench.verify.reference import Examples, Gradients
+
+RATE = 2.0**30
+"""The learning rate with plain SGD. What is taken off a parameter is so much larger than it that
+rounding the sum to the parameter's type rounds the gradient, and no more."""
+
+STARTS = 0.02
+"""Deviation of trained parameters that begin as zeros. One adapter of a pair has no gradient while
+the other is zero, so nothing would be known of its clipping."""
+
+
+class Subject:
+    """What a case trains: where its parameters begin, its batches and its examples' gradients."""
+
+    def __init__(self, case: Case, device: torch.device, steps: int) -> None:
+        precision = "fp32" if case.precision in (*MIXED, "tf32") else case.precision
+        plain = replace(
+            case,
+            trainer=BASELINE_TRAINER,
+            precision=precision,
+            optimizer="sgd",
+            micro_batches=1,
+            activation_checkpointing="off",
+        )
+        self.case, self.device = case, device
+        trainer, self.batches = build(plain, device, steps)
+        self.model, self._losses = without_dropout(trainer.model), trainer.example_losses
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and not parameter.any():
+                noise = torch.randn(parameter.shape, generator=generator) * STARTS
+                parameter.data.copy_(noise)
+        self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.dtype = self.start[self.trained[0]].dtype
+        self.reference = "float64"
+        """In what the examples' gradients were computed."""
+        self.changed: set[str] = set()
+        """The frozen parameters that some step has changed."""
+
+    def examples(self) -> list[Examples]:
+        """The gradients of each batch's examples, in float64 if the model can be computed so."""
+        try:
+            return self._examples(torch.float64)
+        except RuntimeError as error:
+            words = str(error).partition("\n")[0]
+            self.reference = f"float32, because float64 fails: {words}"
+            return self._examples(torch.float32)
+
+    def _examples(self, dtype: torch.dtype) -> list[Examples]:
+        def place(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        self.model.to(dtype)
+        batches = [pytree.tree_map(place, batch) for batch in self.batches]
+        with torch.no_grad():
+            once, again = (self._losses(self.model, batches[0]) for _ in range(2))
+        if not torch.equal(once, again):
+            raise ConfigurationError(
+                "a batch has other losses each time that they are computed, so no gradient can be "
+                "verified: take what is random out of model and losses"
+            )
+        return [Examples.of(self.model, batch, self._losses) for batch in batches]
+
+    def steps(
+        self, case: Case, number: int, *, seed: int = 0, **options: Any
+    ) -> Iterator[Gradients]:
+        """What each step of a case's trainer takes off, divided by the learning rate.
+
+        Each begins where the first did, with the next of the batches.
+        """
+        plain = case.optimizer == "sgd"
+        options["learning_rate"] = RATE if plain else 1e-3
+        trainer, _ = build(case, self.device, len(self.batches), seed=seed, **options)
+        parameters = {
+            name.removeprefix("_module."): p
+            for name, p in without_dropout(trainer.model).named_parameters()
+        }
+        if parameters.keys() != self.start.keys():
+            other = sorted(parameters.keys() ^ self.start.keys())[0]
+            raise ConfigurationError(
+                f"{type(trainer).__name__} trains another model than the workload's: only one of "
+                f"them has a parameter {other}"
+            )
+        trained = {name: parameters[name] for name in self.trained}
+        update = _by_parameters if plain else _by_optimizer
+        for batch in islice(cycle(self.batches), number):
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(self.start[name])
+            seen = update(trainer, batch, trained)
+            self.changed |= {
+                name
+                for name, parameter in parameters.items()
+                if name not in trained and not torch.equal(parameter, self.start[name])
+            }
+            yield seen
+
+
+def _by_parameters(trainer: Any, batch: Batch, trained: Mapping[str, nn.Parameter]) -> Gradients:
+    """How far a step with plain SGD moves parameters."""
+    before = {name: p.detach().double() for name, p in trained.items()}
+    trainer.train_step(batch)
+    return {name: (before[name] - p.detach().double()) / RATE for name, p in trained.items()}
+
+
+def _by_optimizer(trainer: Any, batch: Batch, trained: Mapping[str, nn.Parameter]) -> Gradients:
+    """The gradients that the plain optimizer is handed in a step; zeros where nothing moves."""
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    handed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trained.items()}
+
+    def take(*_: object) -> None:
+        for name, p in trained.items():
+            if p.grad is not None:
+                handed[name] += p.grad.double()
+
+    hook = trainer.plain_optimizer.register_step_pre_hook(take)
+    try:
+        trainer.train_step(batch)
+    finally:
+        hook.remove()
+    return {name: g * (not torch.equal(before[name], trained[name])) for name, g in handed.items()}
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model with dropout that drops nothing, so that a loss is the same each time."""
+    for layer in model.modules():
+        if isinstance(layer, _DropoutNd):
+            layer.p = 0.0
+    return model

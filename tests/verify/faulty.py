@@ -1,0 +1,276 @@
+"""Private trainers that do what users' did: a right one, example by example, and faults of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
+from dpbench.training.base import mean_of
+from dpbench.training.per_layer import LinearRule, Rule, Seen
+from dpbench.workloads.base import examples_in, parts_of
+
+Gradients = dict[str, Tensor]
+
+
+class Looped(TrainerBase):
+    """A right one, one example at a time, in as few lines as it takes."""
+
+    labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.divisor = batch_size
+        self.deviation = self.noise_multiplier * self.max_grad_norm
+
+    def train_step(self, batch: Batch) -> Tensor:
+        sums = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        losses = []
+        for _, part in self.parts(batch):
+            for name, gradient in self.clipped_sum(part, losses).items():
+                sums[name] += gradient
+        for name, parameter in self.trained.items():
+            noise = self.noise(parameter)
+            parameter.grad = (sums[name] + self.deviation * noise) / self.divisor
+        self.plain_optimizer.step()
+        return mean_of(losses)
+
+    def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
+        total = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        for example in parts_of(part, examples_in(part)):
+            loss = self.example_losses(self.model, example).mean()
+            found = torch.autograd.grad(loss, [*self.trained.values()])
+            losses.append(loss.detach())
+            for name, gradient in self.clip(dict(zip(self.trained, found, strict=True))).items():
+                total[name] += gradient
+        return total
+
+    def clip(self, gradients: Gradients) -> Gradients:
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+        factor = (self.max_grad_norm / norm).clamp(max=1.0)
+        return {name: g * factor for name, g in gradients.items()}
+
+    def noise(self, parameter: Tensor) -> Tensor:
+        return torch.randn_like(parameter)
+
+
+class AdaptersUnclipped(Looped):
+    """Opacus #820: low-rank adapters go into the update as they are."""
+
+    def clip(self, gradients: Gradients) -> Gradients:
+        clipped = super().clip(gradients)
+        return {n: gradients[n] if n.endswith("up.weight") else g for n, g in clipped.items()}
+
+
+class WrongNorms(LinearRule):
+    """Adds up the norms of tokens, as if they were examples."""
+
+    def squared_norms(self, seen: Seen) -> Tensor:
+        x, g = self.joined(seen)
+        return (x.square().sum(2) * g.square().sum(2)).sum(1)
+
+
+class GhostThatDiffers(BookKeepingTrainer):
+    """Opacus #692: ghost norms that are not those of the per-sample gradients."""
+
+    def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
+        return (
+            WrongNorms(layer, name)
+            if isinstance(layer, nn.Linear)
+            else super().rule_of(layer, name)
+        )
+
+
+class MeanOfParts(Looped):
+    """Opacus #683: gradients of micro-batches are added up as a mean."""
+
+    def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
+        total = super().clipped_sum(part, losses)
+        return {name: g / self.micro_batches for name, g in total.items()}
+
+
+class AccumulatesForEver(Looped):
+    """Sums that nobody sets to zero."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        return super().train_step(batch)
+
+    def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
+        total = super().clipped_sum(part, losses)
+        self.kept = {
+            n: g + getattr(self, "kept", total)[n] * hasattr(self, "kept") for n, g in total.items()
+        }
+        return self.kept
+
+
+class WrongBatchSize(Looped):
+    """Divides by the micro-batch."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.divisor = self.batch_size // 2
+
+
+class ByLayerCalledFlat(Looped):
+    """Each parameter's gradient to C/√n, and a label that says flat."""
+
+    def clip(self, gradients: Gradients) -> Gradients:
+        share = self.max_grad_norm / len(gradients) ** 0.5
+        return {n: g * (share / g.norm()).clamp(max=1.0) for n, g in gradients.items()}
+
+
+class ByLayer(ByLayerCalledFlat):
+    """The same with the right label."""
+
+    labels = MappingProxyType({"clips": "per layer"})
+
+
+class ByBatch(Looped):
+    """Clips the gradient of the batch, not those of examples."""
+
+    def clip(self, gradients: Gradients) -> Gradients:
+        return gradients
+
+    def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
+        total = super().clipped_sum(part, losses)
+        size = examples_in(part)
+        mean = {name: g / size for name, g in total.items()}
+        return {name: g * size for name, g in super().clip(mean).items()}
+
+
+class LeavesOneOut(Looped):
+    """A parameter that is not updated."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        del self.trained["head.weight"]
+
+
+class TrainsWhatIsFrozen(Looped):
+    def train_step(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1 if parameter.requires_grad else 0.999)
+        return super().train_step(batch)
+
+
+class NotFinite(Looped):
+    def clip(self, gradients: Gradients) -> Gradients:
+        return {name: g / 0 for name, g in gradients.items()}
+
+
+class NoiseTwice(Looped):
+    """Noise for each micro-batch, as if each were a batch."""
+
+    def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
+        total = super().clipped_sum(part, losses)
+        return {n: g + self.deviation * torch.randn_like(g) for n, g in total.items()}
+
+
+class HalfTheNoise(Looped):
+    def noise(self, parameter: Tensor) -> Tensor:
+        return torch.randn_like(parameter) / 2
+
+
+class OneParameterWithoutNoise(Looped):
+    def noise(self, parameter: Tensor) -> Tensor:
+        return super().noise(parameter) * (parameter is not self.trained["final_norm.bias"])
+
+
+class UniformNoise(Looped):
+    """Of the right deviation, and not normal."""
+
+    def noise(self, parameter: Tensor) -> Tensor:
+        return (torch.rand_like(parameter) - 0.5) * 12**0.5
+
+
+class NoiseOfRows(Looped):
+    """One row of noise for all rows."""
+
+    def noise(self, parameter: Tensor) -> Tensor:
+        return torch.randn_like(parameter[:1]).expand_as(parameter)
+
+
+class NoiseOfParameters(Looped):
+    """A generator that is made anew for each parameter."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.seed = int(torch.randint(2**60, ()))
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.seed += 1
+        return super().train_step(batch)
+
+    def noise(self, parameter: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(parameter.shape, generator=generator)
+
+
+class NoiseOfSteps(NoiseOfParameters):
+    """A generator that is made anew in each step."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        return Looped.train_step(self, batch)
+
+    def noise(self, parameter: Tensor) -> Tensor:
+        return torch.randn(parameter.shape, generator=self.generator)
+
+
+class NoiseOfRuns(NoiseOfSteps):
+    """A seed that is written down."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.seed = 1
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.seed += 1
+        return super().train_step(batch)
+
+
+OF_THE_MODULE = torch.Generator().manual_seed(0)
+
+
+class NoiseOfProcesses(Looped):
+    """A generator of the module, the same in each process."""
+
+    def noise(self, parameter: Tensor) -> Tensor:
+        return torch.randn(parameter.shape, generator=OF_THE_MODULE)
+
+
+class SaysNothing(Looped):
+    """Clips per block, which nobody can hold it to."""
+
+    labels = MappingProxyType({"clips": "per block"})
+
+
+class Unlabelled(StandardTrainer):
+    """The standard one under another name."""
+
+
+class OnlyFloat32(Workload):
+    """A model that makes float32 of what it is given."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 6)
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        while True:
+            yield torch.randn(batch_size, 4)
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return (3 * model(batch.float())).sin().sum(1)
+
+
+class Random(OnlyFloat32):
+    """A loss that is drawn."""
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return model(batch.to(next(model.parameters()).dtype)).sum(1) * torch.rand(len(batch))

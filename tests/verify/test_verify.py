@@ -1,0 +1,258 @@
+"""Private trainers are held to what they say: right ones pass, and each fault is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dpbench.case import Case
+from dpbench.cli import main
+from dpbench.commands.verify import found
+from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.registry import resolve
+from dpbench.verify.check import Check
+
+FAULTY = "tests.verify.faulty"
+TINY: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "50x16x1x2"}
+SMALL = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=4"
+LLAMA = f"hf-causal-lm:model_type=llama,{SMALL},vocab_size=60,seq_len=6"
+RESNET = "resnet:depth=18,image_size=32,classes=10"
+PRIVATE = [
+    "dpsgd",
+    "dpsgd:clip=per_layer",
+    "dpsgd:grad_sample=functorch",
+    "dpsgd:grad_sample=ew",
+    "dpsgd_ghost",
+    "dpsgd_fgc",
+    "book_keeping",
+    "fused",
+]
+
+
+def checks_of(trainer: str, *, device: str = "cpu", **axes: Any) -> list[Check]:
+    usual = {"batch_size": 4} if "workload" in axes else TINY
+    return found(resolve(Case(trainer, **({"micro_batches": 2} | usual | axes))), device)
+
+
+def own(name: str, **axes: Any) -> list[Check]:
+    return checks_of(f"{FAULTY}:{name}", **axes)
+
+
+def wrong(checks: list[Check]) -> dict[str, list[str]]:
+    return {check.name: list(check.wrong) for check in checks if not check.passed}
+
+
+def all_wrong(checks: list[Check]) -> list[str]:
+    return [line for lines in wrong(checks).values() for line in lines]
+
+
+# --- what passes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", PRIVATE)
+def test_built_in_private_trainers_pass_on_the_transformer(trainer: str) -> None:
+    assert not wrong(checks_of(trainer))
+
+
+@pytest.mark.parametrize("trainer", [each for each in PRIVATE if not each.endswith("=ew")])
+def test_they_pass_on_a_llama(trainer: str) -> None:
+    pytest.importorskip("transformers")
+    assert not wrong(checks_of(trainer, workload=LLAMA))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trainer", PRIVATE)
+def test_they_pass_on_a_resnet(trainer: str) -> None:
+    assert not wrong(checks_of(trainer, workload=RESNET, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("trainer", PRIVATE)
+def test_they_pass_on_a_gpu(trainer: str, precision: str) -> None:
+    assert not wrong(checks_of(trainer, precision=precision, device="cuda"))
+
+
+@pytest.mark.parametrize("name", ["Looped", "ByLayer"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_a_right_trainer_of_ones_own_passes(name: str, optimizer: str) -> None:
+    assert not wrong(own(name, optimizer=optimizer))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "axes"),
+    [
+        ("fused", {"optimizer": "momentum"}),
+        ("fused", {"trainable": "lora:2"}),
+        ("book_keeping", {"trainable": "*.bias", "micro_batches": 1}),
+        ("dpsgd_ghost", {"trainable": "lora:2", "optimizer": "adamw"}),
+        ("dpsgd", {"activation_checkpointing": "on"}),
+        ("fused", {"precision": "bf16"}),
+        ("dpsgd_fgc", {"precision": "bf16"}),
+        ("book_keeping", {"precision": "bf16-amp"}),
+    ],
+    ids=str,
+)
+def test_they_pass_with_other_optimizers_precisions_and_parameters(
+    trainer: str, axes: dict[str, Any]
+) -> None:
+    assert not wrong(checks_of(trainer, **axes))
+
+
+def test_the_reference_is_in_float32_where_the_model_has_to_be() -> None:
+    first, *others = checks_of("dpsgd", workload=f"{FAULTY}:OnlyFloat32")
+    assert "float32, because float64 fails: " in first.far
+    assert not wrong(others)
+
+
+def test_small_parameters_are_judged_by_more_steps() -> None:
+    case = "layer:layer=layernorm,width=2,length=3"
+    assert not wrong(checks_of("book_keeping", workload=case))
+
+
+# --- gradients that differ -----------------------------------------------------------------------
+
+CLIPPED = "times the mean of gradients clipped flat"
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "said"),
+    [
+        (
+            "AdaptersUnclipped",
+            {"trainable": "lora:2"},
+            "the mean of gradients that are not clipped",
+        ),
+        ("GhostThatDiffers", {}, "token_embedding.weight: off by 0.0"),
+        ("MeanOfParts", {}, f"0.5 {CLIPPED}"),
+        ("MeanOfParts", {"micro_batches": 4}, f"0.25 {CLIPPED}"),
+        ("WrongBatchSize", {}, f"2 {CLIPPED}"),
+        ("ByLayerCalledFlat", {}, "the mean of gradients clipped per layer"),
+        ("ByBatch", {}, "the mean of micro-batches' gradients, clipped"),
+        ("ByBatch", {"micro_batches": 1}, "the batch's gradient, clipped as one"),
+        ("MeanOfParts", {"optimizer": "momentum"}, f"0.5 {CLIPPED}"),
+        ("LeavesOneOut", {"optimizer": "adamw"}, "head.weight: does not move"),
+        ("LeavesOneOut", {}, "head.weight: does not move"),
+        ("AccumulatesForEver", {}, "token_embedding.weight: from step 2 on, off by"),
+        ("NotFinite", {}, "not finite"),
+    ],
+    ids=str,
+)
+def test_a_gradient_that_differs_is_named_with_what_it_is(
+    name: str, axes: dict[str, Any], said: str
+) -> None:
+    assert said in "\n".join(all_wrong(own(name, **axes)))
+
+
+def test_only_the_parameters_that_differ_are_named() -> None:
+    checks = own("AdaptersUnclipped", trainable="lora:2")
+    lines = all_wrong(checks)
+    assert {line.partition(":")[0].endswith("up.weight") for line in lines} == {True}
+    assert [check.name for check in checks if check.verdict == "FAILED"] == [
+        "gradient, half clipped",
+        "gradient in 2 parts, all clipped",
+    ]
+
+
+def test_a_frozen_parameter_that_changes_is_named() -> None:
+    lines = wrong(own("TrainsWhatIsFrozen", trainable="*.bias"))["frozen parameters stay"]
+    assert "head.weight: is frozen, and changes" in lines
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-amp"])
+def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
+    lines = all_wrong(own("AdaptersUnclipped", trainable="lora:2", precision=precision))
+    assert lines
+    assert all("up.weight" in line for line in lines)
+
+
+# --- noise that differs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "said"),
+    [
+        ("NoiseTwice", "noise: deviation", "1.5"),
+        ("HalfTheNoise", "noise: deviation", "0.5"),
+        ("OneParameterWithoutNoise", "noise: deviation", "final_norm.bias: no noise"),
+        ("UniformNoise", "noise: distribution", "off the normal one by"),
+        ("NoiseOfRows", "noise: elements", "head.weight: its noise repeats along dimension 0"),
+        ("NoiseOfParameters", "noise: parameters", "its noise repeats that of"),
+        ("NoiseOfSteps", "noise: steps, runs", "its noise is in step 2 that of step 1"),
+        ("NoiseOfRuns", "noise: steps, runs", "its noise is in step 3 that of step 1"),
+    ],
+)
+def test_noise_that_differs_is_named(name: str, check: str, said: str) -> None:
+    assert said in "\n".join(wrong(own(name))[check])
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("UniformNoise", "noise: distribution"),
+        ("NoiseOfParameters", "noise: parameters"),
+        ("NoiseOfRuns", "noise: steps, runs"),
+    ],
+)
+def test_a_fault_of_noise_is_no_other_fault(name: str, check: str) -> None:
+    assert wrong(own(name)).keys() == {check}
+
+
+def test_noise_that_repeats_in_another_process_is_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    axes = ["--batch-size=4", "--seq-len=8", "--model-size=50x16x1x2", "--device=cpu"]
+    assert main(["verify", f"--trainer={FAULTY}:NoiseOfProcesses", *axes]) == 1
+    said = capfd.readouterr().out
+    assert said.count("FAILED") == 1
+    assert "noise: steps, runs, processes: head.weight: its noise is in step" in said
+
+
+def test_what_cannot_be_judged_is_no_pass() -> None:
+    [check] = [each for each in own("HalfTheNoise") if each.name == "noise: distribution"]
+    assert (check.verdict, check.passed) == ("not judged", False)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trainer", "axes", "said"),
+    [
+        ("standard", {}, "trainer standard clips nothing and adds no noise"),
+        (f"{FAULTY}:Unlabelled", {}, "clips nothing and adds no noise"),
+        (f"{FAULTY}:SaysNothing", {}, "unknown label clips of trainer SaysNothing 'per block'"),
+        ("dpsgd:max_grad_norm=0.5", {}, "max_grad_norm is chosen by verify"),
+        (
+            "book_keeping",
+            {"workload": "layer:layer=lstm,width=64,length=5"},
+            "one parameter of sev",
+        ),
+        ("dpsgd_ghost", {"precision": "fp16-amp"}, "use bf16-amp"),
+    ],
+)
+def test_what_there_is_nothing_to_verify_of_is_refused_in_the_trainers_words(
+    trainer: str, axes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        checks_of(trainer, **axes)
+
+
+def test_a_model_whose_losses_are_random_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="other losses each time that they are computed"):
+        checks_of("dpsgd", workload=f"{FAULTY}:Random")
+
+
+def test_a_trainer_that_fails_is_named_with_its_error() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(DpbenchError, match="trainer dpsgd:grad_sample=ew failed: TypeE"):
+        checks_of("dpsgd:grad_sample=ew", workload=LLAMA)
+
+
+def test_the_seed_of_whoever_asks_stays_as_it_was() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    checks_of("book_keeping")
+    assert torch.equal(before, torch.random.get_rng_state())
