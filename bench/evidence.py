@@ -84,7 +84,7 @@ def falsified(reading: int, factor: float) -> Iterator[None]:
 @cache
 def _summary(path: Path) -> dict[str, list[tuple[frozenset[str], float]]]:
     """By metric, the words that describe each number, and the number."""
-    summary = of_one_instrument(summarise(Run.load(path).frame))
+    summary = of_one_instrument(summarise(_run(path).frame))
     found: dict[str, list[tuple[frozenset[str], float]]] = {}
     measured = summary[(summary.metric != "peak_memory_bytes") | (summary.device != NO_HARDWARE)]
     for row in measured.to_dict("records"):
@@ -142,6 +142,11 @@ def _lines(file: str, start: str) -> tuple[str, list[str]]:
 def number(file: str, metric: str, *words: str) -> float:
     """A metric of a run, in its base unit."""
     return _one(run_of(file), metric, words)
+
+
+@cache
+def _run(path: Path) -> Run:
+    return Run.load(path)
 
 
 def run_of(file: str) -> Path:
@@ -225,23 +230,23 @@ def idle(file: str, *words: str) -> float:
 
 def device(file: str) -> str:
     """Where a run was measured."""
-    return str(Run.load(run_of(file)).devices[0])
+    return str(_run(run_of(file)).devices[0])
 
 
 def commit(file: str) -> str:
     """The commit whose checkout, without changes, measured it; else nothing."""
-    code = Run.load(run_of(file)).environment["code"]
+    code = _run(run_of(file)).environment["code"]
     return "" if code["dirty"] else str(code["commit"])
 
 
 def status(file: str) -> str:
     """Whether its session was complete."""
-    return Run.load(run_of(file)).status
+    return _run(run_of(file)).status
 
 
 def spread(file: str, metric: str) -> float:
     """How far the counted steps of a case differ at most, ÷ their mean."""
-    summary = summarise(Run.load(run_of(file)).frame)
+    summary = summarise(_run(run_of(file)).frame)
     of_steps = summary[(summary.metric == metric) & (summary.phase == STEP)]
     return _read(run_of(file).name, float(of_steps.spread.max()))
 

@@ -99,7 +99,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        return answer(self.query) is True
+        return evaluated(self.query)[0] is True
 
     def __str__(self) -> str:
         return f"{self.document}: “{as_line(self.sentence)}”"
@@ -115,17 +115,20 @@ class Document:
 
 
 @cache
+def evaluated(query: str) -> tuple[float | bool | list[float], frozenset[str]]:
+    """What a query comes to, and the files that it reads."""
+    return answer(query), files_read()
+
+
 def values(query: str) -> tuple[float, ...]:
     """The numbers to which a query comes, mostly one."""
-    value = answer(query)
+    value, _ = evaluated(query)
     return tuple(map(float, value)) if isinstance(value, list) else (float(value),)
 
 
-@cache
 def files_of(query: str) -> frozenset[str]:
     """The files that a query reads."""
-    answer(query)
-    return files_read()
+    return evaluated(query)[1]
 
 
 def split(queries: str) -> list[str]:
@@ -202,7 +205,7 @@ class _Parser:
         held = 0
         for query in split(self.text[slice(*source.span(2))]):
             try:
-                if isinstance(answer(query), bool) and "(" in query:
+                if isinstance(evaluated(query)[0], bool) and "(" in query:
                     self.claims.append(Claim(self.name, whole, query))
                     held += 1
                 else:
