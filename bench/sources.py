@@ -36,7 +36,7 @@ EXEMPT = {
     r"^#+ \d+\. ": "the number of a section",
     r"^ *\d+\. ": "the number of an item",
     r"[Ff]indings? \d+(?:(?:,| and) \d+)*": "the number of a finding",
-    r"(?<![\d.])\d+ × \d+(?= |[,;:.)\n|])": "a cell: batch size × sequence length",
+    r"(?<![\d.])\d+\s×\s\d+(?=\s|[],;:.)|])": "a cell: batch size × sequence length",
     r"(?:batch|sequence|length)(?:\ssize)?\s(?:of\s)?\d+(?:(?:,|\sand|\sor|\sto)\s\d+)*": "a cell",
     r"(?<![\d.])\d+(?:,?\s(?:and|or|to)\s\d+)?\stokens": "a cell's sequence length",
     r"(?:Opacus|torch|PyTorch|Python|CUDA|Compute|Transformers|driver|schema|pandas) \d[\d.]*"
