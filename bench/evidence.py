@@ -95,6 +95,7 @@ def _summary(path: Path) -> dict[str, list[tuple[frozenset[str], float]]]:
     return found
 
 
+@cache
 def _one(path: Path, metric: str, said: tuple[str, ...]) -> float:
     words = {*" ".join(said).replace(",", " ").split()}
     if not words & {*ALL_PHASES}:
@@ -102,7 +103,7 @@ def _one(path: Path, metric: str, said: tuple[str, ...]) -> float:
     values = [value for known, value in _summary(path).get(metric, []) if known >= words]
     if len(values) != 1:
         raise QueryError(f"{path.name} has {len(values)} {metric} of {' '.join(said)}")
-    return _read(path.name, values[0])
+    return values[0]
 
 
 @cache
@@ -141,7 +142,7 @@ def _lines(file: str, start: str) -> tuple[str, list[str]]:
 
 def number(file: str, metric: str, *words: str) -> float:
     """A metric of a run, in its base unit."""
-    return _one(run_of(file), metric, words)
+    return _read(run_of(file).name, _one(run_of(file), metric, words))
 
 
 @cache

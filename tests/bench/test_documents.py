@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from bench import documents, evidence
 from bench.documents import DOCUMENTS
 from bench.sources import Document, Figure, files_of, parse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EVIDENCE = documents.sums()
 
 
@@ -58,20 +59,26 @@ def test_a_number_changed_by_a_hundredth_is_found_with_its_sentence(name: str) -
 
 
 def shows_a_hundredth(figure: Figure) -> bool:
-    """Whether a number has digits enough to show that its only source is another."""
-    value = evidence.answer(figure.query)
+    """Whether a number has digits enough to show that one that it rests on is another."""
     least = 10.0 ** -len(figure.text.partition(".")[2])
-    return evidence.readings() == 1 and abs(float(value)) * 0.01 > least  # type: ignore[arg-type]
+    return abs(float(figure.text)) * 0.01 > least and "spearman(" not in figure.query
+
+
+def falsified(figure: Figure) -> Iterator[str]:
+    """The number, where one of those that it rests on is a hundredth more or less."""
+    evidence.answer(figure.query)
+    for reading in range(1, evidence.readings() + 1):
+        for factor in (0.99, 1.01):
+            with evidence.falsified(reading, factor):
+                value = evidence.answer(figure.query)
+            yield figure.written(value[0] if isinstance(value, list) else value)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-@pytest.mark.parametrize("factor", [0.99, 1.01])
-def test_evidence_changed_by_a_hundredth_is_found(name: str, factor: float) -> None:
+def test_evidence_changed_by_a_hundredth_is_found(name: str) -> None:
     _, document = parsed(name)
     for figure in filter(shows_a_hundredth, document.figures):
-        with evidence.falsified(1, factor):
-            value = evidence.answer(figure.query)
-        assert figure.written(float(value)) != figure.text, figure  # type: ignore[arg-type]
+        assert any(text != figure.text for text in falsified(figure)), figure
 
 
 @pytest.mark.parametrize("file", sorted(EVIDENCE))
