@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.evidence import RESULTS, ROOT
-from bench.sources import Document, files_of, parse
+from bench.sources import Claim, Document, Figure, files_of, parse
 
 DOCUMENTS = (
     "README.md",

@@ -232,6 +232,7 @@ class _Parser:
                 of_column |= dict.fromkeys(range(int(first), int(last or first) + 1), said)
         lines = list(re.compile(r"^ *\|.*$", re.M).finditer(self.plain, start, end))
         heads = [label(cell) for cell in self.text[slice(*lines[0].span())].split("|")]
+        self.give([], *lines[0].span(), self.text[slice(*lines[0].span())], " in the header")
         words: dict[str, str] = {}
         for index, line in enumerate(lines[2:]):
             words["row"] = of_row[index] if index < len(of_row) else ""

@@ -121,6 +121,11 @@ def test_a_table_without_a_source_is_found() -> None:
     assert problem == "README.md: 1 numbers, 0 queries in column 2 of “| dpsgd | 412.5 |”"
 
 
+def test_a_number_in_a_header_is_found() -> None:
+    table = "| | 412.5 GB |\n|---|---|\n| dpsgd | - |\n"
+    assert len(parse("README.md", table).problems) == 1
+
+
 def test_a_sentence_of_findings_that_says_all_needs_a_query() -> None:
     said = "Ghost clipping is slower in all cells."
     [problem] = parse("docs/findings.md", said).problems
