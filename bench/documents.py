@@ -46,9 +46,10 @@ def changed_evidence(now: dict[str, str], documents: list[Document]) -> list[str
     then = recorded_sums()
     for file in sorted({*now, *then}):
         if now.get(file) != then.get(file):
-            said = [
-                f for d in documents for f in (*d.figures, *d.claims) if file in files_of(f.query)
-            ]
+            all_said: list[Figure | Claim] = []
+            for document in documents:
+                all_said += [*document.figures, *document.claims]
+            said = [one for one in all_said if file in files_of(one.query)]
             rest = "".join(f"\n  {one}" for one in said) or " no sentence"
             problems.append(f"{file} has changed, on which rest:{rest}")
     return problems

@@ -334,7 +334,8 @@ def answer(query: str) -> float | bool | list[float]:
     """
     code = _compiled(query)
     _reads.files, _reads.count = set(), 0
-    return eval(code, {"__builtins__": {}, **VOCABULARY})
+    value: float | bool | list[float] = eval(code, {"__builtins__": {}, **VOCABULARY})
+    return value
 
 
 def files_read() -> frozenset[str]:
