@@ -1,0 +1,348 @@
+"""What a number in the documents may be computed from: the vocabulary of their queries.
+
+A query is one Python expression of the names in `VOCABULARY`, numbers, strings, arithmetic,
+comparisons, ``and``, ``or``, ``not``, lists and comprehensions; nothing else is evaluated, so that
+no attribute, subscript or other name can be reached. A *file* is named without ``h200-`` and
+ending, ``"methods-256"`` for ``docs/results/h200-methods-256.json``; *words* choose rows of it:
+
+- a trainer, a precision, a phase (without one, the step), a model (``"dropout"``);
+- a cell, ``"8x256"``: batch size × sequence length.
+
+They must leave one number: the mean over counted steps, or the median of timed ones.
+
+Of (file, words) ``gb``, ``served`` and ``logical`` are DRAM bytes, bytes that L2 was asked for and
+counted bytes, in GB of 10⁹ bytes, ``ms`` is time, ``peak`` peak memory in GB, ``busy`` the share of
+the time in which the GPU was busy, in %; the other functions say themselves what they are.
+``PRIVATE``, ``TRAINERS``, ``METHODS`` are Opacus's three trainers, with ``"standard"``, and with
+dpbench's two; ``FP32``, ``ALL``, ``FOUR``, ``MODELS`` are where trainers were measured, each a file
+and words.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from dpbench.case import ALL_PHASES
+from dpbench.results.frame import of_one_instrument, summarise
+from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.run import Run
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results"
+BOUNDS = ROOT / "tests/logical/bounds.json"
+AGAINST = "logical-against-measured"
+NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?")
+
+
+class QueryError(ValueError):
+    """A query that is outside the vocabulary, or whose words do not leave one number."""
+
+
+# --- what is read: each number of evidence passes `_read` once -----------------------------------
+
+
+class _Reads:
+    """Which files a query has read, and, for tests, the one reading that is falsified."""
+
+    files: set[str]
+    count = 0
+    falsified: int | None = None
+    factor = 1.0
+
+
+_reads = _Reads()
+_reads.files = set()
+
+
+def _read(file: str, value: float) -> float:
+    _reads.files.add(file)
+    _reads.count += 1
+    return value * _reads.factor if _reads.count == _reads.falsified else value
+
+
+@contextmanager
+def falsified(reading: int, factor: float) -> Iterator[None]:
+    """While it lasts, the queries' ``reading``-th number of evidence, from 1, is another."""
+    _reads.falsified, _reads.factor = reading, factor
+    try:
+        yield
+    finally:
+        _reads.falsified = None
+
+
+@cache
+def _summary(path: Path) -> dict[str, list[tuple[frozenset[str], float]]]:
+    """By metric, the words that describe each number, and the number."""
+    summary = of_one_instrument(summarise(_run(path).frame))
+    found: dict[str, list[tuple[frozenset[str], float]]] = {}
+    measured = summary[(summary.metric != "peak_memory_bytes") | (summary.device != NO_HARDWARE)]
+    for row in measured.to_dict("records"):
+        cell = f"{row['batch_size']}x{row['seq_len']}"
+        layers = f"layers={row['model_size'].split('x')[-2]}" if "x" in row["model_size"] else ""
+        words = (row["trainer"], row["precision"], row["model"], row["phase"], cell, layers)
+        found.setdefault(row["metric"], []).append((frozenset(words), row["value"]))
+    return found
+
+
+@cache
+def _one(path: Path, metric: str, said: tuple[str, ...]) -> float:
+    words = {*" ".join(said).replace(",", " ").split()}
+    if not words & {*ALL_PHASES}:
+        words.add(STEP)
+    values = [value for known, value in _summary(path).get(metric, []) if known >= words]
+    if len(values) != 1:
+        raise QueryError(f"{path.name} has {len(values)} {metric} of {' '.join(said)}")
+    return values[0]
+
+
+@cache
+def _operators() -> pd.DataFrame:
+    """Counts of the bounds by cell, layers, phase and operator."""
+    frame = pd.DataFrame(json.loads(BOUNDS.read_text(encoding="utf-8"))["operators"])
+    cells = frame.batch_size.astype(str) + "x" + frame.seq_len.astype(str)
+    layers = frame.model_size.str.split("x").str[2].astype(int)
+    bytes_ = frame.read_bytes + frame.write_bytes
+    return frame.assign(cell=cells, layers=layers, bytes=bytes_)
+
+
+@cache
+def _of_24_layers(column: str, trainer: str, cell: str, words: tuple[str, ...]) -> float:
+    """A count of all layers, in whose number it is affine (`tests/logical/layers.py`)."""
+    cell = cell.split(",")[0]
+    rows = _operators().query("trainer == @trainer and cell == @cell and precision == 'fp32'")
+    for word in words:
+        rows = rows[(rows.phase == word) | (rows.operator == word)]
+    if rows.empty:
+        raise QueryError(f"{BOUNDS.name} has nothing of {trainer} {cell} {' '.join(words)}")
+    one, two = (float(rows[rows.layers == layers][column].sum()) for layers in (1, 2))
+    return one + 23 * (two - one)
+
+
+def _lines(file: str, start: str) -> tuple[str, list[str]]:
+    """The file's name, and its lines that begin so, without what draws a table."""
+    [path] = [RESULTS / n for n in (f"{file}.txt", f"{file}.md") if (RESULTS / n).exists()]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    flat = [" ".join(re.sub(r"[|\\]", " ", line).split()) for line in lines]
+    return path.name, [line for line in flat if f"{line} ".startswith(f"{start} ")]
+
+
+# --- the vocabulary ------------------------------------------------------------------------------
+
+
+def number(file: str, metric: str, *words: str) -> float:
+    """A metric of a run, in its base unit."""
+    return _read(run_of(file).name, _one(run_of(file), metric, words))
+
+
+@cache
+def _run(path: Path) -> Run:
+    return Run.load(path)
+
+
+def run_of(file: str) -> Path:
+    """The file of a run, measured or counted."""
+    counted_here = RESULTS / f"{file}.json"
+    return counted_here if counted_here.exists() else RESULTS / f"h200-{file}.json"
+
+
+def scaled(metric: str, scale: float) -> Callable[..., float]:
+    """`number` of one metric, in another unit."""
+    return lambda file, *words: number(file, metric, *words) * scale
+
+
+def counted(trainer: str, cell: str, *words: str) -> float:
+    """Counted GB of the 1b model at fp32: of a phase, of an operator."""
+    return _read(BOUNDS.name, _of_24_layers("bytes", trainer, cell, words)) / 1e9
+
+
+def calls(trainer: str, cell: str, *words: str) -> float:
+    """How often operators are called there."""
+    return _read(BOUNDS.name, _of_24_layers("calls", trainer, cell, words))
+
+
+def flops(trainer: str, cell: str, *words: str) -> float:
+    """Their operations."""
+    return _read(BOUNDS.name, _of_24_layers("flops", trainer, cell, words))
+
+
+def printed(file: str, start: str, n: int) -> float:
+    """Number ``n``, from 1, behind the words with which a line of a printed file begins."""
+    name, found = _lines(f"h200-{file}", start)
+    known = [NUMBER.findall(line[len(start) :]) for line in found]
+    numbers = {of_line[n - 1] for of_line in known if len(of_line) >= n}
+    if len(numbers) != 1:
+        raise QueryError(f"{name} has {len(found)} lines that begin with {start!r}")
+    return _read(name, float(numbers.pop()))
+
+
+def over(file: str, case: str, n: int) -> float:
+    """Of a case of a file: 1 measured GB, 2 counted GB, then ratios by phase, step and peak."""
+    text = (RESULTS / f"h200-{AGAINST}.txt").read_text(encoding="utf-8")
+    table = text.partition(f"h200-{file}.json: ")[2].partition("\n\nh200-")[0]
+    rows = [line.split() for line in table.splitlines() if line.startswith(f"{case}  ")]
+    if len(rows) != 1:
+        raise QueryError(f"h200-{AGAINST}.txt has {len(rows)} rows {case!r} of {file}")
+    return _read(f"h200-{AGAINST}.txt", float(rows[0][len(case.split()) :][n - 1]))
+
+
+def ceiling(of: str) -> float:
+    """What a copy reaches, in GB/ms (``"copy"``), or matrix products at a precision, in FLOP/ms."""
+    known = json.loads((RESULTS / "h200-ceilings.json").read_text(encoding="utf-8"))["ceilings"]
+    of = of.split()[-1]
+    value = known["bandwidth"] * 1e-12 if of == "copy" else known["flops"][of] * 1e-3
+    return _read("h200-ceilings.json", value)
+
+
+def ratios(
+    what: Callable[..., float],
+    where: list[tuple[str, ...]],
+    trainers: tuple[str, ...],
+    divisor: str = "standard",
+) -> list[float]:
+    """``gb`` or another of each trainer ÷ that of the divisor, everywhere."""
+    return [what(*place, t) / what(*place, divisor) for place in where for t in trainers]
+
+
+def more(file: str, *words: str) -> float:
+    """Ms that a step takes more than its cell's standard one; the trainer is the last word."""
+    ms = VOCABULARY["ms"]
+    return float(ms(file, *words) - ms(file, *words[:-1], "standard"))
+
+
+def idle(file: str, *words: str) -> float:
+    """The part of `more` in which the GPU did nothing, in %."""
+    ms, busy = VOCABULARY["ms"], VOCABULARY["busy"]
+    private, standard = (
+        ms(file, *case) * (100 - busy(file, *case)) for case in (words, (*words[:-1], "standard"))
+    )
+    return float((private - standard) / more(file, *words))
+
+
+def device(file: str) -> str:
+    """Where a run was measured."""
+    return str(_run(run_of(file)).devices[0])
+
+
+def commit(file: str) -> str:
+    """The commit whose checkout, without changes, measured it; else nothing."""
+    code = _run(run_of(file)).environment["code"]
+    return "" if code["dirty"] else str(code["commit"])
+
+
+def status(file: str) -> str:
+    """Whether its session was complete."""
+    return _run(run_of(file)).status
+
+
+def spread(file: str, metric: str) -> float:
+    """How far the counted steps of a case differ at most, ÷ their mean."""
+    summary = summarise(_run(run_of(file)).frame)
+    of_steps = summary[(summary.metric == metric) & (summary.phase == STEP)]
+    return _read(run_of(file).name, float(of_steps.spread.max()))
+
+
+def wrote(path: str, text: str) -> bool:
+    """Whether a file of the installed Opacus has this text."""
+    spec = find_spec("opacus")
+    return text in (Path(str(spec and spec.origin)).parent / path).read_text(encoding="utf-8")
+
+
+def item(values: list[float], place: int) -> float:
+    """One of several, from 0."""
+    return values[place]
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """The rank correlation."""
+    return float(pd.Series(first).rank().corr(pd.Series(second).rank()))
+
+
+PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
+GRID1 = [("grid1", cell, "fp32") for cell in ("8x256", "8x1024", "16x256", "16x1024")]
+FP32 = [*GRID1, *(("grid2", cell, "fp32") for cell in ("4x512", "4x1024", "8x512"))]
+ALL = [
+    *FP32,
+    *(("precisions", cell, p) for cell in ("8x256", "8x1024") for p in ("tf32", "bf16")),
+    *(("precisions-16x1024", "16x1024", p) for p in ("tf32", "bf16")),
+]
+
+FUNCTIONS = (
+    *(abs, all, any, len, max, min, sum, median, spearman, item),
+    *(number, counted, calls, flops, printed, over, ceiling),
+    *(ratios, more, idle, spread, device, commit, status, wrote),
+)
+
+VOCABULARY: dict[str, Any] = {
+    "gb": scaled("dram_bytes", 1e-9),
+    "served": scaled("l2_served_bytes", 1e-9),
+    "logical": scaled("logical_bytes", 1e-9),
+    "ms": scaled("step_time_seconds", 1e3),
+    "peak": scaled("peak_memory_bytes", 1e-9),
+    "busy": scaled("gpu_busy_share", 100),
+    "TRAINERS": ("standard", *PRIVATE),
+    "PRIVATE": PRIVATE,
+    "METHODS": (*PRIVATE, "book_keeping", "fused"),
+    "FP32": FP32,
+    "ALL": ALL,
+    "FOUR": [(file, p) for file in ("methods-256", "methods-1024") for p in ("fp32", "bf16")],
+    "MODELS": [("gpt2",), ("llama",), ("bert",), ("vit",), ("resnet",)],
+    **{function.__name__: function for function in FUNCTIONS},
+}
+
+_ALLOWED = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Store, ast.Tuple, ast.List),
+    *(ast.Call, ast.Starred, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare),
+    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
+    *(ast.GeneratorExp, ast.ListComp, ast.comprehension),
+)
+
+
+@cache
+def _compiled(query: str) -> Any:
+    try:
+        tree = ast.parse(query.strip(), mode="eval")
+    except SyntaxError as error:
+        raise QueryError(f"{query!r}: {error.msg}") from None
+    nodes = list(ast.walk(tree))
+    bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for node in nodes:
+        if not isinstance(node, _ALLOWED):
+            raise QueryError(f"{query!r} has a {type(node).__name__}, which no query may have")
+        if isinstance(node, ast.Name) and node.id not in {*VOCABULARY, *bound}:
+            raise QueryError(f"{query!r}: {node.id} is not in the vocabulary")
+        if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name):
+            raise QueryError(f"{query!r} calls what has no name")
+    return compile(tree, "<query>", "eval")
+
+
+def answer(query: str) -> float | bool | list[float]:
+    """What a query comes to: a number, several, or whether a claim holds.
+
+    Raises:
+        QueryError: it is outside the vocabulary, or chooses no number or several.
+    """
+    code = _compiled(query)
+    _reads.files, _reads.count = set(), 0
+    value: float | bool | list[float] = eval(code, {"__builtins__": {}, **VOCABULARY})
+    return value
+
+
+def files_read() -> frozenset[str]:
+    """The names of the files that the last `answer` has read."""
+    return frozenset(_reads.files)
+
+
+def readings() -> int:
+    """How many numbers of evidence the last `answer` has read."""
+    return _reads.count
