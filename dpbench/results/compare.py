@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,36 +19,32 @@ from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Metric
 from dpbench.results.frame import as_tuples
-from dpbench.results.rows import STEP, summed
+from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 
 CHANGES = [*summed(), "unit", "before", "after", "change", "relative"]
 """The columns of a comparison; ``change`` is after - before, ``relative`` that over before."""
 
 MOST = 5
-"""How many operators or kernels that grew are named."""
+"""How many operators or kernels are named for a regression."""
 
 SHARE = 0.02
-"""Of what changed most, the part below which nothing is named."""
+"""Operators or kernels below this share of the largest change are not listed."""
 
 _LIMITED = ("value", "ratio")
-"""The kinds of metrics that a limit can be for."""
-
-_MOVED = re.compile(r"(kernel_)?(dram|l2(?!_(sm|served|crossing))|logical|global)_")
-"""Metrics that operators and kernels add up to; of kernels no crossings of the L2 are known."""
+"""The kinds of metrics that can have a limit."""
 
 
 def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     """The numbers of two runs, side by side where case, instrument and device agree.
 
-    ``across`` puts beside each other also what different devices measured; the column ``device``
-    then says ``X -> Y``.
+    With ``across``, devices may differ; the column ``device`` then says ``X -> Y``.
 
     Returns:
         Every number of either run, with the columns `CHANGES` (``before`` or ``after`` is NaN where
-        that run has no such number), ``shared``: whether both have the case by that instrument,
-        and as ``steps`` and ``came`` what `dpbench.results.frame.numbers` says of the one, as
-        ``steps_new`` and ``came_new`` of the other.
+        that run has no such number); ``shared``, whether both have the case by that instrument;
+        and ``steps`` and ``came`` of `dpbench.results.frame.numbers`, for the run after as
+        ``steps_new`` and ``came_new``.
     """
     where = ["device"] if across else []
     measured = summed("metric", "phase", *where)
@@ -56,7 +53,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     if other_baseline(before, after):
         old, new = (side[side.of == ""] for side in (old, new))
     if any(len({*as_tuples(side, keys)}) < len(side) for side in (old, new)):
-        raise ConfigurationError("a run has one case on several devices: no one value of it")
+        raise ConfigurationError("a run has measured one case on several devices: not compared")
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
     both = both.rename(columns={"value": "before", "value_new": "after"})
     if across:
@@ -80,19 +77,26 @@ def other_baseline(before: Run, after: Run) -> str:
     )
 
 
-def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:
-    """The operators, or else the kernels, of a case that changed most between two runs.
+def largest_changes(
+    before: Run, after: Run, case: Case, regression: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The operators, or else the kernels, whose bytes changed most for a metric that got worse.
 
-    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (negative for what shrank), the largest
-    first. Nothing if one of the runs did not look so closely.
+    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (negative for what shrank; of kernels,
+    DRAM bytes), the largest first. Nothing if the metric is not made of such bytes, or if one of
+    the runs did not record operators or kernels of the case.
     """
-    if not _MOVED.match(metric):
+    metric = METRICS.find(regression["of"] or regression["metric"])
+    counted = regression["device"] == NO_HARDWARE
+    if not (metric and metric.unit == "B" and metric.adds_up and (counted or metric.logical)):
         return []
-    kinds = ["operators"] if metric.startswith("logical") else ["kernels", "operators"]
-    sides = ([_moved(run, case, metric, kind) for run in (before, after)] for kind in kinds)
+    kinds = [_by_operator] if counted else [_by_kernel, _by_operator]
+    sides = ([moved(run, case) for run in (before, after)] for moved in kinds)
     old, new = next(filter(all, sides), [{}, {}])
     change = {
-        key: new.get(key, 0) - old.get(key, 0) for key in {**old, **new} if phase in (key[0], STEP)
+        key: new.get(key, 0) - old.get(key, 0)
+        for key in {**old, **new}
+        if regression["phase"] in (key[0], STEP)
     }
     largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
     return [
@@ -102,18 +106,21 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
     ]
 
 
-def _moved(run: Run, case: Case, metric: str, kind: str) -> dict[tuple[str, str], float]:
-    """Bytes of a step by phase and name of a kernel or operator."""
+def _by_operator(run: Run, case: Case) -> Mapping[tuple[str, str], float]:
+    """Bytes of a step by phase and operator."""
     moved: dict[tuple[str, str], float] = defaultdict(float)
-    for outcome in (o for o in run.outcomes if o.case == case):
-        if kind == "operators":
-            for operator in outcome.operators:
-                moved[operator.phase, operator.operator] += operator.total_bytes
-            continue
-        steps = len({kernel.repeat for kernel in outcome.kernels})
-        for kernel in outcome.kernels:
-            size = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
-            moved[kernel.phase, kernel.kernel] += size / steps
+    for count in (each for o in run.outcomes if o.case == case for each in o.operators):
+        moved[count.phase, count.operator] += count.total_bytes
+    return moved
+
+
+def _by_kernel(run: Run, case: Case) -> Mapping[tuple[str, str], float]:
+    """DRAM bytes of a step by phase and kernel."""
+    moved: dict[tuple[str, str], float] = defaultdict(float)
+    counts = [each for o in run.outcomes if o.case == case for each in o.kernels]
+    steps = len({count.repeat for count in counts})
+    for count in counts:
+        moved[count.phase, count.kernel] += count.dram_bytes / steps
     return moved
 
 

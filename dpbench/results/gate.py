@@ -17,12 +17,12 @@ import pandas as pd
 
 from dpbench.case import AXES, SCRIPT, Case
 from dpbench.metrics import METRICS
-from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
+from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import as_tuples
 from dpbench.results.kernels import NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
-from dpbench.results.rows import STEP, summed
+from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 
 CasesAsked = Collection[tuple[Case, str]]
@@ -122,7 +122,7 @@ class Gate:
             table,
             self._regressions(table),
             unjudged,
-            lambda: [*self._baselines_that_moved(table, limits), *self._notes(bool(limits))],
+            lambda: [*self._notes(table, limits)],
         )
 
     @cached_property
@@ -163,7 +163,7 @@ class Gate:
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
-            return self._fewer_steps(row) or self._not_counted(case, row["instrument"])
+            return self._fewer_steps(row) or self._not_counted(case, row)
         if self.first_run_ok and not row["came"] < row["steps"]:
             return ""
         devices = self.before.places.get(case, {}).get(row["instrument"], ())
@@ -205,26 +205,28 @@ class Gate:
             return ""
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
 
-    def _not_counted(self, case: Case, instrument: str) -> str:
+    def _not_counted(self, case: Case, row: Mapping[str, Any]) -> str:
         """An operator that was left out of the count, if it was not, or less often, before."""
+        if row["device"] != NO_HARDWARE:
+            return ""
         before, after = (
             {note for o in run.outcomes if o.case == case for note in o.notes}
             for run in (self.before, self.after)
         )
         fresh = sorted(note for note in after - before if note.startswith(NOT_COUNTED))
-        return f"{fresh[0]} in {self.after.name}" if fresh and instrument == "logical" else ""
+        return f"{fresh[0]} in {self.after.name}" if fresh else ""
 
-    def _notes(self, limited: bool) -> Iterator[str]:
-        """What was not asked for, what stands in one of the two alone, and what else differs."""
-        before, after = self.before.name, self.after.name
+    def _notes(self, judged: pd.DataFrame, limits: Sequence[Threshold]) -> Iterator[str]:
+        """What was not compared, what differs between the sessions, and baselines that moved."""
         if self.before.frame.empty:
-            yield f"{before} has nothing to compare with yet"
+            yield f"{self.before.name} has nothing to compare with yet"
             return
-        if other := other_baseline(self.before, self.after):
-            yield other
-        was, now = (run.frame["rank"].nunique() for run in (self.before, self.after))
-        if now not in (was, 0):
-            yield f"{before} is the sum over {was} ranks, {after} over {now}"
+        yield from self._not_compared()
+        yield from self._differences()
+        yield from self._baselines_that_moved(judged, limits)
+
+    def _not_compared(self) -> Iterator[str]:
+        """The cases that only one of the two has, or that were not asked for."""
         old, new = (
             [(case, by) for case, places in run.places.items() for by in places]
             for run in (self.before, self.after)
@@ -235,50 +237,45 @@ class Gate:
         )
         for what, mine, others in (
             ("not asked for, and so not compared", old, asked_old),
-            (f"not in {after}", asked_old, new),
-            (f"not in {before}", asked_new, old),
+            (f"not in {self.after.name}", asked_old, new),
+            (f"not in {self.before.name}", asked_new, old),
         ):
             if names := _missing(mine, others):
                 yield f"{what}: {listed(names)}"
-        is_lost = self.pairs.before.notna() & self.pairs.after.isna()
-        lost = self.pairs[self.pairs.shared & is_lost]
-        is_ratio = lost.of != ""
-        lacking = {
-            _baseline(self.after, case).id
-            for case, row in _by_case(lost[is_ratio])
-            if _lacks_baseline(self.after, case, row["instrument"])
-        }
-        if lacking and not limited:
-            yield f"ratios need their baseline, which {after} lacks: {listed(sorted(lacking))}"
-        phases = lost[(lost.phase != STEP) & ~is_ratio]
-        if names := sorted({f"{case.id} {row['phase']}" for case, row in _by_case(phases)}):
-            yield f"without these phases in {after}: {listed(names)}"
-        yield from self._phases_that_come_and_go()
-        for run in (self.before, self.after):
+        lost = self.inside[self.inside.shared & self.inside.before.notna()]
+        lost = lost[lost.after.isna() & (lost.phase != STEP) & (lost.of == "")]
+        if names := sorted({f"{case.id} {row['phase']}" for case, row in _by_case(lost)}):
+            yield f"not in {self.after.name}, phases: {listed(names)}"
+
+    def _differences(self) -> Iterator[str]:
+        """What differs between the sessions, or is wrong with one of them."""
+        before, after = self.before, self.after
+        if differences := premise_differences(before, after):
+            yield f"different from {before.name}: {'; '.join(differences)}"
+        if other := other_baseline(before, after):
+            yield other
+        was, now = (run.frame["rank"].nunique() for run in (before, after))
+        if now not in (was, 0):
+            yield f"{before.name} is the sum over {was} ranks, {after.name} over {now}"
+        if before.status != COMPLETE:
+            yield f"{before.name} was interrupted: it has what was finished until then"
+        if before.regressed:
+            yield f"{before.name} did not pass its own comparison"
+        for run in (before, after):
             if run.repeated:
                 yield f"{run.name} has {run.repeated} rows twice, which count once"
-        if self.before.status != COMPLETE:
-            yield f"{before} was interrupted: it has what was finished until then"
-        if self.before.regressed:
-            yield f"{before} did not pass its own comparison"
-        if differences := premise_differences(self.before, self.after):
-            yield f"different from {before}: {'; '.join(differences)}"
-
-    def _phases_that_come_and_go(self) -> Iterator[str]:
-        """Phases of scripts that came in another part of the steps than before."""
         scripts = self.inside[(self.inside.workload == SCRIPT) & (self.inside.phase != STEP)]
-        before, after = scripts.came / scripts.steps, scripts.came_new / scripts.steps_new
-        other = scripts[before.notna() & after.notna() & (before != after)]
-        for case, row in _by_case(other.drop_duplicates(summed("metric"))):
-            came = "{came:.0f} of {steps:.0f}".format(**row)
+        scripts = scripts.dropna(subset=["came", "came_new"])
+        moved = scripts[scripts.came * scripts.steps_new != scripts.came_new * scripts.steps]
+        for case, row in _by_case(moved.drop_duplicates(summed("metric"))):
+            came = "{phase} of {} came in {came:.0f} of {steps:.0f} steps".format(case.id, **row)
             now = "{came_new:.0f} of {steps_new:.0f}".format(**row)
-            where = f"steps in {self.before.name}, in {now} in {self.after.name}"
-            yield f"{row['phase']} of {case.id} came in {came} {where}"
+            yield f"{came} in {before.name}, in {now} in {after.name}"
 
     def _baselines_that_moved(
         self, judged: pd.DataFrame, limits: Iterable[Threshold]
     ) -> Iterator[str]:
-        """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
+        """For limits of ratios, the baselines that changed by more than the ratio may."""
         keys = summed("trainer", "metric")
         for limit in (each for each in limits if each.of):
             own = self.pairs[self.pairs.metric == limit.of]
@@ -297,11 +294,14 @@ class Gate:
         worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
         listed = []
         for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
-            where = row["metric"], row["phase"]
-            growth = grown(self.before, self.after, case, *where)
-            if row["of"]:
-                growth += grown(self.before, self.after, _baseline(self.after, case), *where)
-            listed.append({**row, "reference": self.before.name, "grown": growth})
+            cases = [case, _baseline(self.after, case)] if row["of"] else [case]
+            largest = [
+                change
+                for each in cases
+                for change in largest_changes(self.before, self.after, each, row)
+            ]
+            row |= {"reference": self.before.name, "largest_changes": largest}
+            listed.append(row)
         return listed
 
 

@@ -28,10 +28,15 @@ STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended. A document says ``interrupted`` until its session is over."""
 
 
-LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
-    "rows": Measurement,
+SEEN: dict[str, type[OperatorCount] | type[KernelCount]] = {
     "operators": OperatorCount,
     "kernels": KernelCount,
+}
+"""What instruments see beside their rows: lists of an `Outcome` and of a document."""
+
+LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
+    "rows": Measurement,
+    **SEEN,
 }
 """The fields of an `Outcome` that are lists of a document, each entry with the case's fields."""
 
@@ -111,12 +116,15 @@ def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         stands = outcome if known.error and outcome.rows and not outcome.error else known
         united[key] = replace(stands, tests=tuple(tests), extra_info=extra_info)
     had: dict[Case, set[str]] = {}
+    counted: set[Case] = set()
     for outcome in united.values():
         others = had.setdefault(outcome.case, set())
         rows = tuple(row for row in outcome.rows if row.instrument not in others)
-        operators = () if "logical" in others else outcome.operators
+        operators = () if outcome.case in counted else outcome.operators
         yield replace(outcome, rows=rows, operators=operators)
         others |= {row.instrument for row in rows}
+        if operators:
+            counted.add(outcome.case)
 
 
 def document(
@@ -132,6 +140,9 @@ def document(
     """
     rows = [row for outcome in outcomes for row in outcome.rows]
     cases = [outcome.as_json() for outcome in outcomes]
+    for number, case in enumerate(cases):
+        for entry in (entry for name in SEEN for entry in case[name]):
+            entry["outcome"] = number
     lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
     for case in cases:
         del case["log_tail"]
