@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.errors import ConfigurationError
 from dpbench.metric import DERIVED, Kind, Share, derived_name
-from dpbench.metrics import LARGEST_SPREAD, METRICS, OTHER_COPIES
-from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows, identity, summed
+from dpbench.metrics import LARGEST_SPREAD, METRICS
+from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, Measurement, as_rows, identity, summed
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
-
-PREFERRED = ("ncu", "timing", "cupti")
-"""Whose numbers are shown where several instruments have the same."""
 
 IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
@@ -166,11 +165,25 @@ def _is_partial(summary: pd.DataFrame) -> pd.Series[bool]:
     return (summary.came < summary.steps) & ~summary.metric.isin(whole)
 
 
-def of_one_instrument(summary: pd.DataFrame, preferred: Sequence[str] = PREFERRED) -> pd.DataFrame:
-    """The summary with one number a case, device, phase and metric: the first ``preferred``."""
-    places = summary.instrument.map({name: place for place, name in enumerate(preferred)})
-    best_first = summary.loc[places.sort_values(kind="stable").index]
+def of_one_instrument(summary: pd.DataFrame, preferred: Sequence[str] = ()) -> pd.DataFrame:
+    """The summary with one number a case, device, phase and metric.
+
+    It is that of the first of the ``preferred`` instruments, or by default of those that the
+    definition of the metric names.
+    """
+    order = {name: preferred or instruments_of(name) for name in summary.metric.unique()}
+    places = [
+        order[metric].index(by) if by in order[metric] else len(order[metric])
+        for metric, by in as_tuples(summary, ["metric", "instrument"])
+    ]
+    best_first = summary.iloc[np.argsort(places, kind="stable")]
     return best_first.drop_duplicates(summed("instrument")).sort_index()
+
+
+def instruments_of(name: str) -> tuple[str, ...]:
+    """The instruments that have a metric, the preferred one first."""
+    metric = METRICS.find(name)
+    return metric.by if metric else ()
 
 
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
@@ -234,13 +247,8 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     return both.iloc[sorted(both.index, key=order.__getitem__)].reset_index(drop=True)
 
 
-def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
-    """A column of a summary as rows of metrics, e.g. ``ratio`` of DRAM bytes as ``dram_ratio``."""
-    return as_metrics(summary[summary[kind].notna()], kind)
-
-
 def as_metrics(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
-    """The same, NaN included."""
+    """A column of a summary as rows of metrics, e.g. ``ratio`` of DRAM bytes as ``dram_ratio``."""
     names = {metric: derived_name(metric, kind) for metric in rows.metric.unique()}
     unit = rows.unit if kind == "logical" else "1"
     return rows.assign(metric=rows.metric.map(names), value=rows[kind], unit=unit)
@@ -254,7 +262,7 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     the hardware moves what such a step moves once. NaN where nothing was counted, where that is
     0, and in the rows of logical counting itself.
     """
-    by_hardware = summary.instrument != "logical"
+    by_hardware = summary.device != NO_HARDWARE
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
     wanted = summary.metric.map(said).where(by_hardware).astype(object)
     counted = summary[~by_hardware]
@@ -266,21 +274,21 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     """Counted bytes per second of unprofiled step time, for each byte metric of the step.
 
-    By ncu the two factors come from two processes, one profiled and one not, which may be CUPTI's;
-    the instrument column says so.
+    The time is that of the instrument that counted, or else of another one, in another process;
+    the instrument column says which.
     """
     of_case, step = summed("instrument", "phase", "metric"), summary[summary.phase == STEP]
     times = step[step.metric == "step_time_seconds"]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     counted = step[(step.unit == "B") & ~step.metric.isin(whole)]
     rates = []
-    for counts, measures in (("ncu", "timing"), ("ncu", "cupti"), ("cupti", "cupti")):
+    both = product(instruments_of("dram_bytes"), instruments_of("step_time_seconds"))
+    for counts, measures in sorted(both, key=lambda pair: pair[0] != pair[1]):
         rows = counted[counted.instrument == counts]
         seconds = _beside(rows, times[times.instrument == measures], of_case)
         by = f"{counts} bytes / {measures} seconds"
         rates.append(rows.assign(value=rows.value / seconds, by=by)[seconds.notna()])
-    table = pd.concat(rates, ignore_index=True)
-    table = table.drop_duplicates(summed())
+    table = pd.concat(rates, ignore_index=True).drop_duplicates(summed())
     names = table.metric.map(lambda metric: derived_name(metric, "throughput"))
     table = table.assign(metric=names, unit="B/s", instrument=table.by, spread=float("nan"))
     return table.drop(columns="by")
@@ -298,12 +306,13 @@ def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFr
     summary = with_logical(with_ratios(summary, baseline))
     summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
     trusted = [metric.name for metric in METRICS.values() if metric.spread]
-    spreads = derived(summary[summary.metric.isin(trusted)], "spread")
+    spreads = as_metrics(summary[summary.metric.isin(trusted)], "spread").dropna(subset="value")
     largest = spreads.sort_values("value", ascending=False, kind="stable")
     largest = largest.assign(metric=LARGEST_SPREAD.name)
     largest = largest.drop_duplicates(summed("instrument", "metric"))
-    parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
-    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
+    follow = [as_metrics(summary[summary[kind].notna()], kind) for kind in DERIVED]
+    parts = [part for part in (summary, *follow, rates, largest) if not part.empty]
+    rows = pd.concat(parts, ignore_index=True)
     dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
     return rows.assign(
         has_baseline=_in_any(rows.trainer == baseline, rows, "trainer"),
@@ -315,57 +324,3 @@ def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, *but: str) -> pd.Series[
     """Whether something holds for any row of the same case, or of those that differ in these."""
     by = summed("instrument", "phase", "metric", *but)
     return holds.groupby([rows[name] for name in by]).transform("any")
-
-
-# --- the account of a step ----------------------------------------------------------------------
-#
-# Kernel replay counts the bytes of each kernel and misses copies and memsets; the PyTorch profiler
-# knows how many bytes those moved; range counters see everything. If the first two add up to the
-# third, nothing is missing from a table of kernels and copies.
-
-TOLERANCE = 0.01
-"""The share of the step's bytes up to which the remainder of an account is in order."""
-
-BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
-"""Copies that read and write device memory; one to the host reads, one from it writes."""
-
-ACCOUNT_COLUMNS = {
-    "kernels_read": ("ncu_kernels", ("kernel_dram_read_bytes",)),
-    "kernels_written": ("ncu_kernels", ("kernel_dram_write_bytes",)),
-    "copies_read": ("torch_profiler", (*BOTH_WAYS, "memcpy_device_to_host_bytes")),
-    "copies_written": (
-        "torch_profiler",
-        (*BOTH_WAYS, "memcpy_host_to_device_bytes", "memset_bytes"),
-    ),
-    "range_read": ("ncu", ("dram_read_bytes",)),
-    "range_written": ("ncu", ("dram_write_bytes",)),
-}
-"""The columns of an account: the instrument and the metrics whose sum each is."""
-
-
-def account(frame: pd.DataFrame) -> pd.DataFrame | None:
-    """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
-
-    Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
-    ``share`` (the remainder over the step's range). None if one of the numbers is not there.
-    """
-    known = {metric for _, metrics in ACCOUNT_COLUMNS.values() for metric in metrics}
-    summary = summarise(frame[frame.instrument.isin({by for by, _ in ACCOUNT_COLUMNS.values()})])
-    summary = summary[summary.metric.isin(known)]
-    if summary.device.nunique() != 1:
-        return None
-    parts = {}
-    for name, (instrument, metrics) in ACCOUNT_COLUMNS.items():
-        rows = summary[summary.instrument == instrument]
-        wide = rows.pivot(index="phase", columns="metric", values="value")
-        wide = wide.reindex(columns=[*metrics]).fillna({OTHER_COPIES: 0.0})
-        parts[name] = wide.sum(axis="columns", skipna=False)
-        if STEP not in wide.index or parts[name].isna().any():
-            return None
-    # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
-    # clipping has copies and no kernel. That the instrument saw the step is checked.
-    table = pd.DataFrame(parts).fillna(0.0)
-    table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
-    ranges = table.range_read + table.range_written
-    counted = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
-    return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])

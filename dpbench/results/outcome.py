@@ -17,7 +17,7 @@ from dpbench.files import locked, write_text
 from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement, summed
+from dpbench.results.rows import NO_HARDWARE, SCHEMA, Measurement, summed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -209,8 +209,8 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         skipped = sum(outcome.skipped for outcome in group)
         tried, ok = len(group) - skipped, len(group) - len(failures)
         rows = [r for o in group for r in o.rows if r.metric == "peak_memory_bytes"]
-        measured = [row.value for row in rows if row.instrument in ("timing", "cupti")]
-        counted = [row.value for row in rows if row.instrument == "logical"]
+        measured = [row.value for row in rows if row.device != NO_HARDWARE]
+        counted = [row.value for row in rows if row.device == NO_HARDWARE]
         lines.append(
             {
                 "trainer": trainer,

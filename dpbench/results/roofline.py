@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import PRODUCTS, Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import read_file
+from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP, summed
 
 if TYPE_CHECKING:
@@ -150,9 +151,8 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
 def phases(frame: pd.DataFrame) -> pd.DataFrame:
     """Operations, bytes and time of each phase and of the step, as far as they are known.
 
-    Operations are in rows of the ``logical`` instrument. DRAM bytes are those of the instrument
-    that comes first in `PREFERRED`; times are CUPTI's where it timed the case, whose busy shares
-    are of these times.
+    Operations are counted without hardware, DRAM bytes are those of `of_one_instrument`. Times are
+    those of an instrument that has busy shares, which are of these times, where it timed the case.
 
     Returns:
         One row per case, device and phase: the case's fields, ``device``, ``phase``,
@@ -168,7 +168,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     everything = summarise(frame)
     summary = of_one_instrument(everything)
     timed = everything[everything.metric.isin(["step_time_seconds", BUSY])]
-    timed = of_one_instrument(timed, ["cupti"])
+    timed = of_one_instrument(timed, METRICS[BUSY].by)
 
     def of(metric: str, column: str, summary: pd.DataFrame = summary) -> pd.DataFrame:
         rows = summary.loc[summary.metric == metric, [*place, "value"]]

@@ -23,6 +23,7 @@ from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE, as_rows
 if TYPE_CHECKING:
     import pandas as pd
 
+
 ROWS = b'\n "rows":'
 """Where the rows of a document begin, as `dpbench.results.outcome` writes it."""
 
@@ -166,8 +167,8 @@ class Run:
     @cached_property
     def devices(self) -> tuple[str, ...]:
         """The devices that have rows, sorted."""
-        in_rows = sorted({device for device, _ in self.sources})
-        return tuple(in_rows or self.document.get("devices", ()))
+        in_rows = {device for device, _ in self.sources}
+        return tuple(self.document.get("devices", sorted(in_rows)))
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:

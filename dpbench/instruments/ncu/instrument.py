@@ -204,7 +204,8 @@ class NcuKernels(Ncu):
             return []
         process.kernels = fold(report.launches)
         tool = self.tool(record)
-        return kernel_rows(case, process.kernels, report.device, tool, whole=not self.phases)
+        counts, whole = process.kernels, not self.phases
+        return kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
 
     def nothing_to_profile(self, case: Case) -> bool:
         """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""
