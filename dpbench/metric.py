@@ -78,6 +78,10 @@ class Share(How):
 
     parts: tuple[str, str]
 
+    def __post_init__(self) -> None:
+        if len(self.parts) != 2:
+            raise ValueError(f"a share is of two metrics, not {', '.join(self.parts)}")
+
 
 @dataclass(frozen=True)
 class Timed(How):
@@ -124,11 +128,15 @@ class Metric:
     # Where an instrument finds it: a field of `KernelCount`, or how an activity's name in a trace
     # of the PyTorch profiler begins.
     source: str = ""
-    # A better metric that is shown instead where a run has both.
+    # The metric that is shown in its place where a run has both, e.g. one that counts better.
     replaced_by: str = ""
-    # Of what `derived` makes: the metric from which it follows, and how.
+    # If it is one of those that `derived` makes: the metric from which it follows, and how.
     of: str = ""
     kind: Kind = "value"
+
+    def __post_init__(self) -> None:
+        if self.expected and len(self.expected) != 2:
+            raise ValueError(f"{self.name}: the expected range is not {self.expected}")
 
     @property
     def unit(self) -> str:

@@ -170,6 +170,12 @@ def _cycles(name: str, counter: str) -> Metric:
     return _hidden(name, "", ("cupti",), Counters((counter,)))
 
 
+def _recorded(
+    name: str, header: str, by: tuple[str, ...], ranks: Aggregate = "sum", source: str = ""
+) -> Metric:
+    return _hidden(name, header, by, ranks=ranks, source=source)
+
+
 _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
 """Chips that count what crosses between the two halves of their L2."""
 
@@ -276,21 +282,21 @@ METRICS = Metrics((
     _hidden("pcie_read_bytes", "PCIe\nread", _CUPTI, Counters(("pcie__read_bytes.sum",))),
     _hidden("pcie_write_bytes", "PCIe\nwrite", _CUPTI, Counters(("pcie__write_bytes.sum",))),
     # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
-    _hidden("kernel_launches", "", _KERNELS, source="launches"),
-    _hidden("kernel_dram_read_bytes", "", _KERNELS, source="read_bytes"),
-    _hidden("kernel_dram_write_bytes", "", _KERNELS, source="write_bytes"),
-    _hidden("kernel_l2_total_bytes", "", _KERNELS, source="l2_bytes"),
-    _hidden("kernel_time_seconds", "", _KERNELS, ranks="max", source="seconds"),
-    _hidden("cpu_time_seconds", "CPU\nms", _PROFILER, ranks="max"),
-    _hidden("device_time_seconds", "GPU\nms", _PROFILER, ranks="max"),
+    _recorded("kernel_launches", "", _KERNELS, source="launches"),
+    _recorded("kernel_dram_read_bytes", "", _KERNELS, source="read_bytes"),
+    _recorded("kernel_dram_write_bytes", "", _KERNELS, source="write_bytes"),
+    _recorded("kernel_l2_total_bytes", "", _KERNELS, source="l2_bytes"),
+    _recorded("kernel_time_seconds", "", _KERNELS, "max", source="seconds"),
+    _recorded("cpu_time_seconds", "CPU\nms", _PROFILER, "max"),
+    _recorded("device_time_seconds", "GPU\nms", _PROFILER, "max"),
     _hidden("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, Peak()),
     _hidden("memory_growth_bytes", "memory\ngrowth", _PROFILER, Peak(), signed=True),
-    _hidden("memcpy_device_to_device_bytes", "device\nto device", _PROFILER,
+    _recorded("memcpy_device_to_device_bytes", "device\nto device", _PROFILER,
               source="Memcpy DtoD"),
-    _hidden("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
-    _hidden("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
-    _hidden(OTHER_COPIES, "other", _PROFILER),
-    _hidden("memset_bytes", "memset", _PROFILER, source="Memset"),
+    _recorded("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
+    _recorded("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
+    _recorded(OTHER_COPIES, "other", _PROFILER),
+    _recorded("memset_bytes", "memset", _PROFILER, source="Memset"),
 ))
 # fmt: on
 """What can be in a run besides counters by their own names, which have ``__`` in them."""

@@ -90,8 +90,8 @@ def largest_changes(
     counted = regression["device"] == NO_HARDWARE
     if not (metric and metric.unit == "B" and metric.adds_up and (counted or metric.logical)):
         return []
-    kinds = [_by_operator] if counted else [_by_kernel, _by_operator]
-    sides = ([moved(run, case) for run in (before, after)] for moved in kinds)
+    kinds = ["operators"] if counted else ["kernels", "operators"]
+    sides = ([_moved(run, case, kind) for run in (before, after)] for kind in kinds)
     old, new = next(filter(all, sides), [{}, {}])
     change = {
         key: new.get(key, 0) - old.get(key, 0)
@@ -106,21 +106,17 @@ def largest_changes(
     ]
 
 
-def _by_operator(run: Run, case: Case) -> Mapping[tuple[str, str], float]:
-    """Bytes of a step by phase and operator."""
+def _moved(run: Run, case: Case, kind: str) -> Mapping[tuple[str, str], float]:
+    """Bytes of a step by phase and name of an operator or kernel."""
     moved: dict[tuple[str, str], float] = defaultdict(float)
-    for count in (each for o in run.outcomes if o.case == case for each in o.operators):
-        moved[count.phase, count.operator] += count.total_bytes
-    return moved
-
-
-def _by_kernel(run: Run, case: Case) -> Mapping[tuple[str, str], float]:
-    """DRAM bytes of a step by phase and kernel."""
-    moved: dict[tuple[str, str], float] = defaultdict(float)
-    counts = [each for o in run.outcomes if o.case == case for each in o.kernels]
-    steps = len({count.repeat for count in counts})
-    for count in counts:
-        moved[count.phase, count.kernel] += count.dram_bytes / steps
+    for outcome in (each for each in run.outcomes if each.case == case):
+        if kind == "operators":
+            for operator in outcome.operators:
+                moved[operator.phase, operator.operator] += operator.total_bytes
+            continue
+        steps = len({kernel.repeat for kernel in outcome.kernels})
+        for kernel in outcome.kernels:
+            moved[kernel.phase, kernel.kernel] += kernel.dram_bytes / steps
     return moved
 
 

@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 from dpbench.case import ADDED, ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.metric import Metric
+from dpbench.metric import AGGREGATES, Kind, Shown
 from dpbench.metrics import METRICS
 from dpbench.results.outcome import LISTS, STATUSES
 from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP
@@ -60,7 +59,20 @@ _SHAPE: dict[str, Any] = {
         }
     ],
     "devices": [str],
-    "metrics": [{"name": str}],
+    "metrics": [
+        {
+            **dict.fromkeys(("name", "header", "nvprof", "logical", "source"), str),
+            **dict.fromkeys(("replaced_by", "of", "table"), str),
+            **dict.fromkeys(("giga", "higher_is_better", "signed", "throughput", "spread"), bool),
+            "by": [str],
+            "how": {"names": [str], "parts": [str], "scale": _NUMBER, "chips": [list], "less": str},
+            "repeats": AGGREGATES,
+            "ranks": AGGREGATES,
+            "shown": [get_args(Shown)],
+            "expected": [_NUMBER],
+            "kind": get_args(Kind),
+        }
+    ],
     **{part: [{}] for part in LISTS},
 }
 """What each part of a document is, if it is there: of a type, one of some values, a list of such,
@@ -104,39 +116,6 @@ def parsed(data: bytes) -> dict[str, Any]:
     return dict(document)
 
 
-def checked_metrics(definitions: Sequence[Mapping[str, Any]]) -> tuple[Metric, ...]:
-    """The metrics that `Metric.as_json` described, each field of the type that it must have."""
-    metrics = []
-    for definition in definitions:
-        name = definition.get("name")
-        try:
-            metric = Metric.from_json(definition)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"its metric {name!r} is damaged: {error}") from error
-        for part in (metric, metric.how):
-            types = get_type_hints(type(part))
-            for field, value in vars(part).items():
-                if not _fits(value, types[field]):
-                    raise ValueError(f"{field} of its metric {name!r} cannot be {value!r:.40}")
-        metrics.append(metric)
-    return tuple(metrics)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotated type; the entries of tuples are checked, too."""
-    origin, kinds = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in kinds
-    if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in kinds)
-    if origin is not tuple:
-        return isinstance(value, int | float if kind is float else kind)
-    if not isinstance(value, tuple):
-        return False
-    kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
-    return len(value) == len(kinds) and all(map(_fits, value, kinds))
-
-
 def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """The long table of rows that lack nothing, are possible, and say one thing of each number."""
     import numpy as np
@@ -150,8 +129,8 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         if frame[column].hasnans or pd.api.types.infer_dtype(frame[column]) not in allowed:
             raise TypeError(f"a row lacks {column!r}, or it is of the wrong kind")
     frame = frame.astype({"value": float})
-    for axes in frame[list(AXES)].drop_duplicates().itertuples(index=False, name=None):
-        Case(*axes)
+    for axes in frame[list(AXES)].drop_duplicates().to_dict("records"):
+        Case.from_row(axes)
     said = frame.drop_duplicates([*IDENTITY, "value", "unit"])
     units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
     signed = [metric.name for metric in METRICS.values() if metric.signed]

@@ -1,14 +1,14 @@
-"""The gate: what limits say of a run beside its reference, and what they could not judge.
+"""The gate: holds a run to limits against its reference, and says what they could not judge.
 
 With a limit given, `Verdict.passed` means that it judged every case, instrument, metric and phase
-that the reference has inside what was asked. What was not asked for is named and is no failure;
-what was asked for and is missing is one. pytest, ``dpbench run`` and ``dpbench compare`` all use
-this one `Gate`.
+that the reference has and the session was asked for. What was not asked for is noted and is no
+failure; what was asked for and is missing is one. pytest, ``dpbench run`` and ``dpbench compare``
+all use `Gate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,7 @@ CasesAsked = Collection[tuple[Case, str]]
 """The cases that a session was asked to measure, each with the name of an instrument."""
 
 NAMED = 10
-"""How many cases a line names before it only counts them."""
+"""How many cases a line names; further ones are only counted."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,23 @@ class Unjudged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a run since its reference, and what limits say of that.
+    """How a run differs from its reference, and what limits say of that.
 
     Args:
-        changes: the columns `CHANGES` of each number that was asked for and whose case is still
-            there; a ratio only where both have its baseline.
-        judged: the rows that a limit judged, once a limit, with ``limit`` (the change that is
-            allowed, in the metric's unit), ``threshold`` (the limit as written) and ``regressed``.
-        regressions: those that exceed it, as plain JSON types; ``grown`` names the operators or
-            kernels that moved more.
+        changes: the columns `CHANGES` of each number that was asked for and whose case both have;
+            of a ratio only where both have its baseline.
+        judged: the rows that each limit judged, with ``limit`` (the allowed change, in the metric's
+            unit), ``threshold`` (the limit as written) and ``regressed``.
+        regressions: those that exceed it, as plain JSON types, with `largest_changes`.
         unjudged: what a limit should have judged and could not.
-        notes_of: works out its `notes`.
+        notes: what was not compared, what else differs, and baselines that moved.
     """
 
     changes: pd.DataFrame
     judged: pd.DataFrame
     regressions: list[dict[str, Any]]
     unjudged: list[Unjudged]
-    notes_of: Callable[[], list[str]]
-
-    @cached_property
-    def notes(self) -> list[str]:
-        """What a reader should know beside it, worked out where it is read."""
-        return self.notes_of()
+    notes: list[str]
 
     @property
     def passed(self) -> bool:
@@ -79,7 +73,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """A run beside its reference, to be held to limits.
+    """A run and the reference that it is compared with.
 
     Args:
         before: the reference; one without rows if there is none.
@@ -96,7 +90,7 @@ class Gate:
     first_run_ok: bool = False
 
     def judge(self, limits: Sequence[Threshold] = ()) -> Verdict:
-        """What changed, and what limits say of that: what may change by how much."""
+        """Compare the two, and apply the limits."""
         with METRICS.including(self.after.metrics, self.before.metrics):
             return self._judge(limits)
 
@@ -114,7 +108,7 @@ class Gate:
             unjudged.append(Unjudged("a limit", [], why))
         nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
         table = pd.concat(judged, ignore_index=True) if judged else nothing
-        # Without the baselines that were measured for their ratios alone.
+        # A ratio that only one of the two has is not shown.
         is_shown = inside.before.notna() & inside.shared
         is_shown &= inside.after.notna() | (inside.of == "")
         return Verdict(
@@ -122,12 +116,12 @@ class Gate:
             table,
             self._regressions(table),
             unjudged,
-            lambda: [*self._notes(table, limits)],
+            [*self._notes(table, limits)],
         )
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """Every number of either."""
+        """Every number of either run, side by side."""
         return pairs(self.before, self.after, across=self.across)
 
     @cached_property
@@ -140,7 +134,7 @@ class Gate:
         return self.pairs.loc[[name in asked for name in names]]
 
     def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
-        """What a limit had to judge and did not, by reason, or that it judged nothing at all."""
+        """What a limit had to judge and could not, by reason, or that it judged nothing at all."""
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
             if why := self._why_not(case, row):
@@ -189,13 +183,13 @@ class Gate:
             return f"only {came:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
         if row["of"]:
             needed = f"the ratio needs its baseline {_baseline(run, case).id}"
-            if _lacks_baseline(run, case, instrument):
-                return f"{needed}, which is not in {run.name}"
-            return f"{needed}, which has nothing to divide by{where} in {run.name}"
+            if instrument in run.places.get(_baseline(run, case), {}):
+                return f"{needed}, which has nothing to divide by{where} in {run.name}"
+            return f"{needed}, which is not in {run.name}"
         return f"no {metric} by {instrument}{where} in {run.name}"
 
     def _fewer_steps(self, row: Mapping[str, Any]) -> str:
-        """Whether steps are missing that the reference has; settings that differ are named."""
+        """Whether steps are missing that the reference has, unless fewer were asked for."""
         asked = [
             run.session.get("settings", {}).get(row["instrument"], {}).get("steps")
             for run in (self.before, self.after)
@@ -206,7 +200,7 @@ class Gate:
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
 
     def _not_counted(self, case: Case, row: Mapping[str, Any]) -> str:
-        """An operator that was left out of the count, if it was not, or less often, before."""
+        """An operator that logical counting left out, if it did not, or less often, before."""
         if row["device"] != NO_HARDWARE:
             return ""
         before, after = (
@@ -242,10 +236,6 @@ class Gate:
         ):
             if names := _missing(mine, others):
                 yield f"{what}: {listed(names)}"
-        lost = self.inside[self.inside.shared & self.inside.before.notna()]
-        lost = lost[lost.after.isna() & (lost.phase != STEP) & (lost.of == "")]
-        if names := sorted({f"{case.id} {row['phase']}" for case, row in _by_case(lost)}):
-            yield f"not in {self.after.name}, phases: {listed(names)}"
 
     def _differences(self) -> Iterator[str]:
         """What differs between the sessions, or is wrong with one of them."""
@@ -307,10 +297,6 @@ class Gate:
 
 def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
     return numbers[(numbers.metric == limit.metric) & (numbers.phase == limit.phase)]
-
-
-def _lacks_baseline(run: Run, case: Case, instrument: str) -> bool:
-    return instrument not in run.places.get(_baseline(run, case), {})
 
 
 def _baseline(run: Run, case: Case) -> Case:

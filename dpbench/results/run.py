@@ -16,8 +16,8 @@ from dpbench.case import AXES, Case
 from dpbench.files import printable, read_file
 from dpbench.metric import Metric
 from dpbench.metrics import METRICS
-from dpbench.results.document import checked_frame, checked_metrics, naming, parsed
-from dpbench.results.outcome import COMPLETE, SEEN, Outcome, baseline_of, each_once
+from dpbench.results.document import checked_frame, naming, parsed
+from dpbench.results.outcome import COMPLETE, LISTS, SEEN, Outcome, baseline_of, each_once
 from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE, as_rows
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class Run:
         """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
         with naming(path):
             document = parsed(read_file(path))
-            for part, kind in SEEN.items():
+            for part in SEEN:
                 for entry in document.get(part, ()):
-                    kind.from_row(entry)
-            with METRICS.including(checked_metrics(document.get("metrics", ()))):
+                    LISTS[part].from_row(entry)
+            with METRICS.including(cls(path, document).metrics):
                 again = checked_frame(document["rows"]).duplicated(IDENTITY)
             document["rows"] = [*compress(document["rows"], ~again)]
             return cls(path, document, repeated=int(again.sum()))
@@ -173,7 +173,7 @@ class Run:
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
         """The definitions of what it measured; none in documents of older versions."""
-        return checked_metrics(self.document.get("metrics", ()))
+        return tuple(map(Metric.from_json, self.document.get("metrics", ())))
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -195,8 +195,9 @@ class Run:
         """The devices that measured each case, by instrument."""
         places: dict[Case, dict[str, list[str]]] = {}
         measured = self.frame[[*AXES, "instrument", "device"]].drop_duplicates()
-        for *axes, instrument, device in measured.itertuples(index=False, name=None):
-            places.setdefault(Case(*axes), {}).setdefault(instrument, []).append(device)
+        for row in measured.to_dict("records"):
+            by_instrument = places.setdefault(Case.from_row(row), {})
+            by_instrument.setdefault(row["instrument"], []).append(row["device"])
         return places
 
     @cached_property
