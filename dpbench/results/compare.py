@@ -68,7 +68,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 
 
 def other_baseline(before: Run, after: Run) -> str:
-    """Why ratios of the two are not compared, if they are not."""
+    """Why ratios of the two runs are not compared; empty if they are."""
     if before.frame.empty or before.baseline == after.baseline:
         return ""
     return (
@@ -80,11 +80,11 @@ def other_baseline(before: Run, after: Run) -> str:
 def largest_changes(
     before: Run, after: Run, case: Case, regression: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The operators, or else the kernels, whose bytes changed most for a metric that got worse.
+    """The operators, or else the kernels, of a case whose bytes changed most.
 
-    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (negative for what shrank; of kernels,
-    DRAM bytes), the largest first. Nothing if the metric is not made of such bytes, or if one of
-    the runs did not record operators or kernels of the case.
+    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (of kernels, DRAM bytes; negative for a
+    decrease), the largest change first. Empty if the metric that regressed is not the sum of such
+    bytes, or if one of the runs did not record operators or kernels of the case.
     """
     metric = METRICS.find(regression["of"] or regression["metric"])
     counted = regression["device"] == NO_HARDWARE
@@ -139,7 +139,7 @@ SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC
 
 @dataclass(frozen=True)
 class Threshold:
-    """The change of one metric that is still no regression.
+    """The change of one metric up to which there is no regression.
 
     Args:
         metric: a metric, e.g. ``dram_bytes``, or one's ratio to the baseline, ``dram_ratio``.
@@ -147,7 +147,7 @@ class Threshold:
         percent: of the value before, or None.
         amount: in the metric's unit, or None.
         two_sided: whether a change for the better counts too.
-        written: how the user put it.
+        written: as the user wrote it.
     """
 
     metric: str
@@ -182,7 +182,7 @@ class Threshold:
 
     @cached_property
     def of(self) -> str:
-        """The metric whose ratio it is about, if it is about one."""
+        """The metric whose ratio it limits, if it limits a ratio."""
         metric = METRICS.find(self.metric)
         return metric.of if metric else ""
 
@@ -190,7 +190,7 @@ class Threshold:
         return self.written
 
     def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
-        """For each pair of numbers the change that is allowed, and whether it is exceeded."""
+        """For each pair of numbers the allowed change, and whether it is exceeded."""
         allowed = (before.abs() * (self.percent or 0) / 100).clip(lower=self.amount or 0)
         change = after - before
         if self.two_sided:

@@ -67,19 +67,18 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
 def _of_timed_steps(
     shares: pd.Series[float], spans: pd.Series[float], steps: pd.DataFrame, frame: pd.DataFrame
 ) -> pd.Series[float]:
-    """The shares of ranges, as parts of the time that a step or phase takes when it is not counted.
+    """Busy shares of ranges, converted to shares of the time that steps and phases take uncounted.
 
-    What is counted starts with an idle GPU and is waited for; while steps are timed the CPU
-    launches the next work during the last. Where launches take long, that is a large part of a
-    range's time, and none of its busy time. Where nothing was timed, a step's share is unknown, and
-    a phase's that of its range.
+    A counted range starts with an idle GPU and ends when the GPU is done; in timed steps the CPU
+    launches work while earlier work runs. Waiting for launches makes a range longer, but not its
+    busy time. Where nothing was timed, a step's share is unknown, and a phase's that of its range.
     """
     case = identity("metric", "repeat")
     timed = frame[frame.metric == "step_time_seconds"]
     number = _numbered(timed, case)
     timed = timed.assign(value=timed.value.groupby(number).transform("median"))
     times = _beside(steps, timed[~number.duplicated()], case)
-    # Two different steps: what is all busy may come out as a little more.
+    # Counted and timed steps differ, so a GPU that is always busy can come out slightly above 1.
     of_timed = (shares * spans / times.where(times > 0)).clip(upper=1.0)
     return of_timed.fillna(shares.where(steps.phase != STEP))
 
@@ -92,13 +91,13 @@ def _numbered(frame: pd.DataFrame, keys: Iterable[str]) -> pd.Series[int]:
 
 
 def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with one row for all ranks of a step, which it says are ``ranks``.
+    """The frame with one row for all ranks of a step; ``ranks`` is how many there are.
 
-    Each metric says how: bytes are their sum, times the longest, shares the mean.
+    The metric says how: bytes are summed, of times the longest counts, of shares the mean.
 
     Raises:
-        ConfigurationError: some ranks lack a number of the whole step, or nobody says how the
-            metric is to be had of several.
+        ConfigurationError: some ranks lack a number of the whole step, or an unregistered metric
+            does not say how ranks become one number.
     """
     if not frame["rank"].any():
         return frame.assign(ranks=1)
@@ -114,10 +113,10 @@ def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _aggregate(values: Any, metrics: pd.Series[str], column: str) -> pd.Series[float]:
-    """A number for each group of values that differ along a column, as its metric says."""
+    """One number for each group of values that differ in a column, by their metric's rule."""
     known = {name: METRICS.find(name) for name in metrics.unique()}
     if column == "rank" and (unknown := [name for name, metric in known.items() if not metric]):
-        raise ConfigurationError(f"nobody says what {unknown[0]} is of several ranks: register it")
+        raise ConfigurationError(f"{unknown[0]} of several ranks has no sum or mean: register it")
     how = metrics.map({name: m.over(column) if m else "mean" for name, m in known.items()})
     reduced: pd.Series[float] = values.mean()
     for other in {*how} - {"mean"}:
@@ -133,8 +132,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     several ``ranks`` each step is what `over_ranks` says.
 
     A phase that only some of a script's steps have, such as the optimizer's under gradient
-    accumulation, did nothing in the others: its value is the mean over all steps, and phases add
-    up to the step. ``came`` is how many of the ``steps`` have it.
+    accumulation, counts as 0 in the others: its value is the mean over all steps, so that phases
+    add up to the step. ``came`` is how many of the ``steps`` have it.
     """
     frame = over_ranks(with_totals(frame))
     keys = [*summed(), "unit"]
@@ -144,7 +143,7 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     values = frame.value.groupby(number)
     mean, count, smallest = values.mean(), values.count(), values.min()
     value = _aggregate(values, summary.metric, "repeat")
-    # Apart, for whole steps can be counted more often.
+    # Steps and phases apart: whole steps can be counted more often.
     like = summary.assign(phase=summary.phase == STEP)
     steps = count.groupby(_numbered(like, keys)).transform("max")
     partial = _is_partial(summary.assign(steps=steps, came=count))
@@ -189,8 +188,8 @@ def instruments_of(name: str) -> tuple[str, ...]:
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """A summary with the column ``ratio``: value over that of the same cell's ``baseline``.
 
-    Each metric has a ratio, by phase and for the step; NaN where no baseline was measured or
-    it moved nothing.
+    Each metric has a ratio, by phase and for the step; NaN where the baseline was not measured or
+    is 0.
     """
     divisor = _beside(summary, summary[summary.trainer == baseline], summed("trainer"))
     return summary.assign(ratio=summary.value / divisor.where(divisor != 0), baseline=baseline)
@@ -219,9 +218,9 @@ def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
 def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """A number per case, instrument, device, metric and phase; ratios as metrics of their own.
 
-    A number of which a repeat is none is left out: its sum or mean would be wrong. It is NaN if
-    some steps of a case lack it, and so is a ratio without a baseline, but of scripts, which need
-    none. ``steps`` is how many it is of, ``came`` how many of these have it; a ratio is ``of`` a
+    A number with a repeat that is not finite is left out. It is NaN if some steps of a case lack
+    it. A ratio without a baseline is NaN, or left out for scripts, which need no baseline.
+    ``steps`` is the number of steps, ``came`` how many of these have it; a ratio is ``of`` another
     metric.
     """
     keys = summed()
@@ -255,12 +254,11 @@ def as_metrics(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
-    """A summary with the columns ``logical`` and ``over_logical`` beside what hardware measured.
+    """A summary with the columns ``logical`` and ``over_logical`` for what hardware measured.
 
-    ``logical`` is what an unfused step must move at least (for peak memory: must hold) in the
-    same case and phase, counted without hardware; ``over_logical`` is value ÷ logical, how often
-    the hardware moves what such a step moves once. NaN where nothing was counted, where that is
-    0, and in the rows of logical counting itself.
+    ``logical`` is what an unfused step of the same case and phase must move at least (for peak
+    memory: hold), counted without hardware; ``over_logical`` is value ÷ logical. NaN where nothing
+    was counted, where that is 0, and in the rows that were counted.
     """
     by_hardware = summary.device != NO_HARDWARE
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
@@ -295,9 +293,9 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """The summary of a long table with a row for everything that a table can show.
+    """The summary of a long table with a row for every number that a table can show.
 
-    What follows from a number has rows of its own.
+    Ratios, spreads, throughputs and numbers over logical ones have rows of their own.
     ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
     case moves so little that DRAM ratios mean nothing.
     """

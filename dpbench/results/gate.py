@@ -258,9 +258,9 @@ class Gate:
         scripts = scripts.dropna(subset=["came", "came_new"])
         moved = scripts[scripts.came * scripts.steps_new != scripts.came_new * scripts.steps]
         for case, row in _by_case(moved.drop_duplicates(summed("metric"))):
-            came = "{phase} of {} came in {came:.0f} of {steps:.0f} steps".format(case.id, **row)
-            now = "{came_new:.0f} of {steps_new:.0f}".format(**row)
-            yield f"{came} in {before.name}, in {now} in {after.name}"
+            old = "{phase} of {} came in {came:.0f} of {steps:.0f} steps".format(case.id, **row)
+            new = "{came_new:.0f} of {steps_new:.0f}".format(**row)
+            yield f"{old} in {before.name}, in {new} in {after.name}"
 
     def _baselines_that_moved(
         self, judged: pd.DataFrame, limits: Iterable[Threshold]

@@ -52,7 +52,7 @@ class OperatorCount(Entry):
     read_bytes: int  # logical, B
     write_bytes: int
     flops: int  # a multiply-add counts as two
-    general_rule: bool = False  # nobody has reviewed a rule for it: its bytes are a guess
+    general_rule: bool = False  # counted by the rule for unknown operators, a guess
 
     @property
     def total_bytes(self) -> int:

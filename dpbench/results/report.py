@@ -20,7 +20,7 @@ from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, summed
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What was measured or counted of one case.
+    """The measurements of one case, or what was counted of it.
 
     Args:
         case: the case.
@@ -63,7 +63,7 @@ class CaseReport:
         return float(self._row(metric, phase).value)
 
     def _row(self, metric: str, phase: str) -> pd.Series[Any]:
-        """The row of the summary that has it."""
+        """The row of the summary with a metric of the step or of a phase."""
         of_phase = self.summary[self.summary.phase == phase]
         rows = of_phase[of_phase.metric == metric]
         if rows.empty:
@@ -73,7 +73,7 @@ class CaseReport:
             )
         if len(rows) > 1:
             rows = rows[rows.device != NO_HARDWARE]
-        if (known := METRICS.find(metric)) and {*rows.instrument} <= {*known.by}:
+        if (definition := METRICS.find(metric)) and {*rows.instrument} <= {*definition.by}:
             rows = of_one_instrument(rows)
         if len(rows) > 1:
             by = " and ".join(rows.instrument + " on " + rows.device)

@@ -33,7 +33,7 @@ _DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
 
 @dataclass(frozen=True)
 class Run:
-    """One saved session; what it holds was checked when it was loaded.
+    """One session, saved or under way; a file is checked when it is loaded.
 
     Args:
         path: the file.
@@ -100,10 +100,10 @@ class Run:
     def merge(cls, runs: Sequence[Run]) -> Run:
         """One run of several parts: of a session that broke off and went on, of shards.
 
-        Each number counts once, and a case that failed in one part is that of a later one which
-        measured it. Times add up; it is complete if all parts are, and has regressed if one has;
-        what else the session says is the last part's. Where parts differ in environment or
-        settings, ``parts`` of the session has those of each.
+        Each number counts once; of a case that failed in one part, the outcome of a later part that
+        measured it is kept. Durations are summed; the run is complete if all parts are, and has
+        regressed if one has; all else of the session is the last part's. If parts differ in
+        environment or settings, ``parts`` of the session has those of each.
         """
         parts: list[dict[str, Any]] = []
         for part in (part for run in runs for part in run.parts):
@@ -136,7 +136,7 @@ class Run:
 
     @property
     def session(self) -> dict[str, Any]:
-        """Grid, settings, workers, when and how long; empty in documents of older versions."""
+        """Grid, settings, workers, start and duration; empty in documents of older versions."""
         return dict(self.document.get("session", {}))
 
     @property
@@ -215,12 +215,12 @@ class Run:
         outcomes = []
         for number, data in enumerate(self.document.get("cases", ())):
             case = Case.from_row(data)
-            # Older documents do not say by which instruments: then by all.
+            # Older documents do not name a case's instruments: then it is all that have rows.
             names = data.get("instruments") or [*rows[case]]
             lists = {"rows": [row for name in names for row in rows[case].pop(name, ())]}
             for part in SEEN:
                 lists[part] = seen.pop((part, number), [])
-                # Nor do they say of which outcome operators, which are counted, and kernels are.
+                # Older operators belong to an outcome that was counted, kernels to a measured one.
                 counted = part == "operators"
                 if any((row["device"] == NO_HARDWARE) == counted for row in lists["rows"]):
                     lists[part] += seen.pop((part, case), [])
@@ -230,7 +230,7 @@ class Run:
 
     @cached_property
     def tests(self) -> dict[str, list[tuple[Case, str]]]:
-        """What each test asked for, by its id: cases, each with the name of an instrument."""
+        """The cases that each test asked for, by its id, each with the name of an instrument."""
         asked: dict[str, list[tuple[Case, str]]] = defaultdict(list)
         for outcome in self.outcomes:
             by_each = [(outcome.case, name) for name in outcome.instruments]
@@ -239,7 +239,7 @@ class Run:
         return asked
 
     def asked_by(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
-        """What a test, or those of a module, asked these instruments for."""
+        """The cases that a test, or the tests of a module, asked these instruments for."""
         return [
             (case, name)
             for test, asked in self.tests.items()
