@@ -246,8 +246,13 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     return both.iloc[sorted(both.index, key=order.__getitem__)].reset_index(drop=True)
 
 
-def as_metrics(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
+def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     """A column of a summary as rows of metrics, e.g. ``ratio`` of DRAM bytes as ``dram_ratio``."""
+    return as_metrics(summary[summary[kind].notna()], kind)
+
+
+def as_metrics(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
+    """The same, with rows for NaN."""
     names = {metric: derived_name(metric, kind) for metric in rows.metric.unique()}
     unit = rows.unit if kind == "logical" else "1"
     return rows.assign(metric=rows.metric.map(names), value=rows[kind], unit=unit)
@@ -304,13 +309,12 @@ def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFr
     summary = with_logical(with_ratios(summary, baseline))
     summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
     trusted = [metric.name for metric in METRICS.values() if metric.spread]
-    spreads = as_metrics(summary[summary.metric.isin(trusted)], "spread").dropna(subset="value")
+    spreads = derived(summary[summary.metric.isin(trusted)], "spread")
     largest = spreads.sort_values("value", ascending=False, kind="stable")
     largest = largest.assign(metric=LARGEST_SPREAD.name)
     largest = largest.drop_duplicates(summed("instrument", "metric"))
-    follow = [as_metrics(summary[summary[kind].notna()], kind) for kind in DERIVED]
-    parts = [part for part in (summary, *follow, rates, largest) if not part.empty]
-    rows = pd.concat(parts, ignore_index=True)
+    parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
+    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
     dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
     return rows.assign(
         has_baseline=_in_any(rows.trainer == baseline, rows, "trainer"),

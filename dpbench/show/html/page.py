@@ -16,7 +16,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from dpbench.case import AXES
-from dpbench.results.frame import as_metrics
+from dpbench.results.frame import derived
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 from dpbench.show.html.charts import against_logical, busy, memory, phases
@@ -131,7 +131,7 @@ def failures(material: Material) -> Table | None:
 def cases(material: Material) -> Table:
     """Whole steps, one line per case and premise."""
     step = material.summary[material.summary.phase == STEP]
-    wide = pivot(pd.concat([step, as_metrics(step.dropna(subset="ratio"), "ratio")]), "metric")
+    wide = pivot(pd.concat([step, derived(step, "ratio")]), "metric")
     numbers: dict[str, Shown] = {}
     listed = [c for c in (*usual_columns(), column("samples_per_second")) if c.name in wide]
     listed = without_replaced(listed, lambda c: wide.get(c.name, wide.iloc[:0, 0]).dropna().index)
