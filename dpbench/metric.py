@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, get_args
 
 Kind = Literal["value", "ratio", "spread", "over_logical", "logical", "throughput"]
-"""What a number is: a metric's own value, or what follows from it."""
+"""A metric's own value, or what follows from it."""
 
 STANDARD = "÷ std"
-"""How a header says that a column is a ratio to standard training."""
+"""What heads the ratio to standard training."""
 
 DERIVED: Mapping[Kind, str] = {
     "ratio": STANDARD,
@@ -20,11 +20,10 @@ DERIVED: Mapping[Kind, str] = {
     "over_logical": "÷ logical",
     "logical": "logical",
 }
-"""What follows from a metric and is one, e.g. ``dram_ratio``; and what heads its column."""
-
+"""The metrics that follow from a metric, e.g. ``dram_ratio``, and what heads their columns."""
 
 Shown = Literal[Kind, "change"]
-"""What of a metric is shown without asking; ``change``: in comparisons, with its ratio if shown."""
+"""What is shown by default; ``change``: in comparisons, with its ratio if that is shown."""
 
 SHOWN: tuple[Shown, ...] = ("value", "change")
 
@@ -33,8 +32,20 @@ AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
 """How several numbers become one."""
 
 
+class How:
+    """Where the numbers of a metric come from, and how several become one.
+
+    Attributes:
+        over: how numbers that differ in ``repeat`` or ``rank`` become one.
+        adds_up: whether phases add up to the step.
+    """
+
+    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "sum"}
+    adds_up: ClassVar[bool] = True
+
+
 @dataclass(frozen=True)
-class Counters:
+class Counters(How):
     """Counted; of hardware, as the sum of counters.
 
     Args:
@@ -42,11 +53,8 @@ class Counters:
             counted unless others are asked for.
         scale: what their sum is multiplied by.
         chips: other counters for the chips that a pattern fits; none if such a chip lacks it.
-        less: the one of its counters that is taken off the others, not added.
+        less: the one of its counters that is subtracted from the others.
     """
-
-    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "sum"}
-    adds_up: ClassVar[bool] = True
 
     names: tuple[str, ...] = ()
     scale: float = 1
@@ -55,17 +63,14 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(How):
     """The sum of other metrics, in every run that has all of them."""
-
-    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "sum"}
-    adds_up: ClassVar[bool] = True
 
     parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Share:
+class Share(How):
     """One metric divided by another, in every run that has the two."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "mean"}
@@ -73,51 +78,53 @@ class Share:
 
     parts: tuple[str, str]
 
+    def __post_init__(self) -> None:
+        if len(self.parts) != 2:
+            raise ValueError(f"a share is of two metrics, not {', '.join(self.parts)}")
+
 
 @dataclass(frozen=True)
-class Timed:
-    """By a clock; ranks wait for the slowest."""
+class Timed(How):
+    """Read from a clock; ranks wait for the slowest."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
-    adds_up: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most of something at any moment, or any other number of which no phases add up."""
+class Peak(How):
+    """The largest value at any moment, or any other number whose phases do not add up."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "max"}
     adds_up: ClassVar[bool] = False
 
 
-How = Counters | Sum | Share | Timed | Peak
-"""The kinds of metrics: where the numbers come from, and how several become one."""
-
-_HOWS: dict[str, type[How]] = {kind.__name__: kind for kind in (Counters, Sum, Share, Timed, Peak)}
+_HOWS: dict[str, Callable[..., How]] = {
+    kind.__name__: kind for kind in (Counters, Sum, Share, Timed, Peak)
+}
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One thing that can be known of a step."""
+    """One quantity of a training step."""
 
-    name: str  # spelled out, with its kind of unit at the end: one of `UNITS`, else it is a number
+    name: str  # spelled out; its unit follows from the end, see `UNITS`
     header: str = ""  # of its column, on one or two lines; made of the name if empty
-    by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it
+    by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it, the preferred one first
     how: How = Counters()
-    # How steps, and how ranks, become one number, if not as is usual for `how`.
+    # How steps, and how ranks, become one number, if not as `how` says.
     repeats: Aggregate | None = None
     ranks: Aggregate | None = None
-    # nvprof's throughput that, times seconds, is the same ("nvprof Metric Comparison" in the
-    # Nsight Compute CLI documentation).
+    # The throughput of nvprof that is this per second ("nvprof Metric Comparison" in the Nsight
+    # Compute CLI documentation).
     nvprof: str = ""
-    logical: str = ""  # what logical counting says in its place
+    logical: str = ""  # the metric of logical counting that corresponds to it
     shown: tuple[Shown, ...] = SHOWN  # unless columns are chosen
-    giga: bool = False  # it is shown in units of 10⁹, as bytes are
+    giga: bool = False  # shown in units of 10⁹, as bytes are
     expected: tuple[float, float] | None = None  # range of the ratio to the baseline
-    higher_is_better: bool = False  # a fall is a change for the worse; else a rise is
-    signed: bool = False  # it can be negative
-    throughput: bool = True  # it is shown divided by the time of a step, too
-    spread: bool = False  # its spread over the steps says how far a row can be trusted
+    higher_is_better: bool = False  # then a fall is a change for the worse, else a rise
+    signed: bool = False  # whether it can be negative
+    throughput: bool = True  # whether its throughput is shown, too
+    spread: bool = False  # whether its spread over the steps counts for the row's largest
     # Where an instrument finds it: a field of `KernelCount`, or how an activity's name in a trace
     # of the PyTorch profiler begins.
     source: str = ""
@@ -126,6 +133,10 @@ class Metric:
     # If it is one of those that `derived` makes: the metric from which it follows, and how.
     of: str = ""
     kind: Kind = "value"
+
+    def __post_init__(self) -> None:
+        if self.expected and len(self.expected) != 2:
+            raise ValueError(f"{self.name}: the expected range is not {self.expected}")
 
     @property
     def unit(self) -> str:
@@ -141,7 +152,7 @@ class Metric:
 
     @property
     def short_header(self) -> str:
-        """The heading on one line, without what goes without saying."""
+        """The heading on one line, without "total" and "ms"."""
         return self.heading.replace("\n", " ").removesuffix(" total").removesuffix(" ms")
 
     @property
@@ -173,8 +184,9 @@ class Metric:
         return {"repeat": self.repeats, "rank": self.ranks}[column] or self.how.over[column]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON types, without what is usual; the inverse of `from_json`."""
-        return _unusual(self) | {"how": {"kind": type(self.how).__name__, **_unusual(self.how)}}
+        """Plain JSON types, without defaults; the inverse of `from_json`."""
+        how = {"kind": type(self.how).__name__, **_without_defaults(self.how)}
+        return _without_defaults(self) | {"how": how}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Metric:
@@ -183,26 +195,26 @@ class Metric:
         return cls(**_tuples(data) | {"how": _HOWS[how.pop("kind")](**how)})
 
     @property
-    def counters(self) -> tuple[str, ...]:
-        """The hardware counters that add up to it on chips that it says nothing else of."""
-        return self.how.names if isinstance(self.how, Counters) else ()
+    def _counted(self) -> Counters:
+        return self.how if isinstance(self.how, Counters) else Counters()
 
     @property
-    def _chips(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        return self.how.chips if isinstance(self.how, Counters) else ()
+    def counters(self) -> tuple[str, ...]:
+        """The hardware counters that add up to it on chips without others of their own."""
+        return self._counted.names
 
     def on(self, chip: str) -> tuple[str, ...]:
         """Its counters on a chip, e.g. ``GB202``; none if the chip lacks them.
 
         A chip without a name, or with one that no pattern fits, has the usual ones.
         """
-        fitting = (names for pattern, names in self._chips if fnmatchcase(chip.upper(), pattern))
+        chips = self._counted.chips
+        fitting = (names for pattern, names in chips if fnmatchcase(chip.upper(), pattern))
         return next(fitting, self.counters)
 
     def counted_by(self, names: tuple[str, ...]) -> Metric:
-        """The same of these counters alone."""
-        how = self.how if isinstance(self.how, Counters) else Counters()
-        return replace(self, how=replace(how, names=names, chips=()))
+        """The same metric, made of these counters alone."""
+        return replace(self, how=replace(self._counted, names=names, chips=()))
 
     def derived(self) -> Iterator[Metric]:
         """What follows from it, each a metric of its own."""
@@ -229,24 +241,25 @@ class Metric:
     @property
     def formula(self) -> str:
         """How its counters make it, in units of its scale."""
-        less = self.how.less if isinstance(self.how, Counters) else ""
-        signs = (" - " if name == less else " + " for name in self.counters)
-        return "".join(map("".join, zip(signs, self.counters, strict=True))).removeprefix(" + ")
+        text = "".join(
+            f"{' - ' if name == self._counted.less else ' + '}{name}" for name in self.counters
+        )
+        return text.removeprefix(" + ")
 
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:
         """Its counters as each kind of chip has them."""
-        return tuple(filter(None, (self.counters, *(names for _, names in self._chips))))
+        chips = (names for _, names in self._counted.chips)
+        return tuple(names for names in (self.counters, *chips) if names)
 
     def value(self, counted: Mapping[str, float]) -> float:
-        """What it is where its counters have these values."""
-        how = self.how if isinstance(self.how, Counters) else Counters()
-        signs = {how.less: -1}
-        return how.scale * sum(signs.get(name, 1) * counted[name] for name in how.names)
+        """Its value where its counters have these values."""
+        signs = {self._counted.less: -1}
+        return self._counted.scale * sum(signs.get(n, 1) * counted[n] for n in self.counters)
 
 
-def _unusual(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not as usual."""
+def _without_defaults(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
     return {f.name: v for f in fields(value) if (v := getattr(value, f.name)) != f.default}
 
 

@@ -1,4 +1,4 @@
-r"""Every metric, once: what it is called, how it is had, and how it is shown and judged.
+r"""Every metric, once: its name, where its numbers come from, how it is shown and judged.
 
 A new metric is one more `Metric` in `METRICS`, whether dpbench's or a project's own::
 
@@ -64,7 +64,7 @@ class Metrics(Mapping[str, Metric]):
         self._complete = False
 
     def register(self, *metrics: Metric) -> None:
-        """Add metrics; each name means one thing."""
+        """Add metrics; a name cannot be defined twice."""
         self._every = {}
         for metric in metrics:
             if self._known.setdefault(metric.name, metric) != metric:
@@ -89,9 +89,9 @@ class Metrics(Mapping[str, Metric]):
 
     @contextmanager
     def including(self, *sides: Iterable[Metric]) -> Iterator[None]:
-        """Know the metrics of saved runs, too, until the end of a block.
+        """Know the metrics of saved runs, too, inside a block.
 
-        What is known already stays as it is: a name means what it means here.
+        Metrics that are registered here keep their own definitions.
         """
         known, self._every = self._all(), {}
         lent = {each.name: each for side in sides for each in side if each.name not in known}
@@ -120,14 +120,14 @@ class Metrics(Mapping[str, Metric]):
         return [metric for metric in self.had_by(instrument) if metric.spellings]
 
     def every(self) -> dict[str, Metric]:
-        """These and what follows from them, by name, and the largest spread of a case."""
+        """These metrics and those derived from them, by name, and the largest spread of a case."""
         if not self._every:
             every = (each for metric in self.values() for each in (metric, *metric.derived()))
             self._every = {each.name: each for each in (*every, LARGEST_SPREAD)}
         return self._every
 
     def find(self, name: str) -> Metric | None:
-        """What a person's name means: one of `every`, or a hardware counter by its own name.
+        """The metric that a user names: one of `every`, or a hardware counter by its own name.
 
         ``l2_bytes`` is ``l2_total_bytes``, ``dram_bytes_ratio`` the same as ``dram_ratio``, and
         nvprof's ``gld_throughput`` is ``global_load_throughput``.
@@ -146,7 +146,7 @@ class Metrics(Mapping[str, Metric]):
 
 
 LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread", shown=())
-"""The largest of the spreads that say how far a row can be trusted."""
+"""The largest of the spreads of a row's metrics, of those that count for it."""
 
 
 def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -163,7 +163,7 @@ def _global(operation: str) -> Counters:
 
 
 _hidden = partial(Metric, shown=())
-"""One that is in no table unless it is asked for."""
+"""A metric that tables show only on request."""
 
 
 def _cycles(name: str, counter: str) -> Metric:
@@ -180,7 +180,7 @@ _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
 """Chips that count what crosses between the two halves of their L2."""
 
 _UNDIVIDED = ("GV1*", "TU1*", "GA10[!0]", "AD1*", "GB20*", "GB10B")
-"""Chips that do not. Of one that fits neither nobody has looked which counters it has."""
+"""Chips that do not. Which counters other chips have is unknown."""
 
 _CROSSINGS = "lts__t_sectors_srcunit_ltcfabric.sum"
 

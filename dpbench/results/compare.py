@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,36 +19,32 @@ from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Metric
 from dpbench.results.frame import as_tuples
-from dpbench.results.rows import STEP, summed
+from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 
 CHANGES = [*summed(), "unit", "before", "after", "change", "relative"]
 """The columns of a comparison; ``change`` is after - before, ``relative`` that over before."""
 
 MOST = 5
-"""How many operators or kernels that grew are named."""
+"""How many operators or kernels are named for a regression."""
 
 SHARE = 0.02
-"""Of what changed most, the part below which nothing is named."""
+"""Operators or kernels below this share of the largest change are not listed."""
 
 _LIMITED = ("value", "ratio")
-"""The kinds of metrics that a limit can be for."""
-
-_MOVED = re.compile(r"(kernel_)?(dram|l2(?!_(sm|served|crossing))|logical|global)_")
-"""Metrics that operators and kernels add up to; of kernels no crossings of the L2 are known."""
+"""The kinds of metrics that can have a limit."""
 
 
 def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     """The numbers of two runs, side by side where case, instrument and device agree.
 
-    ``across`` puts beside each other also what different devices measured; the column ``device``
-    then says ``X -> Y``.
+    With ``across``, devices may differ; the column ``device`` then says ``X -> Y``.
 
     Returns:
         Every number of either run, with the columns `CHANGES` (``before`` or ``after`` is NaN where
-        that run has no such number), ``shared``: whether both have the case by that instrument,
-        and as ``steps`` and ``came`` what `dpbench.results.frame.numbers` says of the one, as
-        ``steps_new`` and ``came_new`` of the other.
+        that run has no such number); ``shared``, whether both have the case by that instrument;
+        and ``steps`` and ``came`` of `dpbench.results.frame.numbers`, for the run after as
+        ``steps_new`` and ``came_new``.
     """
     where = ["device"] if across else []
     measured = summed("metric", "phase", *where)
@@ -56,7 +53,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     if other_baseline(before, after):
         old, new = (side[side.of == ""] for side in (old, new))
     if any(len({*as_tuples(side, keys)}) < len(side) for side in (old, new)):
-        raise ConfigurationError("a run has one case on several devices: no one value of it")
+        raise ConfigurationError("a run has measured one case on several devices: not compared")
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
     both = both.rename(columns={"value": "before", "value_new": "after"})
     if across:
@@ -71,7 +68,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 
 
 def other_baseline(before: Run, after: Run) -> str:
-    """Why ratios of the two are not compared, if they are not."""
+    """Why ratios of the two runs are not compared; empty if they are."""
     if before.frame.empty or before.baseline == after.baseline:
         return ""
     return (
@@ -80,19 +77,26 @@ def other_baseline(before: Run, after: Run) -> str:
     )
 
 
-def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[dict[str, Any]]:
-    """The operators, or else the kernels, of a case that changed most between two runs.
+def largest_changes(
+    before: Run, after: Run, case: Case, regression: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The operators, or else the kernels, of a case whose bytes changed most.
 
-    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (negative for what shrank), the largest
-    first. Nothing if one of the runs did not look so closely.
+    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (of kernels, DRAM bytes; negative for a
+    decrease), the largest change first. Empty if the metric that regressed is not the sum of such
+    bytes, or if one of the runs did not record operators or kernels of the case.
     """
-    if not _MOVED.match(metric):
+    metric = METRICS.find(regression["of"] or regression["metric"])
+    counted = regression["device"] == NO_HARDWARE
+    if not (metric and metric.unit == "B" and metric.adds_up and (counted or metric.logical)):
         return []
-    kinds = ["operators"] if metric.startswith("logical") else ["kernels", "operators"]
-    sides = ([_moved(run, case, metric, kind) for run in (before, after)] for kind in kinds)
+    kinds = ["operators"] if counted else ["kernels", "operators"]
+    sides = ([_moved(run, case, kind) for run in (before, after)] for kind in kinds)
     old, new = next(filter(all, sides), [{}, {}])
     change = {
-        key: new.get(key, 0) - old.get(key, 0) for key in {**old, **new} if phase in (key[0], STEP)
+        key: new.get(key, 0) - old.get(key, 0)
+        for key in {**old, **new}
+        if regression["phase"] in (key[0], STEP)
     }
     largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
     return [
@@ -102,18 +106,17 @@ def grown(before: Run, after: Run, case: Case, metric: str, phase: str) -> list[
     ]
 
 
-def _moved(run: Run, case: Case, metric: str, kind: str) -> dict[tuple[str, str], float]:
-    """Bytes of a step by phase and name of a kernel or operator."""
+def _moved(run: Run, case: Case, kind: str) -> Mapping[tuple[str, str], float]:
+    """Bytes of a step by phase and name of an operator or kernel."""
     moved: dict[tuple[str, str], float] = defaultdict(float)
-    for outcome in (o for o in run.outcomes if o.case == case):
+    for outcome in (each for each in run.outcomes if each.case == case):
         if kind == "operators":
             for operator in outcome.operators:
                 moved[operator.phase, operator.operator] += operator.total_bytes
             continue
         steps = len({kernel.repeat for kernel in outcome.kernels})
         for kernel in outcome.kernels:
-            size = kernel.l2_bytes if "l2_" in metric else kernel.dram_bytes
-            moved[kernel.phase, kernel.kernel] += size / steps
+            moved[kernel.phase, kernel.kernel] += kernel.dram_bytes / steps
     return moved
 
 
@@ -136,7 +139,7 @@ SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC
 
 @dataclass(frozen=True)
 class Threshold:
-    """The change of one metric that is still no regression.
+    """The change of one metric up to which there is no regression.
 
     Args:
         metric: a metric, e.g. ``dram_bytes``, or one's ratio to the baseline, ``dram_ratio``.
@@ -144,7 +147,7 @@ class Threshold:
         percent: of the value before, or None.
         amount: in the metric's unit, or None.
         two_sided: whether a change for the better counts too.
-        written: how the user put it.
+        written: as the user wrote it.
     """
 
     metric: str
@@ -179,7 +182,7 @@ class Threshold:
 
     @cached_property
     def of(self) -> str:
-        """The metric whose ratio it is about, if it is about one."""
+        """The metric whose ratio it limits, if it limits a ratio."""
         metric = METRICS.find(self.metric)
         return metric.of if metric else ""
 
@@ -187,7 +190,7 @@ class Threshold:
         return self.written
 
     def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
-        """For each pair of numbers the change that is allowed, and whether it is exceeded."""
+        """For each pair of numbers the allowed change, and whether it is exceeded."""
         allowed = (before.abs() * (self.percent or 0) / 100).clip(lower=self.amount or 0)
         change = after - before
         if self.two_sided:

@@ -1,4 +1,4 @@
-"""Under which conditions a session measures, and how two sessions differ in them."""
+"""The conditions under which a session measures, and how those of two sessions differ."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ def begun(
     workers: int = 0,
     shard: str | None = None,
 ) -> Run:
-    """A session that begins now, with these instruments, as a run in which no case stands yet.
+    """A new session with these instruments, as a run without cases.
 
-    If it measures a ``shard`` alone, its grid says so.
-
-    It holds what it measures, with what and where, as it comes back from a file; what JSON does
-    not know becomes text.
+    Grid, settings and environment are as they would be read from a file; what JSON cannot hold
+    becomes text. If it measures a ``shard`` alone, the grid says so.
     """
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -61,9 +59,9 @@ def automatic_name(run: Run) -> str:
 
 
 def resumed(run: Run, begun: Run) -> Run:
-    """A session that has begun, as it goes on with an interrupted run.
+    """A new session, merged with the interrupted run that it resumes.
 
-    Refused where versions, code, grid or settings are not what they were.
+    Refused if versions, code, grid or settings differ.
     """
     if run.status != INTERRUPTED:
         raise ConfigurationError(f"{run.path} has been completed by another session")
@@ -75,15 +73,17 @@ def resumed(run: Run, begun: Run) -> Run:
 
 
 def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
-    """What is not the same for two runs, one phrase each: versions, GPU, code, settings.
+    """How versions, GPU, code, settings and definitions of metrics differ, one phrase each.
 
-    What one of the two does not say is no difference, nor is an instrument that one lacks; the
-    cases of a grid are named anyway. For a run that is ``resumed`` all of these are differences.
+    What only one of the two records (an instrument, say) is no difference, nor are grids, whose
+    cases are compared one by one. For a run that is ``resumed`` all of these are differences.
     """
     old, new = (_named_of_all(run) for run in (before, after))
     every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
     was, now = ({metric.name: metric.how for metric in run.metrics} for run in (before, after))
-    redefined = [f"what {name} is" for name in was if was[name] != now.get(name, was[name])]
+    redefined = [
+        f"the definition of {name}" for name in was if was[name] != now.get(name, was[name])
+    ]
     return redefined + [
         f"{name} {was} -> {now}"
         for name, (was, now) in every.items()
@@ -92,7 +92,7 @@ def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> li
 
 
 def _named_of_all(run: Run) -> dict[str, Any]:
-    """What `_named` says of each part of a run; where parts differ, what each has."""
+    """`_named` of a run; where its parts differ, the values of all of them."""
     parts = [_named(part.get("environment", {}), {**run.session, **part}) for part in run.parts]
     every: dict[str, list[Any]] = {}
     for name, value in (item for part in parts for item in part.items()):
@@ -102,7 +102,7 @@ def _named_of_all(run: Run) -> dict[str, Any]:
 
 
 def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for numbers of two sessions to stand in one run, by name."""
+    """The conditions that must be the same for two sessions to be parts of one run, by name."""
     gpu = environment.get("gpu") or {}
     code = environment.get("code") or {}
     changes = code.get("changes") or ("none" if code.get("dirty") is False else None)
@@ -145,12 +145,12 @@ def environment(
     tools: Mapping[str, str] | None = None,
     project: Path | None = None,
 ) -> dict[str, Any]:
-    """Which software and machine made a run; versions are read without importing anything.
+    """The software and machine of a run; versions are read without importing the packages.
 
     Args:
-        gpu: what measured, if a GPU did; it knows its driver.
-        tools: the versions of what instruments used beside Python's packages.
-        project: a directory of the measured project, whose commit is to be recorded.
+        gpu: the GPU that measured, if one did.
+        tools: the versions of programs that instruments use.
+        project: a directory of the measured project, whose commit is recorded.
     """
     versions: dict[str, str | None] = dict.fromkeys(
         ("dpbench", "torch", "opacus", "pandas", "ncu-report")
@@ -158,7 +158,7 @@ def environment(
     for package in versions:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    cpu = None  # launch-bound steps take as long as it needs for them
+    cpu = None  # its speed determines the time of launch-bound steps
     with suppress(OSError):
         cpu = re.search(r"^model name\s*:\s*(.*?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)
     return {
@@ -170,7 +170,7 @@ def environment(
             "cpus": os.cpu_count(),
         },
         "versions": {**versions, "ncu": None, **(tools or {})},
-        # Not what it was doing at that moment.
+        # Only the fields that identify it, not its load.
         "gpu": {f.name: getattr(gpu, f.name) for f in fields(gpu) if f.compare} if gpu else None,
         "code": code_state(project) if project else None,
     }
@@ -188,13 +188,13 @@ def code_state(project: Path) -> dict[str, Any] | None:
     if commit is None or top is None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
-    # Git's own difference: a tool that a user has set up may leave out what it takes for equal.
+    # Git's own difference: a user's diff tool may leave out changes that it takes for equal.
     own = ("--no-ext-diff", "--no-textconv", "--no-color")
     digest = hashlib.sha256(difference := _git(root, "diff", *own, "--binary", "HEAD") or b"")
     untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
     names = []
     for name in sorted(filter(None, (untracked or b"").split(b"\0"))):
-        with suppress(OSError):  # the link by which an editor locks a file leads nowhere
+        with suppress(OSError):  # an editor's lock file is a dangling link
             content = (root / os.fsdecode(name)).read_bytes()
             digest.update(name + content)
             names.append(name)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.errors import ConfigurationError
 from dpbench.metric import DERIVED, Kind, Share, derived_name
-from dpbench.metrics import LARGEST_SPREAD, METRICS, OTHER_COPIES
-from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows, identity, summed
+from dpbench.metrics import LARGEST_SPREAD, METRICS
+from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, Measurement, as_rows, identity, summed
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
-
-PREFERRED = ("ncu", "timing", "cupti")
-"""Whose numbers are shown where several instruments have the same."""
 
 IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
@@ -68,19 +67,18 @@ def with_totals(frame: pd.DataFrame) -> pd.DataFrame:
 def _of_timed_steps(
     shares: pd.Series[float], spans: pd.Series[float], steps: pd.DataFrame, frame: pd.DataFrame
 ) -> pd.Series[float]:
-    """The shares of ranges, as parts of the time that a step or phase takes when it is not counted.
+    """Busy shares of ranges, converted to shares of the time that steps and phases take uncounted.
 
-    What is counted starts with an idle GPU and is waited for; while steps are timed the CPU
-    launches the next work during the last. Where launches take long, that is a large part of a
-    range's time, and none of its busy time. Where nothing was timed, a step's share is unknown, and
-    a phase's that of its range.
+    A counted range starts with an idle GPU and ends when the GPU is done; in timed steps the CPU
+    launches work while earlier work runs. Waiting for launches makes a range longer, but not its
+    busy time. Where nothing was timed, a step's share is unknown, and a phase's that of its range.
     """
     case = identity("metric", "repeat")
     timed = frame[frame.metric == "step_time_seconds"]
     number = _numbered(timed, case)
     timed = timed.assign(value=timed.value.groupby(number).transform("median"))
     times = _beside(steps, timed[~number.duplicated()], case)
-    # Two different steps: what is all busy may come out as a little more.
+    # Counted and timed steps differ, so a GPU that is always busy can come out slightly above 1.
     of_timed = (shares * spans / times.where(times > 0)).clip(upper=1.0)
     return of_timed.fillna(shares.where(steps.phase != STEP))
 
@@ -93,13 +91,13 @@ def _numbered(frame: pd.DataFrame, keys: Iterable[str]) -> pd.Series[int]:
 
 
 def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with one row for all ranks of a step, which it says are ``ranks``.
+    """The frame with one row for all ranks of a step; ``ranks`` is how many there are.
 
-    Each metric says how: bytes are their sum, times the longest, shares the mean.
+    The metric says how: bytes are summed, of times the longest counts, of shares the mean.
 
     Raises:
-        ConfigurationError: some ranks lack a number of the whole step, or nobody says how the
-            metric is to be had of several.
+        ConfigurationError: some ranks lack a number of the whole step, or an unregistered metric
+            does not say how ranks become one number.
     """
     if not frame["rank"].any():
         return frame.assign(ranks=1)
@@ -115,10 +113,10 @@ def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _aggregate(values: Any, metrics: pd.Series[str], column: str) -> pd.Series[float]:
-    """A number for each group of values that differ along a column, as its metric says."""
+    """One number for each group of values that differ in a column, by their metric's rule."""
     known = {name: METRICS.find(name) for name in metrics.unique()}
     if column == "rank" and (unknown := [name for name, metric in known.items() if not metric]):
-        raise ConfigurationError(f"nobody says what {unknown[0]} is of several ranks: register it")
+        raise ConfigurationError(f"{unknown[0]} of several ranks has no sum or mean: register it")
     how = metrics.map({name: m.over(column) if m else "mean" for name, m in known.items()})
     reduced: pd.Series[float] = values.mean()
     for other in {*how} - {"mean"}:
@@ -134,8 +132,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     several ``ranks`` each step is what `over_ranks` says.
 
     A phase that only some of a script's steps have, such as the optimizer's under gradient
-    accumulation, did nothing in the others: its value is the mean over all steps, and phases add
-    up to the step. ``came`` is how many of the ``steps`` have it.
+    accumulation, counts as 0 in the others: its value is the mean over all steps, so that phases
+    add up to the step. ``came`` is how many of the ``steps`` have it.
     """
     frame = over_ranks(with_totals(frame))
     keys = [*summed(), "unit"]
@@ -145,7 +143,7 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     values = frame.value.groupby(number)
     mean, count, smallest = values.mean(), values.count(), values.min()
     value = _aggregate(values, summary.metric, "repeat")
-    # Apart, for whole steps can be counted more often.
+    # Steps and phases apart: whole steps can be counted more often.
     like = summary.assign(phase=summary.phase == STEP)
     steps = count.groupby(_numbered(like, keys)).transform("max")
     partial = _is_partial(summary.assign(steps=steps, came=count))
@@ -166,18 +164,32 @@ def _is_partial(summary: pd.DataFrame) -> pd.Series[bool]:
     return (summary.came < summary.steps) & ~summary.metric.isin(whole)
 
 
-def of_one_instrument(summary: pd.DataFrame, preferred: Sequence[str] = PREFERRED) -> pd.DataFrame:
-    """The summary with one number a case, device, phase and metric: the first ``preferred``."""
-    places = summary.instrument.map({name: place for place, name in enumerate(preferred)})
-    best_first = summary.loc[places.sort_values(kind="stable").index]
+def of_one_instrument(summary: pd.DataFrame, preferred: Sequence[str] = ()) -> pd.DataFrame:
+    """The summary with one number a case, device, phase and metric.
+
+    It is that of the first of the ``preferred`` instruments, or by default of those that the
+    definition of the metric names.
+    """
+    order = {name: preferred or instruments_of(name) for name in summary.metric.unique()}
+    places = [
+        order[metric].index(by) if by in order[metric] else len(order[metric])
+        for metric, by in as_tuples(summary, ["metric", "instrument"])
+    ]
+    best_first = summary.iloc[np.argsort(places, kind="stable")]
     return best_first.drop_duplicates(summed("instrument")).sort_index()
+
+
+def instruments_of(name: str) -> tuple[str, ...]:
+    """The instruments that have a metric, the preferred one first."""
+    metric = METRICS.find(name)
+    return metric.by if metric else ()
 
 
 def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """A summary with the column ``ratio``: value over that of the same cell's ``baseline``.
 
-    Each metric has a ratio, by phase and for the step; NaN where no baseline was measured or
-    it moved nothing.
+    Each metric has a ratio, by phase and for the step; NaN where the baseline was not measured or
+    is 0.
     """
     divisor = _beside(summary, summary[summary.trainer == baseline], summed("trainer"))
     return summary.assign(ratio=summary.value / divisor.where(divisor != 0), baseline=baseline)
@@ -206,9 +218,9 @@ def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
 def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
     """A number per case, instrument, device, metric and phase; ratios as metrics of their own.
 
-    A number of which a repeat is none is left out: its sum or mean would be wrong. It is NaN if
-    some steps of a case lack it, and so is a ratio without a baseline, but of scripts, which need
-    none. ``steps`` is how many it is of, ``came`` how many of these have it; a ratio is ``of`` a
+    A number with a repeat that is not finite is left out. It is NaN if some steps of a case lack
+    it. A ratio without a baseline is NaN, or left out for scripts, which need no baseline.
+    ``steps`` is the number of steps, ``came`` how many of these have it; a ratio is ``of`` another
     metric.
     """
     keys = summed()
@@ -240,21 +252,20 @@ def derived(summary: pd.DataFrame, kind: Kind) -> pd.DataFrame:
 
 
 def as_metrics(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
-    """The same, NaN included."""
+    """The same, with rows for NaN."""
     names = {metric: derived_name(metric, kind) for metric in rows.metric.unique()}
     unit = rows.unit if kind == "logical" else "1"
     return rows.assign(metric=rows.metric.map(names), value=rows[kind], unit=unit)
 
 
 def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
-    """A summary with the columns ``logical`` and ``over_logical`` beside what hardware measured.
+    """A summary with the columns ``logical`` and ``over_logical`` for what hardware measured.
 
-    ``logical`` is what an unfused step must move at least (for peak memory: must hold) in the
-    same case and phase, counted without hardware; ``over_logical`` is value ÷ logical, how often
-    the hardware moves what such a step moves once. NaN where nothing was counted, where that is
-    0, and in the rows of logical counting itself.
+    ``logical`` is what an unfused step of the same case and phase must move at least (for peak
+    memory: hold), counted without hardware; ``over_logical`` is value ÷ logical. NaN where nothing
+    was counted, where that is 0, and in the rows that were counted.
     """
-    by_hardware = summary.instrument != "logical"
+    by_hardware = summary.device != NO_HARDWARE
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
     wanted = summary.metric.map(said).where(by_hardware).astype(object)
     counted = summary[~by_hardware]
@@ -266,30 +277,30 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
 def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     """Counted bytes per second of unprofiled step time, for each byte metric of the step.
 
-    By ncu the two factors come from two processes, one profiled and one not, which may be CUPTI's;
-    the instrument column says so.
+    The time is that of the instrument that counted, or else of another one, in another process;
+    the instrument column says which.
     """
     of_case, step = summed("instrument", "phase", "metric"), summary[summary.phase == STEP]
     times = step[step.metric == "step_time_seconds"]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     counted = step[(step.unit == "B") & ~step.metric.isin(whole)]
     rates = []
-    for counts, measures in (("ncu", "timing"), ("ncu", "cupti"), ("cupti", "cupti")):
+    both = product(instruments_of("dram_bytes"), instruments_of("step_time_seconds"))
+    for counts, measures in sorted(both, key=lambda pair: pair[0] != pair[1]):
         rows = counted[counted.instrument == counts]
         seconds = _beside(rows, times[times.instrument == measures], of_case)
         by = f"{counts} bytes / {measures} seconds"
         rates.append(rows.assign(value=rows.value / seconds, by=by)[seconds.notna()])
-    table = pd.concat(rates, ignore_index=True)
-    table = table.drop_duplicates(summed())
+    table = pd.concat(rates, ignore_index=True).drop_duplicates(summed())
     names = table.metric.map(lambda metric: derived_name(metric, "throughput"))
     table = table.assign(metric=names, unit="B/s", instrument=table.by, spread=float("nan"))
     return table.drop(columns="by")
 
 
 def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """The summary of a long table with a row for everything that a table can show.
+    """The summary of a long table with a row for every number that a table can show.
 
-    What follows from a number has rows of its own.
+    Ratios, spreads, throughputs and numbers over logical ones have rows of their own.
     ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
     case moves so little that DRAM ratios mean nothing.
     """
@@ -315,57 +326,3 @@ def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, *but: str) -> pd.Series[
     """Whether something holds for any row of the same case, or of those that differ in these."""
     by = summed("instrument", "phase", "metric", *but)
     return holds.groupby([rows[name] for name in by]).transform("any")
-
-
-# --- the account of a step ----------------------------------------------------------------------
-#
-# Kernel replay counts the bytes of each kernel and misses copies and memsets; the PyTorch profiler
-# knows how many bytes those moved; range counters see everything. If the first two add up to the
-# third, nothing is missing from a table of kernels and copies.
-
-TOLERANCE = 0.01
-"""The share of the step's bytes up to which the remainder of an account is in order."""
-
-BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
-"""Copies that read and write device memory; one to the host reads, one from it writes."""
-
-ACCOUNT_COLUMNS = {
-    "kernels_read": ("ncu_kernels", ("kernel_dram_read_bytes",)),
-    "kernels_written": ("ncu_kernels", ("kernel_dram_write_bytes",)),
-    "copies_read": ("torch_profiler", (*BOTH_WAYS, "memcpy_device_to_host_bytes")),
-    "copies_written": (
-        "torch_profiler",
-        (*BOTH_WAYS, "memcpy_host_to_device_bytes", "memset_bytes"),
-    ),
-    "range_read": ("ncu", ("dram_read_bytes",)),
-    "range_written": ("ncu", ("dram_write_bytes",)),
-}
-"""The columns of an account: the instrument and the metrics whose sum each is."""
-
-
-def account(frame: pd.DataFrame) -> pd.DataFrame | None:
-    """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
-
-    Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
-    ``share`` (the remainder over the step's range). None if one of the numbers is not there.
-    """
-    known = {metric for _, metrics in ACCOUNT_COLUMNS.values() for metric in metrics}
-    summary = summarise(frame[frame.instrument.isin({by for by, _ in ACCOUNT_COLUMNS.values()})])
-    summary = summary[summary.metric.isin(known)]
-    if summary.device.nunique() != 1:
-        return None
-    parts = {}
-    for name, (instrument, metrics) in ACCOUNT_COLUMNS.items():
-        rows = summary[summary.instrument == instrument]
-        wide = rows.pivot(index="phase", columns="metric", values="value")
-        wide = wide.reindex(columns=[*metrics]).fillna({OTHER_COPIES: 0.0})
-        parts[name] = wide.sum(axis="columns", skipna=False)
-        if STEP not in wide.index or parts[name].isna().any():
-            return None
-    # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
-    # clipping has copies and no kernel. That the instrument saw the step is checked.
-    table = pd.DataFrame(parts).fillna(0.0)
-    table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
-    ranges = table.range_read + table.range_written
-    counted = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
-    return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])

@@ -1,14 +1,14 @@
-"""The gate: what limits say of a run beside its reference, and what they could not judge.
+"""The gate: holds a run to limits against its reference, and says what they could not judge.
 
 With a limit given, `Verdict.passed` means that it judged every case, instrument, metric and phase
-that the reference has inside what was asked. What was not asked for is named and is no failure;
-what was asked for and is missing is one. pytest, ``dpbench run`` and ``dpbench compare`` all use
-this one `Gate`.
+that the reference has and the session was asked for. What was not asked for is noted and is no
+failure; what was asked for and is missing is one. pytest, ``dpbench run`` and ``dpbench compare``
+all use `Gate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,19 +17,19 @@ import pandas as pd
 
 from dpbench.case import AXES, SCRIPT, Case
 from dpbench.metrics import METRICS
-from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
+from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import as_tuples
 from dpbench.results.kernels import NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
-from dpbench.results.rows import STEP, summed
+from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 
 CasesAsked = Collection[tuple[Case, str]]
 """The cases that a session was asked to measure, each with the name of an instrument."""
 
 NAMED = 10
-"""How many cases a line names before it only counts them."""
+"""How many cases a line names; further ones are only counted."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,23 @@ class Unjudged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a run since its reference, and what limits say of that.
+    """How a run differs from its reference, and what limits say of that.
 
     Args:
-        changes: the columns `CHANGES` of each number that was asked for and whose case is still
-            there; a ratio only where both have its baseline.
-        judged: the rows that a limit judged, once a limit, with ``limit`` (the change that is
-            allowed, in the metric's unit), ``threshold`` (the limit as written) and ``regressed``.
-        regressions: those that exceed it, as plain JSON types; ``grown`` names the operators or
-            kernels that moved more.
+        changes: the columns `CHANGES` of each number that was asked for and whose case both have;
+            of a ratio only where both have its baseline.
+        judged: the rows that each limit judged, with ``limit`` (the allowed change, in the metric's
+            unit), ``threshold`` (the limit as written) and ``regressed``.
+        regressions: those that exceed it, as plain JSON types, with `largest_changes`.
         unjudged: what a limit should have judged and could not.
-        notes_of: works out its `notes`.
+        notes: what was not compared, what else differs, and baselines that moved.
     """
 
     changes: pd.DataFrame
     judged: pd.DataFrame
     regressions: list[dict[str, Any]]
     unjudged: list[Unjudged]
-    notes_of: Callable[[], list[str]]
-
-    @cached_property
-    def notes(self) -> list[str]:
-        """What a reader should know beside it, worked out where it is read."""
-        return self.notes_of()
+    notes: list[str]
 
     @property
     def passed(self) -> bool:
@@ -79,7 +73,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """A run beside its reference, to be held to limits.
+    """A run and the reference that it is compared with.
 
     Args:
         before: the reference; one without rows if there is none.
@@ -96,7 +90,7 @@ class Gate:
     first_run_ok: bool = False
 
     def judge(self, limits: Sequence[Threshold] = ()) -> Verdict:
-        """What changed, and what limits say of that: what may change by how much."""
+        """Compare the two, and apply the limits."""
         with METRICS.including(self.after.metrics, self.before.metrics):
             return self._judge(limits)
 
@@ -114,7 +108,7 @@ class Gate:
             unjudged.append(Unjudged("a limit", [], why))
         nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
         table = pd.concat(judged, ignore_index=True) if judged else nothing
-        # Without the baselines that were measured for their ratios alone.
+        # A ratio that only one of the two has is not shown.
         is_shown = inside.before.notna() & inside.shared
         is_shown &= inside.after.notna() | (inside.of == "")
         return Verdict(
@@ -122,12 +116,12 @@ class Gate:
             table,
             self._regressions(table),
             unjudged,
-            lambda: [*self._baselines_that_moved(table, limits), *self._notes(bool(limits))],
+            [*self._notes(table, limits)],
         )
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """Every number of either."""
+        """Every number of either run, side by side."""
         return pairs(self.before, self.after, across=self.across)
 
     @cached_property
@@ -140,7 +134,7 @@ class Gate:
         return self.pairs.loc[[name in asked for name in names]]
 
     def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
-        """What a limit had to judge and did not, by reason, or that it judged nothing at all."""
+        """What a limit had to judge and could not, by reason, or that it judged nothing at all."""
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
             if why := self._why_not(case, row):
@@ -163,7 +157,7 @@ class Gate:
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
-            return self._fewer_steps(row) or self._not_counted(case, row["instrument"])
+            return self._fewer_steps(row) or self._not_counted(case, row)
         if self.first_run_ok and not row["came"] < row["steps"]:
             return ""
         devices = self.before.places.get(case, {}).get(row["instrument"], ())
@@ -189,13 +183,13 @@ class Gate:
             return f"only {came:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
         if row["of"]:
             needed = f"the ratio needs its baseline {_baseline(run, case).id}"
-            if _lacks_baseline(run, case, instrument):
-                return f"{needed}, which is not in {run.name}"
-            return f"{needed}, which has nothing to divide by{where} in {run.name}"
+            if instrument in run.places.get(_baseline(run, case), {}):
+                return f"{needed}, which has nothing to divide by{where} in {run.name}"
+            return f"{needed}, which is not in {run.name}"
         return f"no {metric} by {instrument}{where} in {run.name}"
 
     def _fewer_steps(self, row: Mapping[str, Any]) -> str:
-        """Whether steps are missing that the reference has; settings that differ are named."""
+        """Whether steps are missing that the reference has, unless fewer were asked for."""
         asked = [
             run.session.get("settings", {}).get(row["instrument"], {}).get("steps")
             for run in (self.before, self.after)
@@ -205,26 +199,28 @@ class Gate:
             return ""
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
 
-    def _not_counted(self, case: Case, instrument: str) -> str:
-        """An operator that was left out of the count, if it was not, or less often, before."""
+    def _not_counted(self, case: Case, row: Mapping[str, Any]) -> str:
+        """An operator that logical counting left out, if it did not, or less often, before."""
+        if row["device"] != NO_HARDWARE:
+            return ""
         before, after = (
             {note for o in run.outcomes if o.case == case for note in o.notes}
             for run in (self.before, self.after)
         )
         fresh = sorted(note for note in after - before if note.startswith(NOT_COUNTED))
-        return f"{fresh[0]} in {self.after.name}" if fresh and instrument == "logical" else ""
+        return f"{fresh[0]} in {self.after.name}" if fresh else ""
 
-    def _notes(self, limited: bool) -> Iterator[str]:
-        """What was not asked for, what stands in one of the two alone, and what else differs."""
-        before, after = self.before.name, self.after.name
+    def _notes(self, judged: pd.DataFrame, limits: Sequence[Threshold]) -> Iterator[str]:
+        """What was not compared, what differs between the sessions, and baselines that moved."""
         if self.before.frame.empty:
-            yield f"{before} has nothing to compare with yet"
+            yield f"{self.before.name} has nothing to compare with yet"
             return
-        if other := other_baseline(self.before, self.after):
-            yield other
-        was, now = (run.frame["rank"].nunique() for run in (self.before, self.after))
-        if now not in (was, 0):
-            yield f"{before} is the sum over {was} ranks, {after} over {now}"
+        yield from self._not_compared()
+        yield from self._differences()
+        yield from self._baselines_that_moved(judged, limits)
+
+    def _not_compared(self) -> Iterator[str]:
+        """The cases that only one of the two has, or that were not asked for."""
         old, new = (
             [(case, by) for case, places in run.places.items() for by in places]
             for run in (self.before, self.after)
@@ -235,50 +231,41 @@ class Gate:
         )
         for what, mine, others in (
             ("not asked for, and so not compared", old, asked_old),
-            (f"not in {after}", asked_old, new),
-            (f"not in {before}", asked_new, old),
+            (f"not in {self.after.name}", asked_old, new),
+            (f"not in {self.before.name}", asked_new, old),
         ):
             if names := _missing(mine, others):
                 yield f"{what}: {listed(names)}"
-        is_lost = self.pairs.before.notna() & self.pairs.after.isna()
-        lost = self.pairs[self.pairs.shared & is_lost]
-        is_ratio = lost.of != ""
-        lacking = {
-            _baseline(self.after, case).id
-            for case, row in _by_case(lost[is_ratio])
-            if _lacks_baseline(self.after, case, row["instrument"])
-        }
-        if lacking and not limited:
-            yield f"ratios need their baseline, which {after} lacks: {listed(sorted(lacking))}"
-        phases = lost[(lost.phase != STEP) & ~is_ratio]
-        if names := sorted({f"{case.id} {row['phase']}" for case, row in _by_case(phases)}):
-            yield f"without these phases in {after}: {listed(names)}"
-        yield from self._phases_that_come_and_go()
-        for run in (self.before, self.after):
+
+    def _differences(self) -> Iterator[str]:
+        """What differs between the sessions, or is wrong with one of them."""
+        before, after = self.before, self.after
+        if differences := premise_differences(before, after):
+            yield f"different from {before.name}: {'; '.join(differences)}"
+        if other := other_baseline(before, after):
+            yield other
+        was, now = (run.frame["rank"].nunique() for run in (before, after))
+        if now not in (was, 0):
+            yield f"{before.name} is the sum over {was} ranks, {after.name} over {now}"
+        if before.status != COMPLETE:
+            yield f"{before.name} was interrupted: it has what was finished until then"
+        if before.regressed:
+            yield f"{before.name} did not pass its own comparison"
+        for run in (before, after):
             if run.repeated:
                 yield f"{run.name} has {run.repeated} rows twice, which count once"
-        if self.before.status != COMPLETE:
-            yield f"{before} was interrupted: it has what was finished until then"
-        if self.before.regressed:
-            yield f"{before} did not pass its own comparison"
-        if differences := premise_differences(self.before, self.after):
-            yield f"different from {before}: {'; '.join(differences)}"
-
-    def _phases_that_come_and_go(self) -> Iterator[str]:
-        """Phases of scripts that came in another part of the steps than before."""
         scripts = self.inside[(self.inside.workload == SCRIPT) & (self.inside.phase != STEP)]
-        before, after = scripts.came / scripts.steps, scripts.came_new / scripts.steps_new
-        other = scripts[before.notna() & after.notna() & (before != after)]
-        for case, row in _by_case(other.drop_duplicates(summed("metric"))):
-            came = "{came:.0f} of {steps:.0f}".format(**row)
-            now = "{came_new:.0f} of {steps_new:.0f}".format(**row)
-            where = f"steps in {self.before.name}, in {now} in {self.after.name}"
-            yield f"{row['phase']} of {case.id} came in {came} {where}"
+        scripts = scripts.dropna(subset=["came", "came_new"])
+        moved = scripts[scripts.came * scripts.steps_new != scripts.came_new * scripts.steps]
+        for case, row in _by_case(moved.drop_duplicates(summed("metric"))):
+            old = "{phase} of {} came in {came:.0f} of {steps:.0f} steps".format(case.id, **row)
+            new = "{came_new:.0f} of {steps_new:.0f}".format(**row)
+            yield f"{old} in {before.name}, in {new} in {after.name}"
 
     def _baselines_that_moved(
         self, judged: pd.DataFrame, limits: Iterable[Threshold]
     ) -> Iterator[str]:
-        """Of limits of ratios, the baselines whose own value moved by more than the ratio may."""
+        """For limits of ratios, the baselines that changed by more than the ratio may."""
         keys = summed("trainer", "metric")
         for limit in (each for each in limits if each.of):
             own = self.pairs[self.pairs.metric == limit.of]
@@ -297,20 +284,19 @@ class Gate:
         worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
         listed = []
         for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
-            where = row["metric"], row["phase"]
-            growth = grown(self.before, self.after, case, *where)
-            if row["of"]:
-                growth += grown(self.before, self.after, _baseline(self.after, case), *where)
-            listed.append({**row, "reference": self.before.name, "grown": growth})
+            cases = [case, _baseline(self.after, case)] if row["of"] else [case]
+            largest = [
+                change
+                for each in cases
+                for change in largest_changes(self.before, self.after, each, row)
+            ]
+            row |= {"reference": self.before.name, "largest_changes": largest}
+            listed.append(row)
         return listed
 
 
 def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
     return numbers[(numbers.metric == limit.metric) & (numbers.phase == limit.phase)]
-
-
-def _lacks_baseline(run: Run, case: Case, instrument: str) -> bool:
-    return instrument not in run.places.get(_baseline(run, case), {})
 
 
 def _baseline(run: Run, case: Case) -> Case:

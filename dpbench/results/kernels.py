@@ -52,7 +52,7 @@ class OperatorCount(Entry):
     read_bytes: int  # logical, B
     write_bytes: int
     flops: int  # a multiply-add counts as two
-    general_rule: bool = False  # nobody has reviewed a rule for it: its bytes are a guess
+    general_rule: bool = False  # counted by the rule for unknown operators, a guess
 
     @property
     def total_bytes(self) -> int:
@@ -186,16 +186,19 @@ def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
 
 
 def kernel_rows(
-    case: Case, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool = True
+    case: Case, by: str, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool
 ) -> list[Measurement]:
-    """What the kernels of a case add up to, by phase and, if all were profiled, for the step."""
+    """What kernels add up to for the metrics of the instrument ``by`` that counted them.
+
+    By phase and, if all kernels of the step were counted, for the step.
+    """
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
     for count in counts:
         for phase in (count.phase, STEP) if whole else (count.phase,):
-            for metric in METRICS.had_by("ncu_kernels"):
+            for metric in METRICS.had_by(by):
                 sums[count.repeat, phase, metric.name] += getattr(count, metric.source)
     return [
-        Measurement(case, "ncu_kernels", phase, metric, value, unit(metric), repeat, device, tool)
+        Measurement(case, by, phase, metric, value, unit(metric), repeat, device, tool)
         for (repeat, phase, metric), value in sums.items()
     ]
 
@@ -229,13 +232,3 @@ def kernel_table(
     table["share"] = table.dram_bytes / whole if whole else float("nan")
     table["ceiling"] = table.dram_bytes / table.seconds / (bandwidth or float("nan"))
     return table.sort_values("dram_bytes", ascending=False, kind="stable")
-
-
-def dram_bytes_of_step(rows: Iterable[Measurement]) -> float | None:
-    """DRAM bytes of a step, by ncu's ranges; None if reads or writes were not counted."""
-    metrics = {"dram_read_bytes", "dram_write_bytes"}
-    by_ranges = [row for row in rows if row.instrument == "ncu" and row.phase == STEP]
-    steps = [row for row in by_ranges if row.metric in metrics]
-    if {row.metric for row in steps} != metrics:
-        return None
-    return sum(row.value for row in steps) / len({row.repeat for row in steps})

@@ -17,7 +17,7 @@ from dpbench.files import locked, write_text
 from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
-from dpbench.results.rows import SCHEMA, Measurement, summed
+from dpbench.results.rows import NO_HARDWARE, SCHEMA, Measurement, summed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
-"""How a session ended. A document says ``interrupted`` until its session is over."""
+"""How a session ended; until then its document says ``interrupted``."""
 
 
 LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
@@ -35,20 +35,22 @@ LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = 
 }
 """The fields of an `Outcome` that are lists of a document, each entry with the case's fields."""
 
+SEEN = ("operators", "kernels")
+"""Those of them whose entries say the number of their outcome; rows say their instrument."""
 
 NOT_TRIED = "DoesNotFit"
-"""The error of a case that was skipped, `dpbench.runner.DoesNotFit`; others failed."""
+"""The error of a case that is skipped because it cannot fit the GPU, as documents record it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case.
+    """The result of measuring one case, or why there is none.
 
-    ``error`` is the class of what went wrong, or None; rows measured before it are kept.
+    ``error`` is the name of the error's class, or None; rows measured before it are kept.
     ``instruments`` are the names of those that were to measure it; ``operators`` and ``kernels``
-    are what they saw each of these do, ``notes`` what they had to assume. ``tests`` are those that
+    are what each operator and kernel did, ``notes`` what was assumed. ``tests`` are those that
     asked for it, each with its id as ``test`` and its ``params`` as text; ``extra_info`` is what
-    they added. ``labels`` are what the trainer says of itself, see `TrainerBase`.
+    they added. ``labels`` are the trainer's, see `TrainerBase`.
     """
 
     case: Case
@@ -68,7 +70,7 @@ class Outcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether it was not even tried, because it cannot fit the GPU."""
+        """Whether it was not tried, because it cannot fit the GPU."""
         return self.error == NOT_TRIED
 
     @property
@@ -96,10 +98,11 @@ class Outcome:
 
 
 def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """The outcomes, each number once: a test may count a case that another measures and counts.
+    """The outcomes, with each number once.
 
-    Of a case by the same instruments the first stands, or if that failed, the first that did not;
-    it has the tests of all, which may have rows or not.
+    Of several outcomes of a case by the same instruments the first is kept, or the first that did
+    not fail, with the tests of all. One test may count a case that another measures and counts:
+    then the rows by an instrument, and the operators, are kept where they come first.
     """
     united: dict[Hashable, Outcome] = {}
     for outcome in outcomes:
@@ -111,12 +114,15 @@ def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         stands = outcome if known.error and outcome.rows and not outcome.error else known
         united[key] = replace(stands, tests=tuple(tests), extra_info=extra_info)
     had: dict[Case, set[str]] = {}
+    counted: set[Case] = set()
     for outcome in united.values():
         others = had.setdefault(outcome.case, set())
         rows = tuple(row for row in outcome.rows if row.instrument not in others)
-        operators = () if "logical" in others else outcome.operators
+        operators = () if outcome.case in counted else outcome.operators
         yield replace(outcome, rows=rows, operators=operators)
         others |= {row.instrument for row in rows}
+        if operators:
+            counted.add(outcome.case)
 
 
 def document(
@@ -132,6 +138,9 @@ def document(
     """
     rows = [row for outcome in outcomes for row in outcome.rows]
     cases = [outcome.as_json() for outcome in outcomes]
+    for number, case in enumerate(cases):
+        for entry in (entry for name in SEEN for entry in case[name]):
+            entry["outcome"] = number
     lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
     for case in cases:
         del case["log_tail"]
@@ -157,7 +166,7 @@ def baseline_of(session: Mapping[str, Any]) -> str:
 
 
 def _derived(rows: Sequence[Measurement], baseline: str) -> dict[str, Any]:
-    """What follows from the rows, so that no reader has to work it out again."""
+    """Ratios and throughputs, for readers without dpbench."""
     from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
 
     summary = summarise(to_frame(rows))
@@ -177,10 +186,10 @@ def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each trainer: cases that succeeded, failed or were skipped, peak memory, and why.
+    """For each trainer: how many cases succeeded, failed or were skipped, why, and peak memory.
 
-    Cases that were measured and cases that were counted have lines of their own. Skipped cases,
-    which cannot fit the GPU, don't count for ``success_rate``; they have their reason, too.
+    There is a line for each set of instruments. Skipped cases, which cannot fit the GPU, do not
+    count for ``success_rate``; their reason is among the ``failures``, too.
     ``peak_memory_bytes`` is the largest that was measured, ``logical_peak_memory_bytes`` the
     largest that was predicted without hardware; None where there is none.
     """
@@ -198,8 +207,8 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         skipped = sum(outcome.skipped for outcome in group)
         tried, ok = len(group) - skipped, len(group) - len(failures)
         rows = [r for o in group for r in o.rows if r.metric == "peak_memory_bytes"]
-        measured = [row.value for row in rows if row.instrument in ("timing", "cupti")]
-        counted = [row.value for row in rows if row.instrument == "logical"]
+        measured = [row.value for row in rows if row.device != NO_HARDWARE]
+        counted = [row.value for row in rows if row.device == NO_HARDWARE]
         lines.append(
             {
                 "trainer": trainer,
@@ -234,16 +243,16 @@ def _lines(value: object) -> str:
 class OutcomeStore:
     """A directory in which the processes of a session leave what they have found, a file for each.
 
-    There is one for a case and a way to measure it, and one for whatever a test `tell`s. A process
-    that dies takes nothing with it. What cannot be written (a full disk) stays with the process
-    that found it, in `unwritten`, by the name that its file would have.
+    There is one for each case and its instruments, and one for each payload that a test `tell`s.
+    What a process has written survives it. What cannot be written (a full disk) stays with the
+    process that found it, in `unwritten`, by the name of its file.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.unwritten: dict[str, dict[str, Any]] = {}
         self._outcomes: dict[str, Outcome] = {}
-        self._told: dict[str, dict[str, Any]] = {}
+        self._payloads: dict[str, dict[str, Any]] = {}
 
     def once(
         self, case: Case, measure: Callable[[Case], Outcome], *, by: Sequence[str] = ("measured",)
@@ -252,7 +261,7 @@ class OutcomeStore:
 
         Outcomes ``by`` different instruments are kept apart.
         """
-        # No file can be called all that a test's id can hold, of which a step's case is named.
+        # A step's case is named after its test, whose id may hold what no file name can.
         name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
         with locked(self.directory / f"{name}.lock"):
             name = f"{name}.json"
@@ -264,11 +273,11 @@ class OutcomeStore:
         """Take over an outcome that was measured elsewhere."""
         self.once(outcome.case, lambda case: outcome, by=outcome.instruments)
 
-    def tell(self, **told: Any) -> None:
-        """Leave what all processes of the session may know; objects become their fields."""
+    def tell(self, **payload: Any) -> None:
+        """Share a payload with all processes of the session; objects become their fields."""
         name = f"{time.monotonic_ns():020}-{os.getpid()}.told"
-        self._told[name] = json.loads(json.dumps(told, default=vars))
-        self.take({name: self._told[name]})
+        self._payloads[name] = json.loads(json.dumps(payload, default=vars))
+        self.take({name: self._payloads[name]})
 
     def take(self, files: Mapping[str, dict[str, Any]]) -> None:
         """Write these files, which may be what another process could not write."""
@@ -279,7 +288,7 @@ class OutcomeStore:
                 self.unwritten[name] = data
 
     def lock(self) -> AbstractContextManager[int | None]:
-        """A lock for what the session's processes write together."""
+        """A lock for files that several processes of the session write."""
         return locked(self.directory / "session.lock")
 
     def outcomes(self) -> list[Outcome]:
@@ -289,11 +298,11 @@ class OutcomeStore:
         return [*map(self._outcome, dict.fromkeys([*(path.name for path in files), *unwritten]))]
 
     def told(self) -> list[dict[str, Any]]:
-        """Everything that was told, in that order."""
+        """Every payload, in the order in which they were shared."""
         for name in (*(path.name for path in self.directory.glob("*.told")), *self.unwritten):
-            if name not in self._told and name.endswith(".told"):
-                self._told[name] = self._load(name)
-        return [self._told[name] for name in sorted(self._told)]
+            if name not in self._payloads and name.endswith(".told"):
+                self._payloads[name] = self._load(name)
+        return [self._payloads[name] for name in sorted(self._payloads)]
 
     def _outcome(self, name: str) -> Outcome:
         if name not in self._outcomes:  # it is written once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 from dpbench.case import Case
@@ -14,17 +14,17 @@ from dpbench.results.storage import Storage, readable
 from dpbench.settings import Settings
 
 LOOKED_AT = 20
-"""How many runs are read, from the newest on, to find a reference that has everything."""
+"""How many comparable runs are read, from the newest on, to find the reference."""
 
 
 class Reference:
-    """The run that a session is compared with: one that was named, or one that has what it asks.
+    """The run that a session is compared with: the one that was named, or what `choose` finds.
 
     Args:
         settings: what was asked for.
         sources: each (device, instrument) that the session can have rows of.
-        notes: what the end of the session says; also, which runs could not be read.
-        files: what another process of the session has found.
+        notes: lines for the end of the session; files that could not be read are added.
+        files: the candidates that another process of the session has found.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Reference:
     ) -> None:
         self.settings, self.sources, self.notes = settings, sources, notes
         self.files = files
-        """The run that was named, or those that may be it, newest first; None until needed."""
+        """The run that was named, or the candidates, newest first; None until needed."""
         self._run: Run | None = None
 
     def find(self, asked: Collection[tuple[Case, str]], *, must_exist: bool) -> None:
-        """Find the run that was named, or those of which one may be it.
+        """Find the run that was named, or the candidates.
 
         Args:
             asked: the cases that the session measures, each by an instrument, as far as known.
@@ -51,33 +51,30 @@ class Reference:
             path = settings.directory / settings.compare
             named = settings.compare if settings.compare.isdecimal() else str(path)
             self.files = [str(Storage(settings.storage).find(named))]
+            option = "--dpbench-compare-across" if settings.of_pytest else ""
             check_comparable(
                 self.run(),
                 self.sources,
                 "this session measures",
                 across=settings.compare_across,
-                option="--dpbench-compare-across" if settings.of_pytest else "",
+                option=option,
             )
             return
-        self._look()
-        lacking = ""
-        if must_exist and asked and self.run(asked).frame.empty:
-            names = " or ".join(dict.fromkeys(name for _, name in asked))
-            lacking = f"complete run in {settings.storage} has any of these cases by {names}"
-        elif must_exist and not self.files:
+        candidates = self.candidates()
+        if must_exist and (self.run(asked).frame.empty if asked else not candidates):
             devices = " or ".join(sorted({device for device, _ in self.sources}))
-            lacking = f"saved run on {devices} in {settings.storage}"
-        if lacking:
+            with_cases = " has any of these cases" if asked else ""
             raise ConfigurationError(
-                f"no {lacking} to judge by; if this is the first, say "
-                f"{settings.option('compare_first_run_ok')}"
+                f"no saved run on {devices} in {settings.storage}{with_cases} to judge by; if this "
+                f"is the first, say {settings.option('compare_first_run_ok')}"
             )
 
-    def _look(self) -> Iterable[Path]:
+    def candidates(self) -> list[Path]:
+        """The run that was named, or all that may be the reference, newest first."""
         if self.files is None:
             devices = {device for device, _ in self.sources}
             self.files = [*map(str, Storage(self.settings.storage).candidates(devices))]
-        return map(Path, self.files)
+        return [*map(Path, self.files)]
 
     def run(
         self,
@@ -88,14 +85,14 @@ class Reference:
         """The run, chosen when it is needed first; without rows if there is none.
 
         Args:
-            asked: what it should have.
-            tests: the ids of tests and modules that it should know, for they ask by name.
+            asked: the cases that it should have, each by an instrument.
+            tests: the ids of tests and modules that it should have measured for.
             chosen: the file that another process has chosen.
         """
         if self._run is None and (self.settings.compare or chosen):
-            self._run = Run.load(Path(chosen or next(iter(self._look()))))
+            self._run = Run.load(Path(chosen or self.candidates()[0]))
         elif self._run is None:
-            run, skipped = choose(self._look(), self.sources, asked, tests)
+            run, skipped = choose(self.candidates(), self.sources, asked, tests)
             self.notes += skipped
             self._run = run or Run.of("the storage")
         return self._run
@@ -104,7 +101,7 @@ class Reference:
 def check_comparable(
     before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
 ) -> None:
-    """Refuse to compare numbers with different premises.
+    """Refuse to compare what different devices measured, or runs without a common instrument.
 
     ``after`` has each (device, instrument) of what is compared, which is called ``name``; with
     ``across``, which ``option`` asks for, the devices may differ.
@@ -127,35 +124,27 @@ def choose(
     asked: Collection[tuple[Case, str]] = (),
     tests: Collection[str] = (),
 ) -> tuple[Run | None, list[str]]:
-    """The newest complete run that has all that was asked; else the one that has most of it.
+    """The comparable run that has most of what is asked for, the newest of equals.
 
-    Also returns which files could not be read. Runs that did not pass a comparison of their own
-    are passed over, so that a regression is no reference for the next session.
-
-    Args:
-        newest_first: run files.
-        sources: each (device, instrument) of the session; a reference has at least one of them.
-        asked: the cases that the session measures, each by an instrument, as far as they are
-            known; if none is, the newest run counts. A run that has nothing of it is no reference.
-        tests: the ids of tests and modules that ask by name; a run of theirs has what they asked.
+    Comparable are runs that are complete, passed their own comparison, and have at least one of
+    the ``sources``. If cases are ``asked`` for, a run with nothing of them is no reference. A
+    newer run of fewer ``tests`` does not replace a whole one: what it lacks could not be judged.
+    Also returns which files could not be read.
     """
-    devices = {instrument: device for device, instrument in sources}
-    wanted = {(case, name, devices[name]) for case, name in asked if name in devices}
-    named, best, most = {*tests}, None, 0 if wanted else -1
-    skipped: list[str] = []
-    looked_at = 0
-    for run in readable(newest_first, Run.load, skipped):
-        if run.status != COMPLETE or run.regressed or not set(sources) & set(run.sources):
-            continue
-        shared = sum(device in run.places.get(c, {}).get(name, ()) for c, name, device in wanted)
-        has_all = shared == len(wanted) and run.tests.keys() >= named
-        shared += sum(not _with_modules(test).isdisjoint(named) for test in run.tests)
-        if shared > most:
-            best, most = run, shared
-        looked_at += 1
-        if has_all or looked_at == LOOKED_AT:
-            break
-    return best, skipped
+    wanted, named, skipped = {*asked}, {*tests}, list[str]()
+
+    def shared(run: Run) -> int:
+        known = {(case, name) for case, by in run.places.items() for name in by}
+        of_tests = sum(not _with_modules(test).isdisjoint(named) for test in run.tests)
+        return len(wanted & known) + of_tests
+
+    comparable = (
+        run
+        for run in readable(newest_first, Run.load, skipped)
+        if run.status == COMPLETE and not run.regressed and {*sources} & {*run.sources}
+    )
+    best = max(islice(comparable, LOOKED_AT), key=shared, default=None)
+    return (None if best and wanted and not shared(best) else best), skipped
 
 
 def _with_modules(test: str) -> set[str]:

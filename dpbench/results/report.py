@@ -11,18 +11,16 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.results.frame import PREFERRED, of_one_instrument, summarise, to_frame
+from dpbench.metrics import METRICS, Timed
+from dpbench.results.frame import of_one_instrument, summarise, to_frame
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import STEP, Measurement, summed
-
-BY_PHASE = ("ncu", "cupti", "logical")
-"""Instruments whose metrics have values by phase that add up to the step."""
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, summed
 
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What was measured or counted of one case.
+    """The measurements of one case, or what was counted of it.
 
     Args:
         case: the case.
@@ -65,7 +63,7 @@ class CaseReport:
         return float(self._row(metric, phase).value)
 
     def _row(self, metric: str, phase: str) -> pd.Series[Any]:
-        """The row of the summary that has it."""
+        """The row of the summary with a metric of the step or of a phase."""
         of_phase = self.summary[self.summary.phase == phase]
         rows = of_phase[of_phase.metric == metric]
         if rows.empty:
@@ -74,8 +72,8 @@ class CaseReport:
                 f"{self.case.id}: {metric!r} was not measured for {phase!r}; there is {known}"
             )
         if len(rows) > 1:
-            rows = rows[rows.instrument != "logical"]
-        if {*rows.instrument} <= {*PREFERRED}:
+            rows = rows[rows.device != NO_HARDWARE]
+        if (definition := METRICS.find(metric)) and {*rows.instrument} <= {*definition.by}:
             rows = of_one_instrument(rows)
         if len(rows) > 1:
             by = " and ".join(rows.instrument + " on " + rows.device)
@@ -96,13 +94,12 @@ class CaseReport:
 
     @property
     def phases(self) -> pd.DataFrame:
-        """Metrics by phase: one row per phase, one column per metric of the profiler or counter."""
-        rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(BY_PHASE)]
-        wide = (
-            of_one_instrument(rows)
-            .drop_duplicates(summed("instrument", "device"))
-            .pivot(index="phase", columns="metric", values="value")
-        )
+        """What was counted, not timed, by phase: one row per phase, one column per metric."""
+        timed = [name for name, metric in METRICS.items() if isinstance(metric.how, Timed)]
+        rows = self.summary[(self.summary.phase != STEP) & ~self.summary.metric.isin(timed)]
+        rows = of_one_instrument(rows)
+        rows = rows.drop_duplicates(summed("instrument", "device"))
+        wide = rows.pivot(index="phase", columns="metric", values="value")
         return wide.reindex([name for name in ALL_PHASES if name in wide.index])
 
     @cached_property
@@ -145,7 +142,7 @@ class CaseReport:
             phase: of which phase, instead of the step.
         """
         if metric is None:
-            counted = set(self.frame.instrument) == {"logical"}
+            counted = set(self.frame.device) == {NO_HARDWARE}
             metric = "logical_bytes" if counted else "dram_bytes"
         if self.case.baseline != baseline.case.baseline:
             raise ConfigurationError(

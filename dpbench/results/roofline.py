@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import PRODUCTS, Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import read_file
+from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP, summed
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Roofs:
-    """What bounds a card from above."""
+    """The highest rates that a card can reach."""
 
     name: str  # for people
     devices: tuple[str, ...]  # its names in measured rows, as NVML and CUDA give them
@@ -46,7 +47,7 @@ class Roofs:
     def of(
         cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], premise: str
     ) -> Roofs:
-        """The roofs of devices, and under autocast those of the 16-bit products that it makes."""
+        """The roofs of devices; under autocast they are those of 16-bit products."""
         names = tuple(devices)
         known = {name: float(flops[name]) for name in PRODUCTS}
         known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
@@ -99,12 +100,12 @@ def _ceilings(found: Mapping[str, Any]) -> Roofs:
 
 
 def find_ceilings(device: str) -> Roofs:
-    """What was measured that a device reaches; an error if dpbench holds no such figures."""
+    """The measured roofs of a device; an error if dpbench holds no such figures."""
     for found in map(_ceilings, _CARDS_TOML["ceilings"]):
         if device in found.devices:
             return found
     raise ConfigurationError(
-        f"nobody has measured what {device or 'this device'} reaches: there, "
+        f"there are no measured ceilings of {device or 'this device'}: on it, "
         f"python bench/ceilings.py > FILE, then --time FILE"
     )
 
@@ -136,7 +137,7 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     """What `phases` returns, of cases whose operations were all counted: others are an error."""
     known = frame[frame.precision != ""]
     if known.empty and not frame.empty:
-        raise ConfigurationError("nobody says at which precision a script computes: no roofline")
+        raise ConfigurationError("the precision of a script is unknown: no roofline")
     table = phases(known)
     missing = table[table.flops.isna()].sort_values(
         "phase", key=lambda phase: phase != STEP, kind="stable"
@@ -152,9 +153,8 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
 def phases(frame: pd.DataFrame) -> pd.DataFrame:
     """Operations, bytes and time of each phase and of the step, as far as they are known.
 
-    Operations are in rows of the ``logical`` instrument. DRAM bytes are those of the instrument
-    that comes first in `PREFERRED`; times are CUPTI's where it timed the case, whose busy shares
-    are of these times.
+    Operations are counted without hardware, DRAM bytes are those of `of_one_instrument`. Times are
+    those of an instrument that has busy shares, which are of these times, where it timed the case.
 
     Returns:
         One row per case, device and phase: the case's fields, ``device``, ``phase``,
@@ -170,7 +170,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     everything = summarise(frame)
     summary = of_one_instrument(everything)
     timed = everything[everything.metric.isin(["step_time_seconds", BUSY])]
-    timed = of_one_instrument(timed, ["cupti"])
+    timed = of_one_instrument(timed, METRICS[BUSY].by)
 
     def of(metric: str, column: str, summary: pd.DataFrame = summary) -> pd.DataFrame:
         rows = summary.loc[summary.metric == metric, [*place, "value"]]
@@ -184,7 +184,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     logical = logical.merge(on_hardware, "outer", case, suffixes=("_counted", ""))
     logical["bytes_are"] = COUNTED_BYTES
     logical["device"] = logical.device.fillna(logical.pop("device_counted"))
-    logical["phase"] = logical.phase.fillna(STEP)  # of a case that nobody counted
+    logical["phase"] = logical.phase.fillna(STEP)  # of cases that were not counted
     both = pd.concat([dram, logical], ignore_index=True)
     first = both.groupby(of_case).bytes_are.transform("first")
     table = both[both.bytes_are == first].merge(flops, "left", [*case, "phase"])

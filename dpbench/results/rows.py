@@ -15,7 +15,7 @@ SCHEMA = 2
 """Version of the JSON documents; raised when a field changes its meaning."""
 
 STEP = "step"
-"""The phase of a row that speaks of the whole step."""
+"""The phase of rows about the whole step."""
 
 NO_HARDWARE = "logical (no hardware)"
 """The device of rows that were counted, not measured."""
@@ -31,7 +31,7 @@ class Measurement:
         phase: a phase of the step, or ``"step"`` for the whole.
         metric: spelled out and without its unit, e.g. ``dram_read_bytes``.
         value: in ``unit``, never scaled.
-        unit: ``B``, ``s``, ``B/s``, ``1/s`` or ``1``; for other counters, what the tool says.
+        unit: ``B``, ``s``, ``B/s``, ``1/s`` or ``1``; of other counters, the tool's.
         repeat: which of the active steps, from 0.
         device: the name of the processor that ran it.
         tool: the versions that made the number, e.g. ``ncu 2025.3.1``.
@@ -67,7 +67,7 @@ OWN_COLUMNS = [field.name for field in OWN_FIELDS]
 """The columns of the long table that are not the case's."""
 
 LATER = {field.name: field.default for field in OWN_FIELDS if field.default is not MISSING}
-"""What older documents mean that lack a column."""
+"""The values of columns that older documents lack."""
 
 COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
@@ -76,32 +76,32 @@ INTEGERS = {*COUNTS, *(field.name for field in OWN_FIELDS if field.type == "int"
 """The columns that hold integers."""
 
 IDENTITY = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
-"""The columns that tell one number from another: all others are lists of these less some."""
+"""The columns that identify a number. Every other such list is made of this one."""
 
 REDUCED = ("rank", "repeat")
-"""The columns that a summary has no longer: it has one number for all ranks and steps."""
+"""The columns that a summary has aggregated: it has one number for all ranks and steps."""
 
 
 def identity(*without: str) -> list[str]:
-    """The columns that tell one number from another where it has none of ``without``."""
+    """The columns that identify a number, except ``without``."""
     if unknown := {*without} - {*IDENTITY}:
         raise ValueError(f"rows are not told apart by {', '.join(sorted(unknown))}")
     return [column for column in IDENTITY if column not in without]
 
 
 def summed(*without: str) -> list[str]:
-    """The columns that tell one number of a summary from another, less ``without``."""
+    """The columns that identify a number of a summary, except ``without``."""
     return identity(*REDUCED, *without)
 
 
 def checked(case: Case, rows: Sequence[Measurement]) -> list[Measurement]:
-    """What an instrument recorded of a case, with zeros for phases that only other steps have.
+    """The rows that an instrument recorded of a case, with zeros where a step lacks a phase.
 
-    So a row that is not there was lost. The steps of a script need not be alike: its phases may
-    come and go.
+    A row that is missing afterwards was lost. Scripts get no zeros: their steps may differ in
+    phases.
 
     Raises:
-        ValueError: a row is of another case, or says a second time what another row says.
+        ValueError: a row is of another case, or two rows are of the same number.
     """
     if others := {row.case.id for row in rows if row.case != case}:
         raise ValueError(f"the instrument has returned rows of {min(others)}")
@@ -114,7 +114,7 @@ def checked(case: Case, rows: Sequence[Measurement]) -> list[Measurement]:
 
 
 def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:
-    """Rows for the phases that only other steps have; what does not add up to a step has none."""
+    """Zero rows for phases that a step lacks and others have, of metrics whose phases add up."""
     whole = {metric.name for metric in METRICS.values() if not metric.adds_up}
     there = {_without_value(row) for row in rows}
     phases: dict[Measurement, dict[str, Measurement]] = defaultdict(dict)
@@ -132,7 +132,7 @@ def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:
 
 
 def _without_value(row: Measurement) -> Measurement:
-    """What a row is about, whatever it says."""
+    """A row without its value, to compare what rows are about."""
     return replace(row, value=0.0, unit="", tool="")
 
 

@@ -39,7 +39,7 @@ class Storage:
     def paths(self) -> list[Path]:
         """The files of runs by number, readable or not.
 
-        What is no directory, or cannot be read, is refused: nobody knows whether it has runs.
+        A storage that is no directory, or cannot be read, is an error: it may have runs.
         """
         paths: list[Path] = []
         try:
@@ -53,7 +53,7 @@ class Storage:
         return sorted(paths, key=lambda path: (_number(path), path.name))
 
     def listing(self) -> tuple[list[Run], list[str]]:
-        """The head of every run that can be read, by number; why others were skipped."""
+        """The head of every run that can be read, by number, and why others were skipped."""
         skipped: list[str] = []
         return list(readable(self.paths(), Run.load_head, skipped)), skipped
 
@@ -76,7 +76,10 @@ class Storage:
         return matching[0]
 
     def candidates(self, devices: Iterable[str]) -> list[Path]:
-        """The runs on these devices, and counted ones, that no session is writing; newest first."""
+        """The files of runs on these devices, and of counted ones, that no session is writing.
+
+        The newest comes first.
+        """
         folders = {LOGICAL, *map(folder_name, devices)}
         paths = [path for path in reversed(self.paths()) if path.parent.name in folders]
         return [path for path in paths if not is_being_written(path)]
@@ -84,9 +87,9 @@ class Storage:
     def interrupted(
         self, device: str | None, shard: str | None = None
     ) -> tuple[Path | None, list[str]]:
-        """A device's latest run, of a shard, that did not come to its end and holds something.
+        """A device's latest interrupted run, of a shard, with at least one case, if there is one.
 
-        Also returns why files were skipped on the way.
+        Also returns why files could not be read.
         """
         skipped: list[str] = []
         paths = [p for p in reversed(self.paths()) if p.parent.name == folder_name(device)]
@@ -97,7 +100,7 @@ class Storage:
         return None, skipped
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
-        """Take the next number: a new file with a text in it, that no other session gets."""
+        """Create the file of the next number with this text; each session gets its own number."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ConfigurationError(
                 f"run name {name!r} must be made of letters, digits, '.', '_' and '-'"
@@ -113,14 +116,14 @@ class Storage:
                         file.write(text)
                     return path
                 except FileExistsError:
-                    continue  # where locks do not work, another session may be faster
+                    continue  # without working locks another session may be faster
                 except OSError as error:
-                    path.unlink(missing_ok=True)  # it would be named as damaged ever after
+                    path.unlink(missing_ok=True)  # else it would be reported as damaged
                     raise ConfigurationError(f"{path}: {error.strerror}") from error
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Hold a run's file while a session writes it; the system lets go if the session dies."""
+        """Lock a run's file while a session writes it; the lock ends with the process."""
         lock = _lock(path)
         try:
             with locked(lock, wait=False):
@@ -143,7 +146,7 @@ def is_being_written(path: Path) -> bool:
 
 
 def _lock(path: Path) -> Path:
-    """What a session holds that writes a run's file."""
+    """The lock file of a session that writes this run."""
     return path.with_name(f".{path.stem}.lock")
 
 
@@ -154,7 +157,7 @@ def _number(path: Path) -> int:
 def readable(
     paths: Iterable[Path], load: Callable[[Path], Run], skipped: list[str]
 ) -> Iterator[Run]:
-    """The runs that can be read; ``skipped`` gets why others cannot."""
+    """The runs that can be read; why others cannot is added to ``skipped``."""
     for path in paths:
         try:
             yield load(path)

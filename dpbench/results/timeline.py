@@ -79,7 +79,7 @@ class Timeline:
 
     @property
     def whole_steps(self) -> list[Range]:
-        """Steps with a range of their own; all that was recorded, if nobody marked a range."""
+        """Steps with a range of their own; the whole recording if it has no ranges."""
         if self.ranges:
             return [each for each in self.ranges if each.phase == STEP]
         return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]

@@ -93,10 +93,10 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
 def grown_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     """What changed most, one line an operator or kernel, e.g. ``clip: aten.clone +85.9 GB``."""
     lines = [
-        f"  {grown['trainer']} {grown['phase']}: {grown['name']} "
-        f"{'-' if grown['bytes'] < 0 else '+'}{amount(abs(grown['bytes']), 'B')}"
+        f"  {change['trainer']} {change['phase']}: {change['name']} "
+        f"{'-' if change['bytes'] < 0 else '+'}{amount(abs(change['bytes']), 'B')}"
         for row in regressions
-        for grown in row.get("grown", ())
+        for change in row.get("largest_changes", ())
     ]
     return printable("\n".join(["What changed most:", *dict.fromkeys(lines)])) if lines else ""
 

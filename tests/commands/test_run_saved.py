@@ -62,7 +62,7 @@ def test_run_is_saved_resumed_and_compared(
     another_batch = [text.replace("--batch-size=2", "--batch-size=4") for text in RUN]
     limited = [*another_batch, *TWO[:1], "--compare-fail=logical_bytes:5%"]
     assert main(limited) == 2
-    said = "no complete run in .dpbench has any of these cases by logical to judge by; if this is"
+    said = "in .dpbench has any of these cases to judge by; if this is the first, say"
     assert said in capsys.readouterr().err
     assert main([*limited, "--compare-first-run-ok"]) == 0
     assert main([*limited, "--compare=1"]) == 1

@@ -120,7 +120,7 @@ def test_a_bound_beyond_the_time_is_said_to_be_wrong(
         ([GRID1, GRID1, "--time"], "the same case is in two of them"),
         ([GRID1, "--time", GRID1], "not what bench/ceilings.py prints"),
         ([GRID1, "--time", "--roofline"], "--roofline and --time are two tables: ask for one"),
-        (["other.json", "--time"], "nobody has measured what NVIDIA T4 reaches: there, python"),
+        (["other.json", "--time"], "no measured ceilings of NVIDIA T4: on it, python"),
     ],
 )
 def test_bad_input_gets_one_clear_line(

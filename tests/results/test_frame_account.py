@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case
-from dpbench.results.frame import ACCOUNT_COLUMNS, account, to_frame
+from dpbench.metrics import METRICS
+from dpbench.results.account import ACCOUNT_COLUMNS, account
+from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
@@ -20,8 +22,8 @@ CASE = Case("dpsgd", 8, 256)
 BYTES = st.integers(0, 10**12).map(float)
 PARTS_OF_A_PHASE = st.fixed_dictionaries(
     {
-        (instrument, metric): BYTES
-        for instrument, metrics in ACCOUNT_COLUMNS.values()
+        (METRICS[metric].by[0], metric): BYTES
+        for metrics in ACCOUNT_COLUMNS.values()
         for metric in metrics
     }
 )
@@ -49,8 +51,8 @@ def accounted(rows: pd.DataFrame) -> pd.DataFrame:
 
 def phase(**bytes_of: float) -> dict[tuple[str, str], float]:
     """All numbers of a phase, those that are not named zero."""
-    keys = [(i, m) for i, metrics in ACCOUNT_COLUMNS.values() for m in metrics]
-    return {(i, m): bytes_of.get(m, 0.0) for i, m in keys}
+    names = [name for metrics in ACCOUNT_COLUMNS.values() for name in metrics]
+    return {(METRICS[name].by[0], name): bytes_of.get(name, 0.0) for name in names}
 
 
 def test_a_copy_on_the_device_is_read_and_written() -> None:

@@ -18,7 +18,7 @@ from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate, Verdict
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -261,7 +261,7 @@ def test_number_that_only_the_new_run_has_is_not_judged() -> None:
 def test_missing_baseline_is_said_without_a_limit() -> None:
     found = verdict(LOSSES["the baseline"][0])
     assert not found.changes.metric.str.endswith("_ratio").any()
-    assert any("ratios need their baseline, which after lacks" in note for note in found.notes)
+    assert found.notes[0].startswith("not in after: standard-")
 
 
 @pytest.mark.parametrize("limit", ["dram_ratio:3%", "dram_ratio:0.1"])
@@ -330,11 +330,12 @@ def run(
     **parts: Any,
 ) -> Run:
     """A run of {(trainer, phase): value}."""
-    by = "logical" if metric.startswith("logical") else "ncu"
+    counted = metric.startswith("logical")
+    by, device = ("logical", NO_HARDWARE) if counted else ("ncu", "here")
     rows: dict[Case, list[Measurement]] = {}
     for (trainer, phase), value in values.items():
         case = Case(trainer, 8, 256)
-        row = Measurement(case, by, phase, metric, value, "B", 0, "here", "")
+        row = Measurement(case, by, phase, metric, value, "B", 0, device, "")
         rows.setdefault(case, []).append(row)
     made = [Outcome(case, tuple(of), 1.0, instruments=(by,)) for case, of in rows.items()]
     return Run.of(name, [replace(outcome, **parts) for outcome in made])
@@ -378,7 +379,8 @@ def test_operator_or_kernel_that_grew_is_named(
         run("b", more, metric, **after), limit, before=run("a", where, metric, **before)
     )
     [regression] = found.regressions
-    assert regression["grown"] == [{"trainer": DP, "phase": "clip", "name": name, "bytes": 80}]
+    changed = {"trainer": DP, "phase": "clip", "name": name, "bytes": 80}
+    assert regression["largest_changes"] == [changed]
     assert (regression["reference"], regression["before"], regression["after"]) == ("a", 100, 180)
 
 

@@ -151,7 +151,9 @@ def test_sum_of_which_a_rank_is_missing_is_refused() -> None:
 
 
 def test_metric_that_nobody_declared_has_no_value_of_several_ranks() -> None:
-    with pytest.raises(ConfigurationError, match="nobody says what queue_size is of several"):
+    with pytest.raises(
+        ConfigurationError, match="queue_size of several ranks has no sum or mean: register it"
+    ):
         summarise(to_frame(of_ranks("dpsgd", "queue_size", 1.0, 2.0)))
 
 

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from dpbench.case import PHASES, Case
 from dpbench.metrics import METRICS
+from dpbench.results.account import dram_bytes_of_step
 from dpbench.results.kernels import (
     KernelCount,
-    dram_bytes_of_step,
     fold,
     kernel_rows,
 )
 from dpbench.results.rows import STEP, Measurement
 
+CASE = Case("dpsgd", 8, 256)
 FILL = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int)"
 NORM = "void at::native::reduce_kernel<(int)512, at::native::ReduceOp<at::native::NormTwoOps>>(T3)"
 STRANGE = "my_kernel(float *)"
@@ -54,7 +55,7 @@ def test_folding_loses_no_launch_and_no_byte(found: list[KernelCount]) -> None:
 
 @given(launches)
 def test_phases_add_up_to_the_step_in_rows(found: list[KernelCount]) -> None:
-    rows = kernel_rows(Case("dpsgd", 8, 256), fold(found), "x", "y")
+    rows = kernel_rows(CASE, "ncu_kernels", fold(found), "x", "y", whole=True)
     sums: dict[tuple[int, str], float] = defaultdict(float)
     for row in rows:
         if row.phase != STEP:
@@ -64,13 +65,13 @@ def test_phases_add_up_to_the_step_in_rows(found: list[KernelCount]) -> None:
 
 
 def test_kernels_of_some_phases_are_not_called_the_step() -> None:
-    rows = kernel_rows(Case("dpsgd", 8, 256), fold([launch()]), "x", "y", whole=False)
+    rows = kernel_rows(CASE, "ncu_kernels", fold([launch()]), "x", "y", whole=False)
     assert {row.phase for row in rows} == {"clip"}
 
 
 def test_reads_alone_are_not_the_bytes_of_a_step() -> None:
     read, write = (
-        Measurement(Case("dpsgd", 8, 256), "ncu", STEP, f"dram_{way}_bytes", 2e9, "B", 0, "x", "y")
+        Measurement(CASE, "ncu", STEP, f"dram_{way}_bytes", 2e9, "B", 0, "x", "y")
         for way in ("read", "write")
     )
     assert dram_bytes_of_step([read, write]) == 4e9

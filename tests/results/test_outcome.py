@@ -22,7 +22,7 @@ from dpbench.results.outcome import (
     trainer_summary,
     write_document,
 )
-from dpbench.results.rows import SCHEMA, STEP, Measurement
+from dpbench.results.rows import NO_HARDWARE, SCHEMA, STEP, Measurement
 from dpbench.show.export import summary_tables, trainer_table, write_renderings
 from dpbench.show.view import View
 from tests.results.figures import any_text
@@ -235,7 +235,7 @@ def test_document_has_no_ratio_without_a_baseline() -> None:
 
 def test_document_has_measured_over_logical() -> None:
     counted = [
-        replace(row, instrument="logical", device="none", metric=metric, value=2e9)
+        replace(row, instrument="logical", device=NO_HARDWARE, metric=metric, value=2e9)
         for row, metric in zip(
             ok().rows, ("logical_read_bytes", "logical_write_bytes"), strict=False
         )

@@ -96,7 +96,7 @@ def test_the_precision_chooses_the_arithmetic_roof(precision: str, seconds: floa
 def test_a_script_of_unknown_precision_has_no_roofline() -> None:
     script = logical(script_case("train"), forward=(1e12, 1e12))
     assert {*of(script, logical(forward=(1e12, 1e12))).trainer} == {"dpsgd"}
-    with pytest.raises(ConfigurationError, match="at which precision a script computes"):
+    with pytest.raises(ConfigurationError, match="the precision of a script is unknown"):
         of(script)
 
 

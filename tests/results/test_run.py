@@ -148,6 +148,14 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data["rows"][1].update(unit="GB"),
         lambda data: data["rows"][1].update(phase="clap"),
         lambda data: data["rows"].append({**data["rows"][1], "value": 3.0}),
+        lambda data: data["metrics"][0].update(expected=[1]),
+        lambda data: data["metrics"][0].update(shown=["never"]),
+        lambda data: data["metrics"][0].update(by="ncu"),
+        lambda data: data["metrics"][0].update(colour="red"),
+        lambda data: data["metrics"][0].pop("how"),
+        lambda data: data["metrics"][0].update(how={"kind": "Guess"}),
+        lambda data: data["metrics"][0].update(how={"kind": "Share", "parts": ["flops"]}),
+        lambda data: data["metrics"][0].update(how={"kind": "Counters", "chips": 5}),
     ],
 )
 def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(

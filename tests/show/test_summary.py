@@ -6,7 +6,7 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.results.outcome import Outcome, trainer_summary
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.show.export import trainer_table
 
 
@@ -20,7 +20,8 @@ def outcome(
 ) -> Outcome:
     """The outcome of a case, with the peak memory that was found, if any."""
     case = Case(trainer, batch_size, seq_len=256)
-    row = Measurement(case, instrument, STEP, "peak_memory_bytes", peak or 0, "B", 0, "H200", "t 1")
+    device = NO_HARDWARE if instrument == "logical" else "H200"
+    row = Measurement(case, instrument, STEP, "peak_memory_bytes", peak or 0, "B", 0, device, "t 1")
     by = ("logical",) if instrument == "logical" else ("timing", "ncu")
     return Outcome(case, (row,) if peak is not None else (), 1.5, instruments=by, **fields)
 

@@ -26,6 +26,7 @@ from dpbench.instruments.ncu.report import (
     launches_by_phase,
     read,
     read_kernels,
+    write_description,
 )
 from dpbench.instruments.programs import version_of
 from dpbench.instruments.recorder import Recorder
@@ -157,6 +158,12 @@ class Ncu(Instrument):
         if not report.exists():
             message = f"{case.id}: ncu left no report"
             raise diagnose(case, log) or NothingProfiled(message, log=log)
+        described = {
+            "steps": vars(self.steps),
+            "phases": self.phases,
+            "counters": counters(self.metrics),
+        }
+        write_description(report, case, {"instrument": self.name, **described})
         return report
 
     def rows(self, case: Case, record: Mapping[str, Any], log: Path) -> list[Measurement]:
@@ -204,7 +211,8 @@ class NcuKernels(Ncu):
             return []
         process.kernels = fold(report.launches)
         tool = self.tool(record)
-        return kernel_rows(case, process.kernels, report.device, tool, whole=not self.phases)
+        counts, whole = process.kernels, not self.phases
+        return kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
 
     def nothing_to_profile(self, case: Case) -> bool:
         """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""

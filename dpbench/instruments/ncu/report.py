@@ -6,10 +6,11 @@ large reports of kernels are read in parts, by processes that end.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 
 from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.errors import ConfigurationError
+from dpbench.files import write_text
 from dpbench.gpu import chip_of
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.child import log_lines
@@ -104,17 +106,24 @@ def read(
     ]
 
 
-def case_of(path: Path) -> Case:
-    """The case that a report's path names: ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``.
+def write_description(report: Path, case: Case, settings: Mapping[str, Any]) -> None:
+    """Write beside a report, as JSON, which case and settings it is of."""
+    write_text(report.with_suffix(".json"), json.dumps({"case": vars(case), **settings}))
 
-    Reports of kernels lie one folder deeper.
+
+def case_of(path: Path) -> Case:
+    """The case of a report, from its description; an older one's path names it.
+
+    ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``, reports of kernels one folder deeper.
     """
     place = path.resolve()
-    if place.parent.name == KERNELS:
-        place = place.parent.with_name(place.name)
     try:
+        if (description := place.with_suffix(".json")).exists():
+            return Case.from_row(json.loads(description.read_text(encoding="utf-8"))["case"])
+        if place.parent.name == KERNELS:
+            place = place.parent.with_name(place.name)
         return Case.from_report_path(place)
-    except ConfigurationError as error:
+    except (ConfigurationError, KeyError, OSError, TypeError, ValueError) as error:
         raise ForeignReport(f"{path}: {error}") from error
 
 

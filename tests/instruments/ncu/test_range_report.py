@@ -17,6 +17,7 @@ from dpbench.instruments.ncu.report import (
     load_actions,
     read,
     read_kernels,
+    write_description,
 )
 from dpbench.metrics import Counters, Metric
 from dpbench.results.rows import STEP
@@ -40,6 +41,16 @@ def test_every_case_finds_itself_in_its_report_path() -> None:
         Case("standard", 1, 7, "tiny", "tf32", "dp_mha"),
     ):
         assert case_of(case.report_path) == case
+
+
+def test_a_description_says_whose_report_it_is_whatever_its_path(tmp_path: Path) -> None:
+    case = Case("dpsgd", 8, workload="resnet", set={"depth": 18})
+    report = tmp_path / "renamed.ncu-rep"
+    write_description(report, case, {"instrument": "ncu"})
+    assert case_of(report) == case
+    report.with_suffix(".json").write_text('{"case": {"trainer": "dpsgd"}}')
+    with pytest.raises(ForeignReport, match=r"renamed\.ncu-rep"):
+        case_of(report)
 
 
 @pytest.mark.parametrize("name", ["x.ncu-rep", "report_dpsgd.ncu-rep", "report_dpsgd_bs4.ncu-rep"])

@@ -205,7 +205,7 @@ def test_bounds_of_time_need_the_ceilings_of_the_card() -> None:
         row["device"] = "NVIDIA L4"
     chart = drawn(roofs.time, material(document, COUNTED))
     assert [*chart.panels, *chart.table.cells] == []
-    assert "nobody has measured what NVIDIA L4 reaches" in chart.table.notes[0]
+    assert "no measured ceilings of NVIDIA L4" in chart.table.notes[0]
     of_l4 = Roofs.of(["NVIDIA L4"], 3e11, {"fp32": 3e13, "tf32": 6e13, "bf16": 1e14}, "a test")
     own = replace(material(document, COUNTED), ceilings=of_l4)
     assert len(drawn(roofs.time, own).panels) == 1

@@ -1,0 +1,68 @@
+"""The account of a step: the bytes of its kernels and copies against those of its ranges.
+
+Kernel replay counts the bytes of each kernel and misses copies and memsets; the PyTorch profiler
+knows how many bytes those moved; range counters see everything. If the first two add up to the
+third, nothing is missing from a table of kernels and copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from dpbench.case import ALL_PHASES
+from dpbench.metrics import OTHER_COPIES
+from dpbench.results.frame import instruments_of, of_one_instrument, summarise, to_frame
+from dpbench.results.rows import STEP, Measurement
+
+TOLERANCE = 0.01
+"""The share of the step's bytes up to which the remainder of an account is in order."""
+
+BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
+"""Copies that read and write device memory; one to the host reads, one from it writes."""
+
+ACCOUNT_COLUMNS = {
+    "kernels_read": ("kernel_dram_read_bytes",),
+    "kernels_written": ("kernel_dram_write_bytes",),
+    "copies_read": (*BOTH_WAYS, "memcpy_device_to_host_bytes"),
+    "copies_written": (*BOTH_WAYS, "memcpy_host_to_device_bytes", "memset_bytes"),
+    "range_read": ("dram_read_bytes",),
+    "range_written": ("dram_write_bytes",),
+}
+"""The columns of an account, and the metrics of which each is the sum, all of one instrument."""
+
+
+def account(frame: pd.DataFrame) -> pd.DataFrame | None:
+    """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
+
+    Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
+    ``share`` (the remainder over the step's range). None if one of the numbers is not there.
+    """
+    known = {metric for metrics in ACCOUNT_COLUMNS.values() for metric in metrics}
+    summary = of_one_instrument(summarise(frame[frame.metric.isin(known)]))
+    summary = summary[summary.metric.isin(known)]
+    if summary.device.nunique() != 1:
+        return None
+    parts = {}
+    for name, metrics in ACCOUNT_COLUMNS.items():
+        rows = summary[summary.instrument.isin(instruments_of(metrics[0]))]
+        wide = rows.pivot(index="phase", columns="metric", values="value")
+        wide = wide.reindex(columns=[*metrics]).fillna({OTHER_COPIES: 0.0})
+        parts[name] = wide.sum(axis="columns", skipna=False)
+        if STEP not in wide.index or parts[name].isna().any():
+            return None
+    # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
+    # clipping has copies and no kernel. That the instrument saw the step is checked.
+    table = pd.DataFrame(parts).fillna(0.0)
+    table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
+    ranges = table.range_read + table.range_written
+    counted = table.drop(columns=["range_read", "range_written"]).sum(axis="columns")
+    return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])
+
+
+def dram_bytes_of_step(rows: Iterable[Measurement]) -> float | None:
+    """DRAM bytes of a step, by ranges of hardware counters; None if they were not counted."""
+    summary = summarise(to_frame(row for row in rows if row.phase == STEP))
+    values = of_one_instrument(summary[summary.metric == "dram_bytes"]).value
+    return None if values.empty else float(values.iloc[0])
