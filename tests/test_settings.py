@@ -53,7 +53,7 @@ def test_what_is_not_given_is_the_default(of_pytest: bool) -> None:
 
 def test_a_path_begins_where_pytest_was_started(tmp_path: Path) -> None:
     settings = read("--dpbench-json=run.json", "--ncu-dir=/x", of_pytest=True, directory=tmp_path)
-    assert settings.files == {"json": tmp_path / "run.json"}
+    assert settings.files == {"--dpbench-json": ("json", tmp_path / "run.json")}
     assert (settings.ncu_dir, settings.storage) == (Path("/x"), tmp_path / ".dpbench")
 
 

@@ -1,4 +1,4 @@
-"""A whole run: every table of it, as CSV, and in GitHub's step summary."""
+"""Every table of a whole run, and GitHub's step summary of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.files import write_text
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
-from dpbench.results.rows import COLUMNS, as_rows
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
 from dpbench.show.profile import recorded_tables
@@ -73,27 +71,6 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
     failures = [failure for line in summary for failure in line["failures"]]
     reasons = [f"{failure['error']}: {failure['message']}" for failure in failures]
     return Table.of("Cases by trainer", lines, columns, [*reasons, *notes])
-
-
-def write_renderings(
-    outcomes: Sequence[Outcome],
-    view: View,
-    *,
-    missing: int = 0,
-    **files: Path,
-) -> None:
-    """Write a run as ``markdown`` and ``csv``, if there is a file for it.
-
-    The CSV is the long table, exact, in bytes and seconds. Ratios are not in it: they are between
-    means over the steps, and a line is one step. Markdown says how many cases are ``missing``.
-    """
-    rows = [row for outcome in outcomes for row in outcome.rows]
-    if path := files.get("markdown"):
-        note = f"Not complete: {missing} of the cases asked for are missing.\n\n" if missing else ""
-        write_text(path, note + as_markdown(summary_tables(outcomes, view)))
-    if path := files.get("csv"):
-        frame = pd.DataFrame(as_rows(rows), columns=COLUMNS, dtype=object)
-        write_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
 def append_step_summary(tables: Sequence[Table]) -> str | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dpbench.results.outcome import Outcome
+    from dpbench.results.roofline import Roofs
 
 IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
 """The instruments whose metrics stand in tables of their own, not in those of cases."""
@@ -94,7 +95,8 @@ class View:
     Without ``columns`` they are those of `shown_by_default`, with every table that goes with
     them; ``sort`` is a column's name or an axis. Rows of different devices never share a table.
     ``expected`` has by metric the expected range of its ratio to standard. Ratios are to the
-    trainer ``baseline``; the usual ranges are of ratios to the standard one.
+    trainer ``baseline``; the usual ranges are of ratios to the standard one. ``ceilings`` are what
+    the card reaches, if others than dpbench knows.
     """
 
     columns: tuple[Metric, ...] = ()
@@ -103,6 +105,7 @@ class View:
     top: int = Settings.top
     expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
     baseline: str = BASELINE_TRAINER
+    ceilings: Roofs | None = None
 
     @classmethod
     def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> View:

@@ -16,23 +16,33 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from dpbench.case import AXES
+from dpbench.errors import ConfigurationError
 from dpbench.results.frame import derived
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 from dpbench.show.html.charts import against_logical, busy, memory, phases
-from dpbench.show.html.data import MEASURED, Material, pivot
+from dpbench.show.html.data import MEASURED, Material, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import about_replaced, in_order, ordered
-from dpbench.show.view import column, usual_columns, without_replaced
+from dpbench.show.view import View, column, usual_columns, without_replaced
 
 NEEDS_LOGICAL = (
     "These runs hold no logical counts of the measured cases, without which there is no roofline "
     "and nothing to hold bytes against. dpbench run --instrument logical counts them, in seconds a "
     "case and without a GPU; draw its run beside these."
 )
+
+
+def page(runs: Sequence[Run], view: View) -> str:
+    """The output for ``.html``: the page of some runs."""
+    for run in runs:
+        if not run.outcomes:
+            raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
+    named = labelled((run.name, run.document) for run in runs)
+    return render(Material(named, view.expected, view.ceilings))
 
 
 def render(material: Material) -> str:
