@@ -13,9 +13,10 @@ from dpbench.results.frame import ACCOUNT_COLUMNS, IN_CACHE_BYTES, TOLERANCE, ac
 from dpbench.results.kernels import KernelCount, category, dram_bytes_of_step, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import LAUNCH_BOUND, Roofs, known_roofs
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.show.groups import in_order, ordered, titled
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_milliseconds
-from dpbench.show.tables import SHOWN_SHARE, in_order, ordered, titled
+from dpbench.show.tables import SHOWN_SHARE
 
 NAME_WIDTH = 24
 """Of the column of kernels: with it a table fits 80 columns."""
@@ -23,7 +24,7 @@ NAME_WIDTH = 24
 
 def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
     """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
-    device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
+    device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
     accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
     return [
         *([] if accounted is None else [account_table(outcome.case.id, accounted)]),

@@ -10,9 +10,9 @@ from dpbench.case import BASELINE_TRAINER, PRODUCTS
 from dpbench.results.roofline import Roofs
 from dpbench.results.rows import STEP
 from dpbench.results.times import PARTS, additional
+from dpbench.show.groups import in_order, titled
 from dpbench.show.kernels import launch_bound_notes, phase_lines, roofs_in_words
 from dpbench.show.layout import Shown, Table
-from dpbench.show.tables import in_order, titled
 
 
 def _tenths(seconds: float) -> str:

@@ -18,14 +18,10 @@ if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
     from dpbench.results.roofline import Roofs
 
-IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
-"""The instruments whose metrics stand in tables of their own, not in those of cases."""
-
 
 def columns() -> dict[str, Metric]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
-    every = METRICS.every().items()
-    return {name: each for name, each in every if not IN_OTHER_TABLES.issuperset(each.by)}
+    return {name: each for name, each in METRICS.every().items() if not each.table}
 
 
 def column(name: str) -> Metric:

@@ -11,11 +11,12 @@ from dpbench.case import ALL_PHASES
 from dpbench.results.frame import IN_CACHE_BYTES
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
+from dpbench.show.groups import ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import CASE, COUNTED, KEYS, MEASURED, Material, pivot
 from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, times
 from dpbench.show.layout import gigabytes
-from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, ordered
+from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
 
 COLOUR = PHASE_STYLES["backward"].colour
 """Of bars that are about no phase and no trainer."""

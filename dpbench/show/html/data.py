@@ -16,7 +16,7 @@ from dpbench.results.frame import of_one_instrument, summarise, with_logical, wi
 from dpbench.results.roofline import Roofs
 from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
-from dpbench.show.tables import in_order, title_parts
+from dpbench.show.groups import in_order, title_parts
 
 MEASURED, COUNTED = "measured", "counted"
 """The premise of a number; bytes of the two never share a chart."""

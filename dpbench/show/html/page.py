@@ -20,13 +20,14 @@ from dpbench.errors import ConfigurationError
 from dpbench.results.frame import derived
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
+from dpbench.show.groups import in_order, ordered
 from dpbench.show.html.charts import against_logical, busy, memory, phases
 from dpbench.show.html.data import MEASURED, Material, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.profile import recorded_tables
-from dpbench.show.tables import about_replaced, in_order, ordered
+from dpbench.show.tables import about_replaced
 from dpbench.show.view import View, column, usual_columns, without_replaced
 
 NEEDS_LOGICAL = (

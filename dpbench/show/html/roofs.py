@@ -22,12 +22,13 @@ from dpbench.results.roofline import (
 from dpbench.results.rows import NO_HARDWARE, STEP, identity, summed
 from dpbench.results.run import Run
 from dpbench.results.times import account, additional
+from dpbench.show.groups import ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import Material, titles
 from dpbench.show.html.figures import NAMES, NEUTRAL, PHASE_STYLES, Chart, Json
 from dpbench.show.kernels import ROOFLINE_COLUMNS, launch_bound_notes, roofs_in_words
 from dpbench.show.layout import Shown, Table, step_milliseconds
-from dpbench.show.tables import SHOWN_SHARE, ordered
+from dpbench.show.tables import SHOWN_SHARE
 from dpbench.show.times import ADDED_COLUMNS, HOW_TO_READ, TIME_COLUMNS, about_shares, lacking
 
 TERA = 1e12
