@@ -55,6 +55,8 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
 
     Peak memory that was only predicted has a column of its own.
     """
+    if not summary:
+        return Table("Cases by trainer", [], [])
     lines = pd.DataFrame(summary)
     tried, skipped = lines.ok + lines.failed, lines.skipped.map(", {} skipped".format)
     lines["cases"] = lines.ok.astype(str) + "/" + tried.astype(str)

@@ -6,7 +6,7 @@ A session has one run; ``dpbench show`` may have several, and what cannot hold s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,8 +60,13 @@ def markdown_tables(runs: Sequence[Run], view: View) -> str:
     return text
 
 
+def labels_text(labels: Mapping[str, str]) -> str:
+    """What a trainer says of itself on one line, e.g. ``clips flat``."""
+    return ", ".join(f"{name} {value}" for name, value in labels.items())
+
+
 def csv_rows(runs: Sequence[Run], view: View) -> str:
-    """The long table, exact, in bytes and seconds.
+    """The long table, exact, in bytes and seconds, with what each trainer says that it clips.
 
     Ratios are not in it: they are between means over the steps, and a line is one step.
     """
@@ -69,4 +74,7 @@ def csv_rows(runs: Sequence[Run], view: View) -> str:
 
     rows = [row for run in runs for row in run.document["rows"]]
     frame = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
+    frame["labels"] = frame.trainer.map(labels)
     return frame.to_csv(index=False, lineterminator="\n")

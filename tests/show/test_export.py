@@ -64,9 +64,9 @@ MEASURED = [
 def test_csv_keeps_every_digit(values: list[float]) -> None:
     measured = rows("dpsgd", dram_read_bytes=values)
     read = list(csv.DictReader(StringIO(csv_rows([run(measured)], View()))))
-    assert list(read[0]) == COLUMNS
+    assert list(read[0]) == [*COLUMNS, "labels"]
     assert [{**row, "value": float(row["value"])} for row in read] == [
-        {**{name: str(v) for name, v in m.as_row().items()}, "value": float(m.value)}
+        {**{name: str(v) for name, v in m.as_row().items()}, "value": float(m.value), "labels": ""}
         for m in measured
     ]
 
@@ -76,6 +76,15 @@ def test_csv_quotes_what_would_break_a_line() -> None:
     changed = Measurement(**{**vars(row), "tool": 'a,"b"\nc'})
     text = csv_rows([run([changed])], View())
     assert [line["tool"] for line in csv.DictReader(StringIO(text))] == ['a,"b"\nc']
+
+
+def test_csv_says_what_trainers_clip() -> None:
+    case = rows("dpsgd", dram_read_bytes=[1.0, 2.0])
+    outcome = Outcome(case[0].case, tuple(case), labels={"clips": "flat", "noise": "in place"})
+    text = csv_rows([Run(Path("run"), document([outcome], {}))], View())
+    assert [line["labels"] for line in csv.DictReader(StringIO(text))] == [
+        "clips flat, noise in place"
+    ] * 2
 
 
 def test_markdown_has_the_columns_that_were_asked_for() -> None:

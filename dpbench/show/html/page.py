@@ -15,17 +15,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from dpbench.case import AXES
 from dpbench.errors import ConfigurationError
 from dpbench.results.frame import derived
+from dpbench.results.outcome import trainer_summary
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
-from dpbench.show.groups import in_order, ordered
+from dpbench.show.export import trainer_table
 from dpbench.show.html.charts import against_logical, busy, memory, phases
 from dpbench.show.html.data import MEASURED, Material, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
+from dpbench.show.outputs import labels_text
 from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import about_replaced
 from dpbench.show.view import View, column, usual_columns, without_replaced
@@ -56,8 +57,7 @@ def render(material: Material) -> str:
     return _template().render(
         title=", ".join(run.name for run in runs),
         headline=headline(material),
-        trainers=trainers(material),
-        failures=failures(material),
+        trainers=trainers(runs),
         charts=draw(material),
         cases=cases(material),
         recorded=recorded(runs),
@@ -111,32 +111,12 @@ def headline(material: Material) -> list[str]:
     return sentences if len(cases) else ["No number was measured or counted.", *sentences]
 
 
-def trainers(material: Material) -> Table:
-    """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
-    failed = material.outcomes.groupby(list(AXES), sort=False).error.any()
-    counts = failed.groupby("trainer", sort=False).agg(cases="size", failed="sum")
-    extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
-    peaks = material.peaks.groupby("trainer").value.max().rename("peak")
-    table = ordered(counts.join(extremes).join(peaks).reset_index(), ["trainer"])
-    ratio = f"{material.bytes_name} bytes ÷ {material.baseline}"
-    columns: dict[str, Shown] = {
-        "trainer": ("trainer", str),
-        "cases": ("cases", str),
-        "without a result": ("failed", str),
-        f"smallest {ratio}": ("min", times),
-        f"largest {ratio}": ("max", times),
-        f"largest peak memory, GB ({material.premise})": ("peak", gigabytes),
-    }
-    return Table.of("Trainers", table, columns)
-
-
-def failures(material: Material) -> Table | None:
-    """The cases without a result and why, or None."""
-    failed = in_order(material.failed)
-    columns: dict[str, Shown] = {"run": ("run", str), **NAMES}
-    columns |= {"error": ("error", str), "message": ("message", str)}
-    title = "Cases that failed or were skipped"
-    return None if failed.empty else Table.of(title, failed, columns)
+def trainers(runs: Sequence[Run]) -> Table:
+    """By trainer: how many cases have a result, and why others have none; what it clips."""
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
+    notes = [f"{name}: {text}." for name, text in labels.items() if text]
+    return trainer_table(trainer_summary(outcomes), notes)
 
 
 def cases(material: Material) -> Table:

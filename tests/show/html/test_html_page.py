@@ -305,7 +305,7 @@ def test_case_without_a_result_stands_where_its_bar_would(error: str, what: str)
     labels = figure["data"][-1]
     assert dict(zip(labels["y"], labels["text"], strict=True))["dpsgd"] == f" {what}: {error}"
     page = page_of(material(document))
-    assert "Tried to allocate 61 GiB" in page.text
+    assert f"{error}: Tried to allocate 61 GiB" in page.text
     assert f"1 case {what}." in "".join(page.text)
 
 
