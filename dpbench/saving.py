@@ -32,8 +32,8 @@ class Files:
     Args:
         settings: what was asked for.
         view: what the tables show.
-        notes: what the end of the session says; also, what is saved.
-        problem: hears which file cannot be written.
+        notes: lines that the session prints at its end, to which it adds what is saved.
+        problem: called with the reason if a file cannot be written.
         on_document: called with the run's document each time before it is written.
         path: the run's file, if another process has opened it.
     """
@@ -51,19 +51,19 @@ class Files:
         self.path = Path(path) if path else None
         self._on_document = on_document
         self._held = ExitStack()
-        """What keeps other sessions from the run's file."""
+        """Holds the lock on the run's file."""
         self._error: OSError | None = None
 
     def open(self, device: str | None, begun: Run, session: Mapping[str, Any]) -> Run:
-        """Take the next number in the storage, or an interrupted run's, and hold its file.
+        """Lock the file of an interrupted run, or a new one with the next number.
 
         Args:
             device: what the session measures on; None without hardware.
             begun: the session before its first case.
-            session: how it stands.
+            session: the ``session`` of the new file's document.
 
         Returns:
-            The session, as it goes on with what the interrupted run has.
+            The session before its first case, with the outcomes of the interrupted run.
         """
         settings, storage = self.settings, Storage(self.settings.storage)
         path = None
@@ -124,7 +124,7 @@ class Files:
                 write_output(kind, path, runs, self.view)
 
     def let_go(self) -> None:
-        """Let go of the run's file, and say what is saved; one in which no case stands goes."""
+        """Unlock the run's file and note what is saved; a file without cases is removed."""
         path, cases, holds = self.path, 0, ""
         if path is None:
             return
@@ -144,7 +144,7 @@ class Files:
 
 @contextmanager
 def reporting(problem: Callable[[str], object]) -> Iterator[None]:
-    """Let what cannot be done keep nothing else from being done."""
+    """Report an error about configuration or files as a problem instead of raising it."""
     try:
         yield
     except ConfigurationError as error:

@@ -142,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names_of_runs(options: argparse.Namespace, of_several: bool) -> list[str]:
-    """Which of the files are runs, not reports; refused where they share no table."""
+    """Those of the files that are runs; refuses files that cannot be shown together."""
     if of_several or options.roofline is not None or options.time is not None:
         return list(options.files)
     others = [name for name in options.files if Path(name).suffix != REPORT]
@@ -245,9 +245,9 @@ def _of_reports(
 
 
 def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
-    """Which kernels of a report move the bytes, beside the step's by its ranges if they are known.
+    """Which kernels of a report move the bytes, compared with the step's if its ranges are known.
 
-    These are in a report that lies where it should, see `dpbench.instruments.ncu`.
+    Those are in a report one folder up, see `dpbench.instruments.ncu`.
     """
     report = ncu.read_kernels(path)
     launches: Sequence[KernelCount] = report.launches

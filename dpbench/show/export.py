@@ -27,7 +27,7 @@ STEP_SUMMARY_BYTES = 1024 * 1024
 def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> list[Table]:
     """Every table of a run; last, how many cases of each trainer succeeded, and why not.
 
-    The notes below say what was assumed about values that logical counting does not have.
+    Its notes say what logical counting assumed where a step depends on values of tensors.
     """
     if not outcomes:
         return []
@@ -59,11 +59,12 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
         return Table("Cases by trainer", [], [])
     lines = pd.DataFrame(summary)
     tried, skipped = lines.ok + lines.failed, lines.skipped.map(", {} skipped".format)
+    lines["instruments"] = lines.instruments.map(", ".join)
     lines["cases"] = lines.ok.astype(str) + "/" + tried.astype(str)
     lines["cases"] += skipped.where(lines.skipped > 0, "")
     columns: dict[str, Shown] = {
         "trainer": ("trainer", str),
-        "instruments": ("instruments", ", ".join),
+        "instruments": ("instruments", str),
         "cases\nok": ("cases", str),
         "success": ("success_rate", "{:.0%}".format),
         "peak\nmemory GB": ("peak_memory_bytes", gigabytes),
@@ -78,8 +79,7 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
 def append_step_summary(tables: Sequence[Table]) -> str | None:
     """Append tables to GitHub's summary of a workflow step, where there is one.
 
-    A summary that cannot be written spoils no measurement: what went wrong comes back as one
-    line, to be shown as a warning.
+    Returns a warning if it cannot be written: the measurement is none the worse for it.
     """
     name = os.environ.get(STEP_SUMMARY)
     if not name or not tables:

@@ -38,11 +38,11 @@ class Group:
 
     @cached_property
     def places(self) -> Mapping[Any, Any]:
-        """Where in ``frame`` the numbers of a phase and metric stand."""
+        """The positions in ``frame`` of each phase and metric."""
         return self.frame.groupby(["phase", "metric"]).indices
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
-        """What a column says of each case that has a number for it, by label."""
+        """The cells of a column by label; cases without a number are left out."""
         rows = self.frame.iloc[self.places.get((phase or self.phase, shown.name), [])]
         numbers = zip(rows.label, rows.value, rows.unit, strict=True)
         return {label: _written(shown, value, unit) for label, value, unit in numbers}
@@ -54,7 +54,7 @@ class Group:
         notes: Iterable[str] = (),
         labels: Iterable[str] | None = None,
     ) -> list[Table]:
-        """A table of columns by header; a line for each case, by default that one is about."""
+        """A table with columns by header and a line for each label, by default each with a cell."""
         cases = self.frame.label.unique()
         if labels is None:
             labels = [case for case in cases if any(case in texts for texts in columns.values())]
@@ -99,7 +99,7 @@ def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 def titled(
     rows: pd.DataFrame, shared: Sequence[str] = CONFIGURATION
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Rows that share these axes, and where they were measured, under a title that says which."""
+    """Groups of rows with the same axes and device, each with its title."""
     keys = [*shared, "device"]
     for values, group in rows.groupby(keys, sort=False):
         yield title_of(dict(zip(keys, values, strict=True))), group
@@ -127,7 +127,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
     rows = rows.assign(label=[" ".join(filter(None, names)) for names in zip(*parts, strict=True)])
     for values, group in rows.groupby(keys, sort=False):
         shared = dict(zip(keys, values, strict=True))
-        # What is the same everywhere is said once.
+        # Axes with one value are in the title, not in each label.
         shared |= {a: group[a].iloc[0] for a in AXES if a not in (*keys, *labels)}
         group = group.drop_duplicates(["label", "phase", "metric"])
         phase = str(shared.get("phase", STEP))
@@ -144,13 +144,13 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
 
 
 def title_of(shared: Mapping[str, Any]) -> str:
-    """What rows share, in words: some of the axes, tests and phase, and the device."""
+    """A title that says which axes, tests, phase and device rows have in common."""
     parts = title_parts(shared)
     return ", ".join([*parts, shared["device"] or "unknown device"])
 
 
 def title_parts(shared: Mapping[Any, Any]) -> list[str]:
-    """The same, one by one and without the device."""
+    """The parts of that title, without the device."""
     if shared.get("workload") == SCRIPT:
         batch = f"batch {shared['batch_size']}" if shared.get("batch_size") else ""
         return [*filter(None, (shared.get("trainer"), batch))]

@@ -1,4 +1,4 @@
-"""What the PyTorch profiler and Nsight Systems recorded of a case, as tables."""
+"""Tables of what the PyTorch profiler and Nsight Systems recorded of a case."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPORT_WIDTH = 120
 
 
 def recorded_tables(frame: pd.DataFrame) -> list[Table]:
-    """For each case of a long table that a profiler recorded, what its phases took."""
+    """For each case that a profiler recorded, a table with a line for each phase."""
     tables = []
     for name in (PROFILER, TIMELINE):
         rows = frame[frame.metric.isin([metric.name for metric in METRICS.in_table(name)])]
@@ -219,7 +219,7 @@ def _longest(timeline: Timeline, gaps: pd.DataFrame, title: str) -> Table:
 
 
 def _meanwhile(seconds: float, calls: dict[str, int]) -> str:
-    """What the CPU did in a gap: the calls that took most of it."""
+    """The calls in which the CPU spent most of a gap."""
     parts = sorted(calls.items(), key=lambda call: -call[1])[:2]
     said = [f"{name} {spent / seconds / 1e7:.0f}%" for name, spent in parts]
     return ",\n".join(said) or "no call of CUDA"

@@ -1,4 +1,4 @@
-"""Which tables there are of a run: the cases in groups, and what is said of each group."""
+"""The tables of a run: for each group of cases its step, phases and throughput, with notes."""
 
 from __future__ import annotations
 
@@ -74,11 +74,10 @@ def tables(
 
 
 def _columns(group: Group, view: View) -> list[Metric]:
-    """The columns that were asked for, or else those of the group's instrument.
+    """The columns that were asked for, or else the default ones.
 
-    A group of one phase leaves out what is known of whole steps only, a group of which no bytes
-    were counted all that it has not, and a group that has none of what was asked for (logical
-    bytes of hardware, say) all of it.
+    Columns without a number are left out of groups of one phase, and of groups without bytes. A
+    group that has no number in any of the columns that were asked for gets no column.
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or without_replaced(shown_by_default(logical=logical), group.texts)
@@ -135,7 +134,7 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """A line for each label that trainers of a table have, and in which they differ."""
+    """A line for each label in which the trainers of a table differ."""
     shown = {*group.shown.trainer}
     said: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:
@@ -149,7 +148,7 @@ def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str
 
 
 def about_replaced(columns: Iterable[Metric]) -> list[str]:
-    """What must be said beside columns of the L2 as it was counted before."""
+    """The note on columns of the old L2 counters, if there are any."""
     return [OLD_L2] if any(each.replaced_by for each in columns) else []
 
 
@@ -167,7 +166,7 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
-    """The phases in which any of the cases moves enough to be worth a column."""
+    """The phases that have more than `SHOWN_SHARE` of the largest value in some case."""
     most = group.frame[group.frame.metric == metric].groupby("phase").value.max()
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
@@ -183,16 +182,16 @@ def _phase_table(group: Group, metric: str, name: str, view: View) -> list[Table
 
 
 def _busy_table(group: Group) -> list[Table]:
-    """For which part of each phase's time the GPU did anything, by case."""
+    """The share of each phase's time in which the GPU was busy, by case."""
     phases = _phases_shown(group, "gpu_elapsed_cycles")
     columns = {phase: group.texts(column(BUSY), phase) for phase in (*phases, STEP) if phases}
     return group.table("busy by phase", columns, [BUSY_OF])
 
 
 def against_logical(group: Group) -> list[Table]:
-    """How often the hardware moves what an ideal unfused step moves once, where both are known.
+    """Measured DRAM bytes divided by logical bytes, where both are known.
 
-    By case: DRAM and logical bytes of the step, and their quotient by phase and for the step.
+    By case: both numbers of the step, and their quotient by phase and for the step.
     """
     dram, over = column("dram_bytes"), column("dram_over_logical")
     phases = (*_phases_shown(group, "dram_bytes"), STEP)

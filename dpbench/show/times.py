@@ -58,7 +58,7 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
 
 
 def about_shares(baseline: str) -> str:
-    """What shares of additional time are, and are not."""
+    """The note on shares of additional time."""
     return (
         f"Shares of the time that a step takes more than {baseline}'s: the least time for its "
         f"additional arithmetic and bytes, its additional idle time, what is left. They overlap "
@@ -67,7 +67,7 @@ def about_shares(baseline: str) -> str:
 
 
 def lacking(rows: pd.DataFrame) -> Iterator[str]:
-    """Which premise is missing for which trainers, or contradicts the others; what would help."""
+    """Notes on what was not measured for some trainers, or contradicts the rest, and what helps."""
     steps = rows[rows.phase == STEP]
     no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
     for missing, what, by in (

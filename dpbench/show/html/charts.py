@@ -19,7 +19,7 @@ from dpbench.show.layout import gigabytes
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
 
 COLOUR = PHASE_STYLES["backward"].colour
-"""Of bars that are about no phase and no trainer."""
+"""The colour of bars that stand for no phase and no trainer."""
 
 BY_OPERATOR = "counted operator by operator without hardware, not measured"
 
@@ -70,7 +70,7 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
 
 
 def _about_ratios(material: Material) -> Iterator[str]:
-    """What must be said beside ratios of these bytes."""
+    """The notes on ratios of these bytes."""
     baseline, step = material.baseline, material.step_bytes(material.premise)
     yield f"At the end of a bar: GB of the whole step, and how many times {baseline}'s."
     limits = material.expected.get(step.metric.iloc[0])
@@ -99,7 +99,7 @@ def memory(material: Material) -> Chart | None:
 
 
 def busy(material: Material) -> Chart | None:
-    """For which part of each phase's time the GPU did anything; no chart where none is known.
+    """The share of each phase's time in which the GPU was busy; no chart if it is unknown.
 
     Phases that take too little to matter are left out.
     """

@@ -1,4 +1,4 @@
-"""What the page shows, as frames: runs under labels, one summary of all, which bytes it is of."""
+"""The data of the page as frames: a summary of all runs, and which bytes it is about."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
 """The metric that is drawn, by premise."""
 
 CASE = ["batch_size", "seq_len", "title", "trainer"]
-"""What tells a case from every other in a chart; all else that is unusual is in the title."""
+"""What identifies a case in a chart; its other non-default options are in the title."""
 
 KEYS = ["run", "device", "premise", *CASE]
-"""What tells it from every other on the page."""
+"""What identifies it on the page."""
 
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
-    """Documents as runs with the names they came with; a name that comes again is numbered."""
+    """Documents as runs under their names; a repeated name gets a number."""
     runs: list[Run] = []
     for name, document in documents:
         place = 1 + sum(run.path == Path(name) for run in runs)
@@ -42,7 +42,7 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 
 @dataclass(frozen=True)
 class Material:
-    """What the charts of one page share: the frames, and which bytes they are about.
+    """What the charts of one page have in common: the frames, and which bytes they are about.
 
     ``expected`` has by metric the expected range of its ratio to standard, ``ceilings`` what the
     card reaches, if not as known.
@@ -54,7 +54,7 @@ class Material:
 
     @cached_property
     def baseline(self) -> str:
-        """What ratios divide by, in words."""
+        """The name of the trainer that ratios divide by."""
         return " or ".join(dict.fromkeys(run.baseline for run in self.runs))
 
     @cached_property
@@ -120,10 +120,7 @@ class Material:
 
     @cached_property
     def beside_logical(self) -> pd.DataFrame:
-        """Measured steps with logical bytes of the case, whichever run has counted it first.
-
-        Counts depend on nothing but the case and the versions that counted it.
-        """
+        """Measured steps with the logical bytes of the case, from the first run that has them."""
         counted = self.step_bytes(COUNTED).drop_duplicates(summed())
         both = with_logical(pd.concat([self.step_bytes(MEASURED), counted]))
         return both.dropna(subset="logical")
@@ -156,7 +153,7 @@ def _subject(summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
-    """What tells a row's configuration from the others on the page, without batch and sequence."""
+    """The title of each row's configuration, without batch size and sequence length."""
     axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
     parts = [", ".join(title_parts(row)) or SCRIPT for row in rows[axes].to_dict("records")]
     title = pd.Series(parts, index=rows.index, dtype=object)

@@ -1,4 +1,4 @@
-"""Charts and tables as one HTML file that needs nothing else."""
+"""The HTML page: charts and tables in one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def draw(material: Material) -> list[Chart]:
 
 
 def headline(material: Material) -> list[str]:
-    """What the page is about, in sentences: cases, devices, premises, failures."""
+    """Sentences on how many cases were measured, counted, failed and skipped."""
     told_apart = summed("instrument", "device", "metric", "phase")
     cases = material.summary.drop_duplicates(["run", *told_apart, "premise"])
     measured = cases[cases.premise == MEASURED]
@@ -140,7 +140,7 @@ def cases(material: Material) -> Table:
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:
-    """What profilers recorded of each case, by phase, as the terminal has it."""
+    """The profilers' tables of each case, as in the terminal."""
     return [
         replace(table, title=f"{run.name}: {table.title}" if len(runs) > 1 else table.title)
         for run in runs
@@ -149,7 +149,7 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
 
 
 def every_row(runs: Sequence[Run]) -> Table:
-    """The long table of all runs, exact; what is the same in all rows is in the caption."""
+    """The exact rows of all runs; columns with one value are in the caption instead."""
     frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
     names = ["run", *COLUMNS]
     same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]
@@ -162,12 +162,12 @@ def every_row(runs: Sequence[Run]) -> Table:
 
 
 def exact(value: float) -> str:
-    """A number as it is, whole ones with their thousands apart."""
+    """A number with all its digits and separators of thousands."""
     return f"{value:,}".removesuffix(".0")
 
 
 def environments(runs: Sequence[Run]) -> Table:
-    """What each run was measured on and with, one column per run."""
+    """Devices, tools and settings of each run, one column per run."""
     about = {run.name: dict(_about(run)) for run in runs}
     columns: dict[str, Shown] = {name: (name, str) for name in ("", *about)}
     table = pd.DataFrame(about, dtype=object).rename_axis("").reset_index()
