@@ -20,12 +20,12 @@ PROFILER, TIMELINE = "PyTorch profiler", "Nsight Systems"
 """The tables of what these record, as `Metric.table` calls them."""
 
 TOP = 20
-"""Operators in a table."""
+"""The number of operators in a table."""
 
 SHAPES_WIDTH = 60
 
 REPORT_WIDTH = 120
-"""A report is a file, not a terminal."""
+"""The width of a report, which is a file and no terminal."""
 
 
 def recorded_tables(frame: pd.DataFrame) -> list[Table]:
@@ -140,7 +140,7 @@ def _by(operators: pd.DataFrame, column: str, title: str) -> Table:
 
 
 def _bottlenecks(operators: pd.DataFrame, device: str, column: str, threshold: float) -> Table:
-    """Operators that alone take at least ``threshold`` milliseconds of a step."""
+    """Operators that take at least ``threshold`` milliseconds of a step by themselves."""
     shares = operators.assign(share=operators[column] / operators[column].sum())
     chosen = shares[shares[column] * 1e3 >= threshold].sort_values(column, ascending=False)
     if chosen.empty:
@@ -157,7 +157,7 @@ def _bottlenecks(operators: pd.DataFrame, device: str, column: str, threshold: f
 # --- Nsight Systems --------------------------------------------------------------------------
 
 LINES = 10
-"""Lines of a table of gaps or kernels."""
+"""The number of lines in a table of gaps or kernels."""
 
 SYNCHRONIZED = (
     "Of a step whose phases wait for each other; the whole step's numbers are of others, in "

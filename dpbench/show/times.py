@@ -79,7 +79,7 @@ def lacking(rows: pd.DataFrame) -> Iterator[str]:
     for precision in dict.fromkeys(steps[no_ceiling].precision):
         known = precision in PRODUCTS or precision.endswith("-amp")
         help = "python bench/ceilings.py measures it, --time FILE takes it"
-        why = help if known else "nobody says at which precision a script computes"
+        why = help if known else "the precision of a script is unknown"
         yield f"No ceiling of arithmetic{f' at {precision}' if known else ''}: {why}."
     busy_seconds = rows.seconds - rows.idle_seconds.fillna(0.0)
     longest = rows[["arithmetic_seconds", "bytes_seconds", "least_seconds"]].max(axis="columns")

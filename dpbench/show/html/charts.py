@@ -1,4 +1,4 @@
-"""The charts of the page, from its numbers."""
+"""The charts of bytes, memory and busy time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def phases(material: Material) -> Chart | None:
 
 
 def _end_of_bar(row: Mapping[Any, Any]) -> str:
-    """What stands at the end of a bar, or in its place if the case failed."""
+    """The label at the end of a bar, or in place of the bar of a failed case."""
     if isinstance(row.get("error"), str):
         return f" {row['fate']}: {figures.plain(row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"

@@ -19,7 +19,7 @@ from dpbench.results.run import Run
 from dpbench.show.groups import in_order, title_parts
 
 MEASURED, COUNTED = "measured", "counted"
-"""The premise of a number; bytes of the two never share a chart."""
+"""Where a number comes from; measured and counted bytes never share a chart."""
 
 BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
 """The metric that is drawn, by premise."""
@@ -100,12 +100,12 @@ class Material:
 
     @cached_property
     def premise(self) -> str:
-        """Whether the bytes of the page were measured, or counted because there are no others."""
+        """Whether the page is about measured bytes, or about counted ones as there are no others."""
         return _premise(self.summary)
 
     @property
     def bytes_name(self) -> str:
-        """What the bytes of the page are called on an axis."""
+        """The name of the bytes on the page's axes."""
         return METRICS[BYTES[self.premise]].short_header
 
     def step_bytes(self, premise: str) -> pd.DataFrame:
@@ -134,7 +134,7 @@ class Material:
 
 
 def pivot(rows: pd.DataFrame, columns: str) -> pd.DataFrame:
-    """One row per case, in the order in which cases first come; the first of equals counts."""
+    """One row per case in order of appearance; of duplicates the first is kept."""
     unique = rows.drop_duplicates([*KEYS, columns])
     if unique.empty:  # pandas with pyarrow cannot pivot it
         return unique[KEYS]
@@ -148,7 +148,7 @@ def _premise(summary: pd.DataFrame) -> str:
 
 
 def _subject(summary: pd.DataFrame) -> pd.DataFrame:
-    """What the page is about: rows with the premise of its bytes."""
+    """The rows with the premise of the page's bytes."""
     return summary[summary.premise == _premise(summary)]
 
 

@@ -68,7 +68,7 @@ def render(material: Material) -> str:
 
 @cache
 def _template() -> Template:
-    """The page without what it is about: markup, style and scripts."""
+    """The template with its style and scripts."""
     environment = Environment(
         loader=PackageLoader("dpbench.show.html"),
         autoescape=True,

@@ -135,7 +135,7 @@ def _in_one_line(columns: Mapping[str, Shown]) -> dict[str, Shown]:
 
 
 def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> list[Json]:
-    """The roof, and a ring a phase, the first trainer's the largest, so that none hides another."""
+    """The roof, and a ring for each phase; trainers have rings of different sizes."""
     ridge, peak = placed.ridge.iloc[0], placed.peak.iloc[0]
     present = [name for name in colours if name in set(placed.trainer)]
     sizes = dict(zip(present, np.linspace(15, 4.5, len(present)), strict=True))
@@ -207,7 +207,7 @@ def time(material: Material) -> Chart | None:
 
 
 def _time_of(frame: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None) -> Account | None:
-    """What the time of all that was timed and counted is made of."""
+    """What time is made of, where steps were timed and their DRAM bytes counted."""
     measured = {*frame[frame.device == device].metric}
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None
