@@ -152,7 +152,7 @@ class Settings:
     json: Path | None = options.file("every row, and what follows from them,")
     markdown: Path | None = options.file("the tables")
     csv: Path | None = options.file("every row as CSV")
-    html: Path | None = options.file("a page of charts (needs dpbench[report])", command="")
+    html: Path | None = options.file("a page of charts and tables (needs dpbench[report])")
     histogram: str | None = options.option(
         "write the page of charts as PREFIX.html, beside the run that is compared with "
         "(default dpbench_TIME)",

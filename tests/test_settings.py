@@ -41,7 +41,7 @@ def test_commands_have_the_options_of_pytest_without_its_prefix() -> None:
     of_commands = declared(of_pytest=False)
     assert of_commands <= of_pytest
     assert of_pytest - of_commands == {
-        *("--ncu", "--cupti", "--no-timing", "--html", "--compare-across"),
+        *("--ncu", "--cupti", "--no-timing", "--compare-across"),
         *("--only", "--skip", "--disable", "--histogram"),
     }
 

@@ -52,7 +52,7 @@ from dpbench.settings import Settings, declare
 DECLARED = {
     "measuring": ("ncu_path", "ncu_dir", "ncu_metrics", "profile_dir", "profile_threshold"),
     "tables": ("columns", "sort", "expect"),
-    "files": ("output", "json", "markdown", "csv"),
+    "files": ("output", "json", "markdown", "csv", "html"),
     "saved runs": (
         *("save", "autosave", "compare", "compare_fail", "compare_first_run_ok", "storage"),
     ),

@@ -110,8 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what time is made of: arithmetic, bytes, idleness; by what the card is known to "
         "reach, or by a FILE of bench/ceilings.py",
     )
-    declare(parser.add_argument, "output", "markdown")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="draw the runs as a page here")
+    declare(parser.add_argument, "output", "markdown", "html")
 
 
 def run(options: argparse.Namespace) -> int:

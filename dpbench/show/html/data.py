@@ -100,7 +100,7 @@ class Material:
 
     @cached_property
     def premise(self) -> str:
-        """Whether the page is about measured bytes, or about counted ones as there are no others."""
+        """Whether the page is about measured bytes, or counted ones if there are no others."""
         return _premise(self.summary)
 
     @property
