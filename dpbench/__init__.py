@@ -15,7 +15,7 @@ _HOMES = {
     "dpbench.grid": ("Grid", "GRIDS"),
     "dpbench.errors": ("ConfigurationError", "DpbenchError"),
     "dpbench.metrics": ("METRICS", "Counters", "Metric", "Peak", "Share", "Sum", "Timed"),
-    "dpbench.registry": ("MODELS", "TRAINERS", "WORKLOADS"),
+    "dpbench.registry": ("MODELS", "OUTPUTS", "TRAINERS", "WORKLOADS"),
     "dpbench.training.base": ("Batch", "TrainerBase"),
     "dpbench.training.standard": ("StandardTrainer",),
     "dpbench.training.dpsgd": ("DPSGDTrainer", "mark_phases"),

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Submit the shards, wait, and join what they have measured."""
-    from dpbench.commands.merge import WRITTEN, check_files, finish  # loads pandas
+    from dpbench.commands.merge import WRITTEN, asked_for, finish  # loads pandas
 
     for name in REFUSED:
         if getattr(options, name):
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     there = len(cells(Settings.read(options).chosen_grid().cases()))
     if not 1 <= options.shards <= there:
         raise ConfigurationError(f"--shards must be from 1 to {there}, the cells of the grid")
-    check_files(options)
+    asked_for(options)  # before a job is submitted
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(own)
     for name in (*WRITTEN, "resume"):

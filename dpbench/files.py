@@ -114,19 +114,24 @@ def check_distinct_files(files: Mapping[str, Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8, see `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a file whole or not at all; an `OSError` has its name, also where the disk is full.
 
     A device or a pipe is written to, not replaced by a file, and so is what a link leads to.
     """
     try:
         if is_stream(path):
-            _write_stream(path, text.encode())
+            _write_stream(path, data)
             return
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(data)
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)

@@ -130,6 +130,8 @@ class Metric:
     source: str = ""
     # The metric that is shown in its place where a run has both, e.g. one that counts better.
     replaced_by: str = ""
+    # The tables that it has a column in, if not those of cases.
+    table: str = ""
     # If it is one of those that `derived` makes: the metric from which it follows, and how.
     of: str = ""
     kind: Kind = "value"
@@ -234,6 +236,7 @@ class Metric:
                 giga=kind == "logical" and self.form == "giga",
                 higher_is_better=self.higher_is_better,
                 replaced_by=self.replaced_by and derived_name(self.replaced_by, kind),
+                table=self.table,
                 of=self.name,
                 kind=kind,
             )

@@ -115,6 +115,10 @@ class Metrics(Mapping[str, Metric]):
         """Those of an instrument."""
         return [metric for metric in self.values() if instrument in metric.by]
 
+    def in_table(self, table: str) -> list[Metric]:
+        """Those that have a column in tables of this kind."""
+        return [metric for metric in self.values() if metric.table == table]
+
     def counted(self, instrument: str) -> list[Metric]:
         """The metrics that an instrument has as sums of hardware counters."""
         return [metric for metric in self.had_by(instrument) if metric.spellings]
@@ -170,12 +174,6 @@ def _cycles(name: str, counter: str) -> Metric:
     return _hidden(name, "", ("cupti",), Counters((counter,)))
 
 
-def _recorded(
-    name: str, header: str, by: tuple[str, ...], ranks: Aggregate = "sum", source: str = ""
-) -> Metric:
-    return _hidden(name, header, by, ranks=ranks, source=source)
-
-
 _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
 """Chips that count what crosses between the two halves of their L2."""
 
@@ -197,7 +195,9 @@ def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
 _COUNTED, _LOGICAL, _TIMED = ("ncu", "cupti"), ("logical",), ("timing", "cupti")
 _CUPTI = ("cupti",)  # under ncu the CPU does not run ahead of the GPU: no time, no busy share
 _TENSOR, _PEAK = "sm__pipe_tensor_cycles_active.sum", ".peak_sustained_elapsed"
-_KERNELS, _PROFILER, _NSYS = ("ncu_kernels",), ("torch_profiler",), ("nsys",)
+_kernels = partial(_hidden, by=("ncu_kernels",), table="kernels")
+_profiler = partial(_hidden, by=("torch_profiler",), table="PyTorch profiler")
+_nsys = partial(_hidden, by=("nsys",), table="Nsight Systems")
 _VALUE: tuple[Shown, ...] = ("value",)
 _AND_RATIO: tuple[Shown, ...] = (*SHOWN, "ratio")
 
@@ -271,32 +271,31 @@ METRICS = Metrics((
     _cycles("warp_cycles", "sm__warps_active.sum"),
     _cycles("warp_peak_cycles", "sm__warps_active.sum" + _PEAK),
     # By Nsight Systems, between the first and last moment of a range, under its recording.
-    _hidden("timeline_seconds", "ms", _NSYS, Timed()),
-    _hidden("timeline_busy_seconds", "GPU busy\nms", _NSYS, Timed()),
-    _hidden("timeline_busy_share", "busy", _NSYS,
-            Share(("timeline_busy_seconds", "timeline_seconds")), higher_is_better=True),
-    _hidden("timeline_launches", "launches", _NSYS, repeats="median"),
+    _nsys("timeline_seconds", "ms", how=Timed()),
+    _nsys("timeline_busy_seconds", "GPU busy\nms", how=Timed()),
+    _nsys("timeline_busy_share", "busy", how=Share(("timeline_busy_seconds", "timeline_seconds")),
+          higher_is_better=True),
+    _nsys("timeline_launches", "launches", repeats="median"),
     # What a GPU exchanges with others and with the host; counted where there are others.
     _hidden("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, Counters(("nvlrx__bytes.sum",))),
     _hidden("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, Counters(("nvltx__bytes.sum",))),
     _hidden("pcie_read_bytes", "PCIe\nread", _CUPTI, Counters(("pcie__read_bytes.sum",))),
     _hidden("pcie_write_bytes", "PCIe\nwrite", _CUPTI, Counters(("pcie__write_bytes.sum",))),
     # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
-    _recorded("kernel_launches", "", _KERNELS, source="launches"),
-    _recorded("kernel_dram_read_bytes", "", _KERNELS, source="read_bytes"),
-    _recorded("kernel_dram_write_bytes", "", _KERNELS, source="write_bytes"),
-    _recorded("kernel_l2_total_bytes", "", _KERNELS, source="l2_bytes"),
-    _recorded("kernel_time_seconds", "", _KERNELS, "max", source="seconds"),
-    _recorded("cpu_time_seconds", "CPU\nms", _PROFILER, "max"),
-    _recorded("device_time_seconds", "GPU\nms", _PROFILER, "max"),
-    _hidden("phase_peak_memory_bytes", "peak\nmemory", _PROFILER, Peak()),
-    _hidden("memory_growth_bytes", "memory\ngrowth", _PROFILER, Peak(), signed=True),
-    _recorded("memcpy_device_to_device_bytes", "device\nto device", _PROFILER,
-              source="Memcpy DtoD"),
-    _recorded("memcpy_host_to_device_bytes", "host\nto device", _PROFILER, source="Memcpy HtoD"),
-    _recorded("memcpy_device_to_host_bytes", "device\nto host", _PROFILER, source="Memcpy DtoH"),
-    _recorded(OTHER_COPIES, "other", _PROFILER),
-    _recorded("memset_bytes", "memset", _PROFILER, source="Memset"),
+    _kernels("kernel_launches", source="launches"),
+    _kernels("kernel_dram_read_bytes", source="read_bytes"),
+    _kernels("kernel_dram_write_bytes", source="write_bytes"),
+    _kernels("kernel_l2_total_bytes", source="l2_bytes"),
+    _kernels("kernel_time_seconds", ranks="max", source="seconds"),
+    _profiler("cpu_time_seconds", "CPU\nms", ranks="max"),
+    _profiler("device_time_seconds", "GPU\nms", ranks="max"),
+    _profiler("phase_peak_memory_bytes", "peak\nmemory", how=Peak()),
+    _profiler("memory_growth_bytes", "memory\ngrowth", how=Peak(), signed=True),
+    _profiler("memcpy_device_to_device_bytes", "device\nto device", source="Memcpy DtoD"),
+    _profiler("memcpy_host_to_device_bytes", "host\nto device", source="Memcpy HtoD"),
+    _profiler("memcpy_device_to_host_bytes", "device\nto host", source="Memcpy DtoH"),
+    _profiler(OTHER_COPIES, "other"),
+    _profiler("memset_bytes", "memset", source="Memset"),
 ))
 # fmt: on
 """What can be in a run besides counters by their own names, which have ``__`` in them."""

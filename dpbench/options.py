@@ -35,6 +35,10 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+SHORT_FORMS = {"json": "json", "markdown": "md", "csv": "csv", "html": "html"}
+"""The options that name an output whatever their file is called, and that output."""
+
+
 def axis_help(name: str) -> str:
     """What the option of an axis of `Case` says of it."""
     names = NAMED.get(name) or CHOICES.get(name, ())
@@ -66,6 +70,13 @@ def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
         return given
     prefix = "dpbench-" if of_pytest and not name.startswith("ncu") else ""
     return f"--{prefix}{name.replace('_', '-')}"
+
+
+def below(directory: Path, value: Any) -> Any:
+    """A value with its relative paths below a directory, a list as a tuple."""
+    if isinstance(value, list):
+        return tuple(below(directory, each) for each in value)
+    return directory / value if isinstance(value, Path) else value
 
 
 # --- options that instruments from outside declare -------------------------------------------

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import takewhile
 from operator import attrgetter
@@ -63,6 +64,12 @@ class Registry(Mapping[str, Any]):
                 f"choose another with NAME={target}"
             )
         self._targets[name] = target
+
+    def register_installed(self) -> None:
+        """Register the entry points of installed packages in the group ``dpbench.KINDs``."""
+        for entry in entry_points(group=f"dpbench.{self.kind}s"):
+            if entry.name not in self:
+                self.register(entry.name, entry.value)
 
     def canonical(self, spelling: object) -> str:
         """The short name for any of the accepted spellings, with the parameters in order.
@@ -194,6 +201,8 @@ class Registry(Mapping[str, Any]):
 _PACKAGES = {
     "opacus": "Opacus: pip install opacus",
     "transformers": "Transformers: pip install 'dpbench[huggingface]'",
+    "plotly": "Plotly: pip install 'dpbench[report]'",
+    "jinja2": "Jinja: pip install 'dpbench[report]'",
 }
 """What can be missing, and what helps."""
 
@@ -274,6 +283,29 @@ INSTRUMENTS = Registry(
 )
 """Instruments by name, in the order in which they measure. Others are named by import target, or
 by an entry point; see `dpbench.instruments.choose`."""
+
+OUTPUTS = Registry(
+    "output",
+    {
+        "json": "dpbench.show.outputs:json_document",
+        "md": "dpbench.show.outputs:markdown_tables",
+        "csv": "dpbench.show.outputs:csv_rows",
+        "html": "dpbench.show.html.page:page",
+    },
+)
+"""What a run is written as, by the ending of the file: functions of runs and a view, to text or
+bytes; see `dpbench.show.outputs`."""
+
+
+def output_of(path: Path) -> str:
+    """The output that the ending of a file's name means."""
+    ending = path.suffix.removeprefix(".")
+    if ending not in OUTPUTS:
+        OUTPUTS.register_installed()
+    if ending not in OUTPUTS:
+        endings = [f".{name}" for name in OUTPUTS]
+        raise unknown("ending", path.suffix, endings, f"of {path}; each is an output")
+    return ending
 
 
 NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}

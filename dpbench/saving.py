@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
@@ -11,19 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable, in_words, is_stream, write_text
+from dpbench.files import check_writable, in_words, is_stream
 from dpbench.results.conditions import automatic_name, resumed
-from dpbench.results.outcome import COMPLETE, Outcome, write_document
+from dpbench.results.outcome import Outcome, write_document
 from dpbench.results.outcome import document as as_document
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
+from dpbench.show.outputs import write_output
 
 if TYPE_CHECKING:
     from dpbench.settings import Settings
     from dpbench.show.view import View
-
-DERIVE_SECONDS = 60.0
-"""How often ratios and tables are written before a session's end."""
 
 Hook = Callable[[dict[str, Any]], object]
 """Changes what the session writes."""
@@ -35,8 +32,8 @@ class Files:
     Args:
         settings: what was asked for.
         view: what the tables show.
-        notes: what the end of the session says; also, what is saved.
-        problem: hears which file cannot be written.
+        notes: lines that the session prints at its end, to which it adds what is saved.
+        problem: called with the reason if a file cannot be written.
         on_document: called with the run's document each time before it is written.
         path: the run's file, if another process has opened it.
     """
@@ -54,20 +51,19 @@ class Files:
         self.path = Path(path) if path else None
         self._on_document = on_document
         self._held = ExitStack()
-        """What keeps other sessions from the run's file."""
+        """Holds the lock on the run's file."""
         self._error: OSError | None = None
-        self._derived = time.monotonic()
 
     def open(self, device: str | None, begun: Run, session: Mapping[str, Any]) -> Run:
-        """Take the next number in the storage, or an interrupted run's, and hold its file.
+        """Lock the file of an interrupted run, or a new one with the next number.
 
         Args:
             device: what the session measures on; None without hardware.
             begun: the session before its first case.
-            session: how it stands.
+            session: the ``session`` of the new file's document.
 
         Returns:
-            The session, as it goes on with what the interrupted run has.
+            The session before its first case, with the outcomes of the interrupted run.
         """
         settings, storage = self.settings, Storage(self.settings.storage)
         path = None
@@ -89,10 +85,10 @@ class Files:
             self.path, self._held = path, held.pop_all()
         return begun
 
-    def _now(self, *, last: bool) -> dict[str, Path]:
-        """The files that are written now, by the name of their field."""
-        files = self.settings.files.items()
-        return {n: path for n, path in files if last or not (n == "html" or is_stream(path))}
+    def _now(self, *, last: bool) -> list[tuple[str, Path]]:
+        """What is written now: before the end only JSON, which a killed session needs."""
+        files = self.settings.files.values()
+        return [f for f in files if last or (f[0] == "json" and not is_stream(f[1]))]
 
     def wanted(self, *, last: bool) -> bool:
         """Whether there is a file to write."""
@@ -107,15 +103,12 @@ class Files:
         last: bool,
         before: Run | None,
     ) -> None:
-        """Bring the files up to date; at the last also the page and pipes.
+        """Bring the run and JSON up to date; at the last write every file.
 
-        What follows from the rows is worked out seldom before that: it takes as long as dozens of
-        cases that are counted, and a killed session needs its rows. The page shows also the run
-        that was ``before``, if one is given that has rows.
+        What follows from the rows is worked out at the last, too: it takes as long as dozens of
+        cases that are counted. The page shows also the run that was ``before``, if it has rows.
         """
-        files = self._now(last=last)
-        derive = last or time.monotonic() - self._derived > DERIVE_SECONDS
-        document = as_document(outcomes, environment, deepcopy(session), derive=derive)
+        document = as_document(outcomes, environment, deepcopy(session), derive=last)
         self._on_document(document)  # which may change all of it
         if self.path:
             self._error = None
@@ -123,31 +116,15 @@ class Files:
                 write_document(self.path, document)
             except OSError as error:
                 self._error = error
-        with reporting(self.problem):
-            if "json" in files:
-                write_document(files["json"], document)
-        with reporting(self.problem):
-            if derive:
-                from dpbench.show.export import write_renderings
-
-                asked = session["cases_asked"] if session["status"] != COMPLETE else 0
-                missing = max(0, asked - len({outcome.case for outcome in outcomes}))
-                write_renderings(outcomes, self.view, missing=missing, **files)
-                self._derived = time.monotonic()
-        with reporting(self.problem):
-            if "html" in files:
-                self._write_page(files["html"], document, before)
-
-    def _write_page(self, path: Path, document: Mapping[str, Any], before: Run | None) -> None:
-        from dpbench.show.html.data import Material, labelled
-        from dpbench.show.html.page import render
-
-        shown = [(before.name, before.document)] if before and before.sources else []
-        shown.append((path.stem, document))
-        write_text(path, render(Material(labelled(shown), self.view.expected)))
+        for kind, path in self._now(last=last):
+            with reporting(self.problem):
+                runs = [Run(path, document)]
+                if kind == "html" and before is not None and before.sources:
+                    runs.insert(0, before)
+                write_output(kind, path, runs, self.view)
 
     def let_go(self) -> None:
-        """Let go of the run's file, and say what is saved; one in which no case stands goes."""
+        """Unlock the run's file and note what is saved; a file without cases is removed."""
         path, cases, holds = self.path, 0, ""
         if path is None:
             return
@@ -167,7 +144,7 @@ class Files:
 
 @contextmanager
 def reporting(problem: Callable[[str], object]) -> Iterator[None]:
-    """Let what cannot be done keep nothing else from being done."""
+    """Report an error about configuration or files as a problem instead of raising it."""
     try:
         yield
     except ConfigurationError as error:

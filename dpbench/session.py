@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import SCRIPT, Case
 from dpbench.files import printable
+from dpbench.registry import OUTPUTS
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, OutcomeStore, each_once
 from dpbench.results.reference import Reference
 from dpbench.results.rows import NO_HARDWARE
@@ -98,10 +99,8 @@ class Session:
 
     def begin(self) -> None:
         """Check the instruments, choose references, take a number in the storage."""
-        if self.settings.html:
-            from dpbench.show.html import check_libraries
-
-            check_libraries()
+        for kind, _ in self.settings.files.values():
+            OUTPUTS[kind]  # what it needs may not be installed
         for instrument in self.instruments:
             instrument.check()
         if self.settings.compares:

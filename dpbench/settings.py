@@ -18,8 +18,8 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
 from dpbench.grid import GRIDS, Grid
-from dpbench.options import own_values
-from dpbench.registry import INSTRUMENTS, chosen_grid
+from dpbench.options import SHORT_FORMS, below, own_values
+from dpbench.registry import INSTRUMENTS, OUTPUTS, chosen_grid, output_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Settings:
     )
 
     # how it is measured
-    instrument: list[str] | None = options.option(
+    instrument: tuple[str, ...] | None = options.option(
         f"what measures: {', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default "
         "timing and ncu, without a GPU logical; for pytest's ncu and counters fixtures it comes on "
         "top of --ncu and --cupti",
@@ -81,7 +81,7 @@ class Settings:
     ncu_dir: Path = options.option(
         "where .ncu-rep reports and logs go", Path("ncu_reports"), metavar="DIR"
     )
-    ncu_metrics: list[str] | None = options.option(
+    ncu_metrics: tuple[str, ...] | None = options.option(
         "what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
         "(default: DRAM, L2 and global load/store bytes)",
         action="append",
@@ -92,7 +92,7 @@ class Settings:
         False,
         pytest="--ncu-kernels",
     )
-    kernels_phase: list[str] | None = options.option(
+    kernels_phase: tuple[str, ...] | None = options.option(
         "profile the kernels of these phases only, e.g. clip; separated by commas",
         pytest="--ncu-kernels-phase",
         action="append",
@@ -150,12 +150,15 @@ class Settings:
     )
 
     # what is written
+    output: tuple[Path, ...] = options.file(
+        f"the run as the file's ending says ({', '.join(OUTPUTS)}; others register; repeatable)",
+        default=(),
+        action="append",
+    )
     json: Path | None = options.file("every row, and what follows from them,")
     markdown: Path | None = options.file("the tables")
     csv: Path | None = options.file("every row as CSV")
-    html: Path | None = options.file(
-        "a page of charts and tables (needs dpbench[report])", command=""
-    )
+    html: Path | None = options.file("a page of charts and tables (needs dpbench[report])")
     histogram: str | None = options.option(
         "write the page of charts as PREFIX.html, beside the run that is compared with "
         "(default dpbench_TIME)",
@@ -212,24 +215,18 @@ class Settings:
     ) -> Settings:
         """What a command line asked for; relative paths become paths below a directory."""
         given: dict[str, Any] = {}
-        for name, option in OPTIONS.items():
+        for name in OPTIONS:
             if called := _name(name, of_pytest):
                 value = getattr(options, called.lstrip("-").replace("-", "_"))
-                if isinstance(value, Path):
-                    value = directory / value
-                given[name] = tuple(value) if option["declared"]["default"] == [] else value
+                given[name] = below(directory, value)
         given["own"] = own_values(options)
         axes = {axis: values for axis in AXES if (values := given.pop(axis)) is not None}
         if given.get("disable"):
             kept = ("own", "only", "skip", "disable", "grid", "baseline", "compare_fail")
             given = {name: given[name] for name in kept}
         if (prefix := given.get("histogram")) is not None:
-            if given["html"]:
-                raise ConfigurationError(
-                    "--dpbench-histogram and --dpbench-html write one page: drop one"
-                )
             named = prefix or f"dpbench_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-            given["html"] = directory / f"{named}.html"
+            given["output"] += (directory / f"{named}.html",)
         return cls(of_pytest=of_pytest, directory=directory, axes=axes, **given)
 
     def option(self, name: str) -> str:
@@ -245,10 +242,11 @@ class Settings:
         return {name: self.own[name] for name in options.own_fields(instrument) if name in self.own}
 
     @property
-    def files(self) -> dict[str, Path]:
-        """The files that were asked for, by the name of their field."""
-        names = ("json", "markdown", "csv", "html")
-        return {name: path for name in names if (path := getattr(self, name)) is not None}
+    def files(self) -> dict[str, tuple[str, Path]]:
+        """The files that were asked for, each with its output, by the option that names it."""
+        short = {self.option(n): (kind, getattr(self, n)) for n, kind in SHORT_FORMS.items()}
+        named = {f"{self.option('output')} {p}": (output_of(p), p) for p in self.output}
+        return {option: file for option, file in (short | named).items() if file[1]}
 
     @property
     def saves(self) -> bool:
@@ -308,15 +306,16 @@ class Settings:
                     f"{option} took {value!r} for its value: name tests before it, or write "
                     f"{option}=VALUE"
                 )
-        if self.compare and self.directory / self.compare == self.json:
-            raise ConfigurationError(
-                f"{self.option('json')} would write over {self.compare}, which is compared with; "
-                f"to renew a reference, leave {self.option('compare')} out"
-            )
+        for option, (_, path) in self.files.items():
+            if self.compare and path == self.directory / self.compare:
+                raise ConfigurationError(
+                    f"{option} would write over {self.compare}, which is compared with; "
+                    f"to renew a reference, leave {self.option('compare')} out"
+                )
         if self.of_pytest and self.profiles_kernels and not self.measures:
             raise ConfigurationError("--ncu-kernels adds to --ncu; give it")
-        check_distinct_files({self.option(name): path for name, path in self.files.items()})
-        for path in self.files.values():
+        check_distinct_files({option: path for option, (_, path) in self.files.items()})
+        for _, path in self.files.values():
             check_writable_file(path)
 
     def _names_tests(self, value: str) -> bool:

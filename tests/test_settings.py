@@ -41,7 +41,7 @@ def test_commands_have_the_options_of_pytest_without_its_prefix() -> None:
     of_commands = declared(of_pytest=False)
     assert of_commands <= of_pytest
     assert of_pytest - of_commands == {
-        *("--ncu", "--cupti", "--no-timing", "--html", "--compare-across"),
+        *("--ncu", "--cupti", "--no-timing", "--compare-across"),
         *("--only", "--skip", "--disable", "--histogram"),
     }
 
@@ -53,7 +53,7 @@ def test_what_is_not_given_is_the_default(of_pytest: bool) -> None:
 
 def test_a_path_begins_where_pytest_was_started(tmp_path: Path) -> None:
     settings = read("--dpbench-json=run.json", "--ncu-dir=/x", of_pytest=True, directory=tmp_path)
-    assert settings.files == {"json": tmp_path / "run.json"}
+    assert settings.files == {"--dpbench-json": ("json", tmp_path / "run.json")}
     assert (settings.ncu_dir, settings.storage) == (Path("/x"), tmp_path / ".dpbench")
 
 

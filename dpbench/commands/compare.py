@@ -2,8 +2,8 @@
 
 A run is the number of a saved one (dpbench list shows them) or a file: of the storage, or
 written by --json or --dpbench-json. The first is what the others are compared with. The exit
-code is 1 if a change exceeds a --fail, if a --fail could not judge all that the first run has, or
-if a case that the first run has failed in another.
+code is 1 if a change exceeds a --fail, if a --fail could not be checked for all cases of the first
+run, or if one of these cases failed in another run.
 
 A limit is METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (only what is beyond both fails), or
 METRIC:±5% (either way; +- is the same). Units are SI, a plain number is in the metric's own.

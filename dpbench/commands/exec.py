@@ -52,7 +52,7 @@ from dpbench.settings import Settings, declare
 DECLARED = {
     "measuring": ("ncu_path", "ncu_dir", "ncu_metrics", "profile_dir", "profile_threshold"),
     "tables": ("columns", "sort", "expect"),
-    "files": ("json", "markdown", "csv"),
+    "files": ("output", "json", "markdown", "csv", "html"),
     "saved runs": (
         *("save", "autosave", "compare", "compare_fail", "compare_first_run_ok", "storage"),
     ),
@@ -118,7 +118,8 @@ def run(options: argparse.Namespace) -> int:
         )
     card = next(iter(gpu.visible_gpus()), None)
     declared = {name: getattr(options, name) for names in DECLARED.values() for name in names}
-    declared["compare_fail"] = tuple(declared["compare_fail"])
+    for repeatable in ("compare_fail", "output"):
+        declared[repeatable] = tuple(declared[repeatable])
     own = own_values(options)
     settings = Settings(device="cuda" if card else "cpu", own=own, **declared)
     settings.check()

@@ -8,31 +8,30 @@ or a case failed.
 Examples:
   dpbench run --grid grid1 --shard 1/2 --json shard1.json
   dpbench run --grid grid1 --shard 2/2 --json shard2.json
-  dpbench merge shard1.json shard2.json --json grid1.json --markdown grid1.md
+  dpbench merge shard1.json shard2.json --output grid1.json --output grid1.md
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
 from dpbench.commands.options import saved_run
-from dpbench.files import check_distinct_files, check_writable_file, printable, write_text
+from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, document
+from dpbench.results.outcome import COMPLETE, document, document_text
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
 from dpbench.results.shards import joined
 from dpbench.results.storage import Storage
-from dpbench.settings import declare
-from dpbench.show.export import summary_tables, write_renderings
+from dpbench.settings import Settings, declare
+from dpbench.show.export import summary_tables
 from dpbench.show.layout import as_text, terminal_width
+from dpbench.show.outputs import write_output
 from dpbench.show.view import View
 
-FILES = ("json", "markdown", "csv")
-WRITTEN = (*FILES, "save", "storage")
+WRITTEN = ("output", "json", "markdown", "csv", "html", "save", "storage")
 """The options that say what is written of the run."""
 
 
@@ -45,16 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Join the runs, show and write what they are together."""
-    check_files(options)
+    asked_for(options)  # before anything is done
     return finish([saved_run(name, options.storage) for name in options.runs], options, "merge")
 
 
-def check_files(options: argparse.Namespace) -> None:
-    """Find out before anything is done whether the files can be written."""
-    files = {f"--{name}": path for name in FILES if (path := getattr(options, name)) is not None}
-    check_distinct_files(files)
-    for path in files.values():
-        check_writable_file(path)
+def asked_for(options: argparse.Namespace) -> Settings:
+    """What is to be written, if it can be."""
+    files = {name: getattr(options, name) for name in ("json", "markdown", "csv", "html")}
+    settings = Settings(output=tuple(options.output), **files)
+    settings.check()
+    return settings
 
 
 def finish(
@@ -64,17 +63,14 @@ def finish(
     with METRICS.including(*(run.metrics for run in runs)):
         merged, notes = joined(runs)
         view = View(baseline=merged.baseline)
-        text = json.dumps(document(merged.outcomes, merged.environment, merged.session))
-        if options.json is not None:
-            write_text(options.json, text)
-        files = {"markdown": options.markdown, "csv": options.csv}
-        missing = merged.cases_asked - len({outcome.case for outcome in merged.outcomes})
-        given = {name: path for name, path in files.items() if path is not None}
-        write_renderings(merged.outcomes, view, missing=missing, **given)
+        whole = document(merged.outcomes, merged.environment, merged.session)
+        merged = Run(merged.path, whole, measured=merged.outcomes)
+        for kind, path in asked_for(options).files.values():
+            write_output(kind, path, [merged], view)
         if options.save is not None:
             device = next((name for name in merged.devices if name != NO_HARDWARE), None)
-            path = Storage(options.storage).allocate(options.save, device, text)
-            notes.append(f"saved {path}")
+            text = document_text(whole)
+            notes.append(f"saved {Storage(options.storage).allocate(options.save, device, text)}")
         for note in (*problems, *notes):
             print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
         print(as_text(summary_tables(merged.outcomes, view), terminal_width()))

@@ -50,7 +50,7 @@ GROUPS = {
     "trainer": "cases",
     "instrument": "measuring",
     "columns": "tables, here and in Markdown",
-    "json": "files",
+    "output": "files",
     "save": "saved runs, which dpbench list and dpbench compare read",
 }
 """What the help calls the options from each of these on."""

@@ -2,7 +2,8 @@
 
 A run is the number of a saved one (dpbench list shows them) or a JSON file: of
 dpbench run --json, of pytest --dpbench-json, or in the storage. With --html FILE runs become one
-HTML page that opens offline: charts, each with its numbers as a table, and every row.
+HTML page that opens offline: charts, each with its numbers as a table, and every row. --output FILE
+writes what the ending says: .html that page, .md the tables, .csv the rows, .json the run.
 
 With --roofline the operations and bytes of each phase are held against the roofs of the card that
 they were measured on, of a CARD, or of a FILE of bench/ceilings.py. One of the runs must have
@@ -23,6 +24,7 @@ from one: when the GPU worked, and for which launches it waited.
 Examples:
   dpbench show 3
   dpbench show run.json other.json --html report.html
+  dpbench show 3 --output run.csv --output run.html
   dpbench show run.json counted.json --roofline
   dpbench show counted.json --roofline h200
   dpbench show run.json counted.json --time
@@ -38,6 +40,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -46,22 +49,16 @@ from dpbench import gpu
 from dpbench.case import ALL_PHASES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
-from dpbench.files import (
-    check_distinct_files,
-    check_is_file,
-    check_writable_file,
-    in_words,
-    write_text,
-)
+from dpbench.files import check_distinct_files, check_is_file, write_text
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.instrument import timeline_of
 from dpbench.instruments.torch_profiler.files import with_operators
 from dpbench.metrics import METRICS
+from dpbench.registry import OUTPUTS
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount, fold
 from dpbench.results.roofline import (
     CARDS,
-    Roofs,
     find_card,
     find_ceilings,
     intensities,
@@ -71,12 +68,11 @@ from dpbench.results.roofline import (
 from dpbench.results.rows import NO_HARDWARE, identity
 from dpbench.results.run import Run
 from dpbench.results.times import account
-from dpbench.settings import declare
+from dpbench.settings import Settings, declare
 from dpbench.show.export import summary_tables
-from dpbench.show.html import check_libraries
-from dpbench.show.html.data import Material, labelled
 from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
+from dpbench.show.outputs import write_output
 from dpbench.show.profile import whole_timeline
 from dpbench.show.tables import tables
 from dpbench.show.times import time_tables
@@ -114,27 +110,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what time is made of: arithmetic, bytes, idleness; by what the card is known to "
         "reach, or by a FILE of bench/ceilings.py",
     )
-    declare(parser.add_argument, "markdown", called="--markdown")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="draw the runs as a page here")
+    declare(parser.add_argument, "output", "markdown", "html")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables, or write the page; returns the exit code."""
-    if options.html:
-        check_libraries()
-    written = {"--markdown": options.markdown, "--html": options.html}
-    written = {option: path for option, path in written.items() if path}
-    check_distinct_files({name: Path(name) for name in options.files} | written)
-    for path in written.values():
-        check_writable_file(path)
-    runs = [saved_run(name, options.storage) for name in _names_of_runs(options)]
+    """Print the tables, or write other outputs; returns the exit code."""
+    asked = Settings(output=tuple(options.output), markdown=options.markdown, html=options.html)
+    asked.check()
+    files = [*asked.files.values()]
+    read = {name: Path(name) for name in options.files}
+    check_distinct_files(read | {name: path for name, (_, path) in asked.files.items()})
+    others = [(kind, path) for kind, path in files if kind != "md"]
+    for kind, _ in others:
+        OUTPUTS[kind]  # what it needs may not be installed
+    runs = [saved_run(name, options.storage) for name in _names_of_runs(options, bool(others))]
     with METRICS.including(*(run.metrics for run in runs)):
-        return _show(options, runs)
+        view = _view(options, runs)
+        for kind, path in others:
+            write_output(kind, path, runs, view)
+            print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+        if len(others) == len(files) > 0:
+            return 0
+        shown = _tables(runs, options, view)
+        if not shown:
+            raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
+        print(as_text(shown, terminal_width()))
+        for _, path in (file for file in files if file not in others):
+            write_text(path, as_markdown(shown))
+        return 0
 
 
-def _names_of_runs(options: argparse.Namespace) -> list[str]:
-    """Which of the files are runs, not reports; refused where they share no table."""
-    if options.html or options.roofline is not None or options.time is not None:
+def _names_of_runs(options: argparse.Namespace, of_several: bool) -> list[str]:
+    """Those of the files that are runs; refuses files that cannot be shown together."""
+    if of_several or options.roofline is not None or options.time is not None:
         return list(options.files)
     others = [name for name in options.files if Path(name).suffix != REPORT]
     if others and len(options.files) > 1:
@@ -145,27 +153,22 @@ def _names_of_runs(options: argparse.Namespace) -> list[str]:
     return [name for name in others if Path(name).suffix not in TIMELINES]
 
 
-def _show(options: argparse.Namespace, runs: Sequence[Run]) -> int:
-    view = View.of(options)
-    if options.html:
-        _draw(runs, options, view)
-        return 0
-    shown = _tables(runs, options, view)
-    if not shown:
-        raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
-    print(as_text(shown, terminal_width()))
-    if options.markdown:
-        write_text(options.markdown, as_markdown(shown))
-    return 0
+def _view(options: argparse.Namespace, runs: Sequence[Run]) -> View:
+    """What was asked for; the usual ranges are of ratios to the standard trainer."""
+    baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
+    ceilings = read_ceilings(Path(options.time)) if options.time else None
+    return replace(View.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
 
 
 def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> list[Table]:
     if options.roofline is not None and options.time is not None:
         raise ConfigurationError("--roofline and --time are two tables: ask for one")
-    if options.roofline is not None or options.time is not None:
-        return list((_roofline if options.time is None else _times)(runs, options))
-    for run in runs:
-        return summary_tables(run.outcomes, View.of(options, run.baseline))
+    if options.roofline is not None:
+        return list(_roofline(runs, options))
+    if options.time is not None:
+        return list(_times(runs, options, view))
+    if runs:
+        return [table for run in runs for table in summary_tables(run.outcomes, view)]
     path = Path(options.files[0])
     if path.suffix in TIMELINES:
         check_is_file(path)
@@ -184,7 +187,7 @@ def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
     """The phases of the runs under the roofs of the card that was named, or of their own."""
     frame = _together(runs, options)
-    measured_on = sorted(set(frame[frame.instrument != "logical"].device))
+    measured_on = sorted(set(frame[frame.device != NO_HARDWARE].device))
     for device, rows in intensities(frame).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
         if options.roofline.endswith(".json"):
@@ -194,7 +197,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
         yield from roofline_tables(under(rows, roofs), roofs)
 
 
-def _times(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
+def _times(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Iterator[Table]:
     """What the time of the runs' cases is made of, by device."""
     frame = _together(runs, options)
     counted = frame.device == NO_HARDWARE
@@ -208,13 +211,9 @@ def _times(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
         names = " and ".join(sorted(baselines))
         raise ConfigurationError(f"the baselines of these runs are {names}: show them one by one")
     for device in dict.fromkeys(frame[timed].device):
-        roofs = _ceilings(options, device)
+        roofs = view.ceilings or find_ceilings(device)
         times = account(frame[counted | (frame.device == device)], roofs)
         yield from time_tables(times, roofs, *baselines)
-
-
-def _ceilings(options: argparse.Namespace, device: str) -> Roofs:
-    return read_ceilings(Path(options.time)) if options.time else find_ceilings(device)
 
 
 def _card_here() -> str:
@@ -223,24 +222,6 @@ def _card_here() -> str:
     raise ConfigurationError(
         f"no CUDA GPU is visible here, so name a card with --roofline: {', '.join(CARDS)}"
     )
-
-
-def _draw(runs: Sequence[Run], options: argparse.Namespace, view: View) -> None:
-    """Write the page of the runs."""
-    from dpbench.show.html.page import render  # which needs them
-
-    for baseline in {run.baseline for run in runs} - {BASELINE_TRAINER}:
-        view = View.of(options, baseline)  # the usual ranges are of ratios to standard
-    for run in runs:
-        if not run.outcomes:
-            raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
-    named = labelled((run.name, run.document) for run in runs)
-    ceilings = read_ceilings(Path(options.time)) if options.time else None
-    try:
-        write_text(options.html, render(Material(named, view.expected, ceilings)))
-    except OSError as error:
-        raise ConfigurationError(in_words(error)) from error
-    print(f"{options.html}: {options.html.stat().st_size / 1e6:.1f} MB")
 
 
 def _of_reports(
@@ -263,9 +244,9 @@ def _of_reports(
 
 
 def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
-    """Which kernels of a report move the bytes, beside the step's by its ranges if they are known.
+    """Which kernels of a report move the bytes, compared with the step's if its ranges are known.
 
-    These are in a report that lies where it should, see `dpbench.instruments.ncu`.
+    Those are in a report one folder up, see `dpbench.instruments.ncu`.
     """
     report = ncu.read_kernels(path)
     launches: Sequence[KernelCount] = report.launches

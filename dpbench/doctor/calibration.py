@@ -1,4 +1,4 @@
-"""Whether counters count what is known: the bytes of a copy, a fill and a read."""
+"""Calibration of counters by work of known size: a copy, a fill and a read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLERANCE = 0.01
 """How far counted bytes may be from those that are known, as a part of the work's size."""
 
 WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
-"""By the phase that it is done in: what it is called, how often its size is read and written."""
+"""The work by phase: its name, and how many times its size is read and written."""
 
 REST = "noise"
 """The phase in which the GPU does nothing."""
@@ -36,11 +36,11 @@ REST = "noise"
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
 BOTH = ("l2_served_bytes",)
-"""Metrics by what they count. The last has also what no SM asked for: it is shown, not judged."""
+"""Metrics of bytes read, written and both. The last includes other traffic, so it is not judged."""
 
 
 def largest_work() -> Case:
-    """The most that fits: what is read and what is written take at most half of free memory."""
+    """The largest work that fits: source and copy take at most half of the free memory."""
     free = visible_gpus()[0].free_bytes
     examples = ENOUGH if free is None else max(FEW, min(MOST, free // 4 // EXAMPLE_BYTES))
     return Case(TRAINER, examples, 1, "tiny")
@@ -98,7 +98,7 @@ def _compared(
 
 
 def table(findings: Iterable[Finding]) -> Table | None:
-    """What each instrument counted of each work beside what is known, in one table."""
+    """A table of the bytes that each instrument counted of each work, beside the known ones."""
     counted: dict[tuple[str, str, float], dict[str, tuple[str, str]]] = defaultdict(dict)
     for line in (line for finding in findings for line in finding.counted):
         said = gigabytes(line["counted"]), f"{line['off']:+.2%}"

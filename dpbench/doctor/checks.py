@@ -1,4 +1,4 @@
-"""The checks: what is installed and attached, and work of known size, counted as a case is."""
+"""The checks: what is installed, which GPU there is, and whether it counts known work right."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def logical_counting(settings: Settings) -> Iterator[Finding]:
 
 
 def directories(settings: Settings) -> Iterator[Finding]:
-    """Where reports, logs and the lock of each GPU lie can be written; nothing is made."""
+    """The directories of reports, logs and GPU locks can be written; none is created."""
     place = settings.ncu_dir.absolute()
     check_writable(next(path for path in (place, *place.parents) if path.exists()))
     check_writable(Path(tempfile.gettempdir()))
@@ -121,7 +121,7 @@ def ncu(settings: Settings) -> Iterator[Finding]:
 
 
 def counters(settings: Settings) -> Iterator[Finding]:
-    """Count known work by every byte metric of ncu, and hold its bytes to its size."""
+    """Count known work by every byte metric of ncu, and compare with its size."""
     try:
         path = find_ncu(settings.ncu_path)
     except NcuNotFound:
@@ -145,7 +145,7 @@ def counters(settings: Settings) -> Iterator[Finding]:
 
 
 def cupti(settings: Settings) -> Iterator[Finding]:
-    """Count known work by CUPTI in the process that does it, and the GPU doing nothing."""
+    """Count known work, and an idle GPU, by CUPTI in the process that does the work."""
     if not visible_gpus():
         reason = "not tried: there is no GPU"
         yield from (Finding(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
@@ -186,11 +186,11 @@ CHECKS: tuple[Check, ...] = (
     counters,
     cupti,
 )
-"""The checks, what they rest on first. The name of one is that of what it finds."""
+"""The checks, each after those that it depends on; a check has the name of its findings."""
 
 
 def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
-    """Every finding, one as soon as it is there; what breaks one check hides no other."""
+    """Yields findings as they are made; an error in one check does not stop the others."""
     for check in checks:
         try:
             yield from check(settings)

@@ -14,7 +14,7 @@ OK, WARNING, FAILED = "ok", "warning", "failed"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: its name, a status, what is there or wrong, and what would help.
+    """A result of a check: its name, a status, a detail, and what would help.
 
     ``counted`` are the lines of the calibration's table that it has, see `calibration.judge`.
     """
@@ -27,7 +27,7 @@ class Finding:
 
     @classmethod
     def of_error(cls, check: str, error: Exception) -> Finding:
-        """The failure that an error describes, its remedy apart."""
+        """The failure that an error describes, with its remedy."""
         if isinstance(error, InstrumentError):
             log = f" (log: {error.log})" if error.log else ""
             return cls(check, FAILED, f"{error.args[0]}{log}", error.remedy)

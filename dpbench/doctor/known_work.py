@@ -1,4 +1,4 @@
-"""The work that calibrates the counters, in the shape of a trainer.
+"""The work of known size that calibrates the counters, as a trainer.
 
 As a trainer it runs through the same command, process, ranges and report reader as a case.
 """
@@ -17,7 +17,7 @@ from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 
 IDLE_SECONDS = 0.05
-"""For how long the GPU rests in each step."""
+"""How long the GPU does nothing in each step."""
 
 
 class KnownWork(TrainerBase):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from importlib.metadata import entry_points
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
@@ -55,7 +54,7 @@ def declare_outside(
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument(option, action="append", nargs="?", default=[], dest="names")
-    _register_installed()
+    INSTRUMENTS.register_installed()
     for spelling in filter(None, early.parse_known_args(words)[0].names):
         with suppress(ConfigurationError):  # it is refused where it is used
             INSTRUMENTS.canonical(spelling)
@@ -73,17 +72,11 @@ def declare_outside(
             raise ConfigurationError(f"instrument {name}: {error}; rename its field") from error
 
 
-def _register_installed() -> None:
-    for entry in entry_points(group="dpbench.instruments"):
-        if entry.name not in INSTRUMENTS:
-            INSTRUMENTS.register(entry.name, entry.value)
-
-
 def _canonical(spelling: str) -> str:
     try:
         return INSTRUMENTS.canonical(spelling)
     except ConfigurationError:  # nothing of dpbench's own: look what else is installed
-        _register_installed()
+        INSTRUMENTS.register_installed()
         return INSTRUMENTS.canonical(spelling)
 
 

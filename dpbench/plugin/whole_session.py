@@ -288,7 +288,7 @@ class WholeSession:
                 say(f"dpbench: {waiting} {test} with {options}")
         outcomes = session.outcomes()
         if not outcomes and self.runs_tests:
-            for path in self.settings.files.values():
+            for _, path in self.settings.files.values():
                 named = os.path.relpath(path, self.settings.directory)
                 say(f"dpbench: no case ran, so {named} was not written")
         if not (outcomes or session.problems or session.notes):

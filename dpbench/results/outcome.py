@@ -226,12 +226,17 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write what `document` made, a line for each field and for each entry of a list.
+    """Write what `document` made."""
+    write_text(path, document_text(document))
+
+
+def document_text(document: Mapping[str, Any]) -> str:
+    """A document as JSON, a line for each field and for each entry of a list.
 
     `dpbench.results.run.Run.load_head` relies on the line breaks.
     """
     fields = [f" {json.dumps(name)}: {_lines(value)}" for name, value in document.items()]
-    write_text(path, "{\n" + ",\n".join(fields) + "\n}\n")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def _lines(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What changed between two runs, as tables."""
+"""Tables of what changed between two runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
 
 
 def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> list[Table]:
-    """The step's main metrics, and whatever a limit judged, cell by cell.
+    """The step's main metrics, and all that limits were applied to, by cell.
 
     A table's title begins with ``title``, and ends with the reference it is ``against``.
     """
@@ -54,7 +54,7 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
 
 
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
-    """Trainers as they are registered, the baseline first; what is shown anyway, then others."""
+    """Places of trainers in order of registration, or of metrics: default ones first."""
     if names.name == "trainer":
         return names.map(TRAINERS.rank)
     shown = _shown()
@@ -80,7 +80,7 @@ def change_cells(row: Mapping[Any, Any]) -> list[str]:
 
 
 def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
-    """What a test's report says about the changes that made it fail, case by case."""
+    """The regressions that failed a test, by case, for the report of the test."""
     by_case: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in regressions:
         by_case[f"{Case.from_row(row).id}, against {row['reference']}"].append(row)
@@ -91,7 +91,7 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
 
 
 def grown_text(regressions: Iterable[Mapping[str, Any]]) -> str:
-    """What changed most, one line an operator or kernel, e.g. ``clip: aten.clone +85.9 GB``."""
+    """The largest changes, one line per operator or kernel: ``clip: aten.clone +85.9 GB``."""
     lines = [
         f"  {change['trainer']} {change['phase']}: {change['name']} "
         f"{'-' if change['bytes'] < 0 else '+'}{amount(abs(change['bytes']), 'B')}"
@@ -102,7 +102,7 @@ def grown_text(regressions: Iterable[Mapping[str, Any]]) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """A value in a unit that is easy to read: GB (10⁹ B), ms, or as it is."""
+    """A value in GB (10⁹ B), in ms, or in its own unit."""
     if pd.isna(value):
         return ABSENT
     if unit == "B":

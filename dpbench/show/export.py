@@ -1,4 +1,4 @@
-"""A whole run: every table of it, as CSV, and in GitHub's step summary."""
+"""Every table of a whole run, and GitHub's step summary of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.files import write_text
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
-from dpbench.results.rows import COLUMNS, as_rows
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
 from dpbench.show.profile import recorded_tables
@@ -29,7 +27,7 @@ STEP_SUMMARY_BYTES = 1024 * 1024
 def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> list[Table]:
     """Every table of a run; last, how many cases of each trainer succeeded, and why not.
 
-    The notes below say what was assumed about values that logical counting does not have.
+    Its notes say what logical counting assumed where a step depends on values of tensors.
     """
     if not outcomes:
         return []
@@ -57,13 +55,16 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
 
     Peak memory that was only predicted has a column of its own.
     """
+    if not summary:
+        return Table("Cases by trainer", [], [])
     lines = pd.DataFrame(summary)
     tried, skipped = lines.ok + lines.failed, lines.skipped.map(", {} skipped".format)
+    lines["instruments"] = lines.instruments.map(", ".join)
     lines["cases"] = lines.ok.astype(str) + "/" + tried.astype(str)
     lines["cases"] += skipped.where(lines.skipped > 0, "")
     columns: dict[str, Shown] = {
         "trainer": ("trainer", str),
-        "instruments": ("instruments", ", ".join),
+        "instruments": ("instruments", str),
         "cases\nok": ("cases", str),
         "success": ("success_rate", "{:.0%}".format),
         "peak\nmemory GB": ("peak_memory_bytes", gigabytes),
@@ -75,32 +76,10 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
     return Table.of("Cases by trainer", lines, columns, [*reasons, *notes])
 
 
-def write_renderings(
-    outcomes: Sequence[Outcome],
-    view: View,
-    *,
-    missing: int = 0,
-    **files: Path,
-) -> None:
-    """Write a run as ``markdown`` and ``csv``, if there is a file for it.
-
-    The CSV is the long table, exact, in bytes and seconds. Ratios are not in it: they are between
-    means over the steps, and a line is one step. Markdown says how many cases are ``missing``.
-    """
-    rows = [row for outcome in outcomes for row in outcome.rows]
-    if path := files.get("markdown"):
-        note = f"Not complete: {missing} of the cases asked for are missing.\n\n" if missing else ""
-        write_text(path, note + as_markdown(summary_tables(outcomes, view)))
-    if path := files.get("csv"):
-        frame = pd.DataFrame(as_rows(rows), columns=COLUMNS, dtype=object)
-        write_text(path, frame.to_csv(index=False, lineterminator="\n"))
-
-
 def append_step_summary(tables: Sequence[Table]) -> str | None:
     """Append tables to GitHub's summary of a workflow step, where there is one.
 
-    A summary that cannot be written spoils no measurement: what went wrong comes back as one
-    line, to be shown as a warning.
+    Returns a warning if it cannot be written: the measurement is none the worse for it.
     """
     name = os.environ.get(STEP_SUMMARY)
     if not name or not tables:

@@ -1,4 +1,4 @@
-"""What bounds a case: its kernels and copies by bytes, and the roofs of the card above them."""
+"""Tables of a case's kernels and copies, and of its phases under the roofs of the card."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from dpbench.results.kernels import KernelCount, category, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import LAUNCH_BOUND, Roofs, known_roofs
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.show.groups import in_order, ordered, titled
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_milliseconds
-from dpbench.show.tables import SHOWN_SHARE, in_order, ordered, titled
+from dpbench.show.tables import SHOWN_SHARE
 
 NAME_WIDTH = 24
 """Of the column of kernels: with it a table fits 80 columns."""
 
 
 def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
-    """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
+    """The tables of a case's kernels; none if it was not profiled kernel by kernel."""
     device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
     accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
     return [
@@ -136,7 +137,7 @@ ROOFLINE_COLUMNS: dict[str, Shown] = {
 
 
 def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
-    """For each trainer a line for the step, then one per phase that matters to any of them."""
+    """For each trainer a line for the step, then one for each phase that takes enough time."""
     known = {h: shown for h, shown in ROOFLINE_COLUMNS.items() if rows[shown[0]].notna().any()}
     notes = [
         f"{roofs_in_words(roofs, rows.precision)} FLOP are counted: matrix products and "
@@ -162,7 +163,7 @@ def phase_lines(
 
 
 def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
-    """What must be said of bounds: which phases are launch-bound, and whether this is known."""
+    """Notes on which phases are launch-bound, and for which trainers that is unknown."""
     if (rows.busy < LAUNCH_BOUND).any():
         yield (
             f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time (in "
@@ -177,7 +178,7 @@ def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
-    """The bandwidth of a card, its arithmetic at some precisions, and where the two meet."""
+    """A card's bandwidth, its peak arithmetic at some precisions, and its ridge points."""
     peaks = [
         f"{roofs.flops[name] / 1e12:.4g} TFLOP/s at {name}, which meet at "
         f"{roofs.ridge(name):.1f} FLOP/B"

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WIDTH = 80
-"""Columns of a terminal that says nothing about itself."""
+"""Characters in a line where the terminal does not report its width."""
 
 ABSENT = "-"
-"""What stands for a number that was not measured."""
+"""Shown in place of a number that was not measured."""
 
 Shown = tuple[str, Callable[[Any], str]]
 """A column of a frame by name, and how its values are written."""
@@ -29,7 +29,7 @@ Shown = tuple[str, Callable[[Any], str]]
 
 @dataclass(frozen=True)
 class Table:
-    """Text cells under a title; ``notes`` are said below, ``exact`` are the values of the cells."""
+    """Text cells under a title, with notes below; ``exact`` are the values of the cells."""
 
     title: str
     headers: list[str]
@@ -56,7 +56,7 @@ class Table:
         ]
 
     def as_text(self, width: int = WIDTH) -> str:
-        """For a terminal; columns that go beyond its width follow below, their rows named again."""
+        """For a terminal; columns beyond its width follow below, with the first column repeated."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]
@@ -71,7 +71,7 @@ class Table:
         return "\n\n".join([f"### {escaped(self.title)}", body, *map(escaped, self.notes)])
 
     def _blocks(self, width: int) -> Iterator[list[int]]:
-        """Which columns stand side by side: the first in every block, the others once."""
+        """Columns that fit side by side: the first one in every block, the others once."""
         block = [0]
         for index in range(1, len(self.headers)):
             lines = self._render([*block, index], "simple").splitlines()

@@ -1,4 +1,4 @@
-"""What the PyTorch profiler and Nsight Systems recorded of a case, as tables."""
+"""Tables of what the PyTorch profiler and Nsight Systems recorded of a case."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Activity, Timeline
+from dpbench.show.groups import titled
 from dpbench.show.kernels import wrapped
 from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
-from dpbench.show.tables import titled
+
+PROFILER, TIMELINE = "PyTorch profiler", "Nsight Systems"
+"""The tables of what these record, as `Metric.table` calls them."""
 
 TOP = 20
-"""Operators in a table."""
+"""The number of operators in a table."""
 
 SHAPES_WIDTH = 60
 
 REPORT_WIDTH = 120
-"""A report is a file, not a terminal."""
+"""The width of a report, which is a file and no terminal."""
 
 
 def recorded_tables(frame: pd.DataFrame) -> list[Table]:
-    """For each case of a long table that a profiler recorded, what its phases took."""
+    """For each case that a profiler recorded, a table with a line for each phase."""
     tables = []
-    for instrument, name in (("torch_profiler", "PyTorch profiler"), ("nsys", "Nsight Systems")):
-        rows = frame[frame.instrument == instrument]
+    for name in (PROFILER, TIMELINE):
+        rows = frame[frame.metric.isin([metric.name for metric in METRICS.in_table(name)])]
         for title, of_case in titled(summarise(rows), AXES):
             wide = of_case.pivot(index="phase", columns="metric", values="value")
-            tables.append(_by_phase(f"{title}: {name}, per step", wide, instrument))
+            tables.append(_by_phase(f"{title}: {name}, per step", wide, name))
     return tables
 
 
-def _by_phase(title: str, wide: pd.DataFrame, instrument: str) -> Table:
-    """A line for each phase; the columns are the instrument's metrics that are not all zero."""
+def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:
+    """A line for each phase; the columns are the metrics of the table that are not all zero."""
     columns: dict[str, Shown] = {"phase": ("phase", str)}
     writers = {"giga": gigabytes, "ms": milliseconds, "percent": "{:.0%}".format}
-    for metric in METRICS.had_by(instrument):
+    for metric in METRICS.in_table(table):
         if metric.name in wide and wide[metric.name].any():
             header = f"{metric.heading} GB" if metric.form == "giga" else metric.heading
             columns[header] = (metric.name, writers.get(metric.form, "{:.0f}".format))
@@ -137,7 +140,7 @@ def _by(operators: pd.DataFrame, column: str, title: str) -> Table:
 
 
 def _bottlenecks(operators: pd.DataFrame, device: str, column: str, threshold: float) -> Table:
-    """Operators that alone take at least ``threshold`` milliseconds of a step."""
+    """Operators that take at least ``threshold`` milliseconds of a step by themselves."""
     shares = operators.assign(share=operators[column] / operators[column].sum())
     chosen = shares[shares[column] * 1e3 >= threshold].sort_values(column, ascending=False)
     if chosen.empty:
@@ -154,7 +157,7 @@ def _bottlenecks(operators: pd.DataFrame, device: str, column: str, threshold: f
 # --- Nsight Systems --------------------------------------------------------------------------
 
 LINES = 10
-"""Lines of a table of gaps or kernels."""
+"""The number of lines in a table of gaps or kernels."""
 
 SYNCHRONIZED = (
     "Of a step whose phases wait for each other; the whole step's numbers are of others, in "
@@ -169,7 +172,7 @@ def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
     gaps, usages = timeline.gaps(), timeline.usages()
     usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds
     listed = [
-        _by_phase(f"{head}: per step", usages.groupby("phase").median(), "nsys"),
+        _by_phase(f"{head}: per step", usages.groupby("phase").median(), TIMELINE),
         _waits(gaps, "phase", f"{head}: waits by phase, per step", steps),
         _waits(gaps, "waited_for", f"{head}: what the GPU waited for, per step", steps),
         _longest(timeline, gaps, f"{head}: the longest gaps"),
@@ -216,7 +219,7 @@ def _longest(timeline: Timeline, gaps: pd.DataFrame, title: str) -> Table:
 
 
 def _meanwhile(seconds: float, calls: dict[str, int]) -> str:
-    """What the CPU did in a gap: the calls that took most of it."""
+    """The calls in which the CPU spent most of a gap."""
     parts = sorted(calls.items(), key=lambda call: -call[1])[:2]
     said = [f"{name} {spent / seconds / 1e7:.0f}%" for name, spent in parts]
     return ",\n".join(said) or "no call of CUDA"

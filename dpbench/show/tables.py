@@ -1,32 +1,21 @@
-"""Which tables there are of a run: the cases in groups, and what is said of each group."""
+"""The tables of a run: for each group of cases its step, phases and throughput, with notes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in, unusual
+from dpbench.case import ALL_PHASES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.metric import STANDARD, Metric, derived_name
 from dpbench.metrics import METRICS
-from dpbench.registry import TRAINERS
 from dpbench.results.frame import CONFIGURATION, complete
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
-from dpbench.results.rows import STEP, summed
-from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import (
-    NAME,
-    OF_TESTS,
-    PARAM,
-    View,
-    column,
-    shown_by_default,
-    without_replaced,
-)
+from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.show.groups import Group, groups, in_order
+from dpbench.show.layout import Table
+from dpbench.show.view import View, column, shown_by_default, without_replaced
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -56,8 +45,8 @@ def tables(
     A view with columns gets one table a group, of these columns and nothing else; ``outcomes`` say
     which tests asked for what, if it groups by them, and what trainers say of themselves.
     """
-    # Tables of these: `show.profile`.
-    frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
+    elsewhere = [metric.name for metric in METRICS.values() if metric.table]
+    frame = frame[~frame.metric.isin(elsewhere)]
     if frame.empty:
         return []
     view, outcomes = view or View(), list(outcomes)
@@ -81,167 +70,16 @@ def tables(
     return listed if view.columns else [*listed, *_other_metrics(in_order(summary))]
 
 
-# --- groups ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Group:
-    """Cases that share a table.
-
-    ``frame`` has their rows in the order of the view, with a ``label`` that tells cases apart.
-    ``phase`` is what the first table shows: whole steps, or the phase that the group is of.
-    """
-
-    title: str
-    frame: pd.DataFrame
-    phase: str
-    first_header: str
-
-    @cached_property
-    def shown(self) -> pd.DataFrame:
-        """The rows of the group's phase."""
-        return self.frame[self.frame.phase == self.phase]
-
-    @cached_property
-    def places(self) -> Mapping[Any, Any]:
-        """Where in ``frame`` the numbers of a phase and metric stand."""
-        return self.frame.groupby(["phase", "metric"]).indices
-
-    def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
-        """What a column says of each case that has a number for it, by label."""
-        rows = self.frame.iloc[self.places.get((phase or self.phase, shown.name), [])]
-        numbers = zip(rows.label, rows.value, rows.unit, strict=True)
-        return {label: _written(shown, value, unit) for label, value, unit in numbers}
-
-    def table(
-        self,
-        title: str,
-        columns: Mapping[str, Mapping[str, str]],
-        notes: Iterable[str] = (),
-        labels: Iterable[str] | None = None,
-    ) -> list[Table]:
-        """A table of columns by header; a line for each case, by default that one is about."""
-        cases = self.frame.label.unique()
-        if labels is None:
-            labels = [case for case in cases if any(case in texts for texts in columns.values())]
-        cells = [[x, *(texts.get(x, ABSENT) for texts in columns.values())] for x in labels]
-        headers = [self.first_header, *columns]
-        table = Table(f"{self.title}: {title}", headers, cells, tuple(notes))
-        return [table] if columns and cells else []
-
-
-def _written(shown: Metric, value: float, unit: str) -> str:
-    """A number of a column, for people."""
-    return f"{value:.6g} {unit}" if shown.form == "as is" else _WRITERS[shown.form](value)
-
-
-_WRITERS: dict[str, Callable[[float], str]] = {
-    "ratio": "{:.2f}".format,
-    "spread": "{:.2%}".format,
-    "percent": "{:.0%}".format,
-    "ms": lambda seconds: f"{seconds * 1e3:.1f}",
-    "giga": gigabytes,
-    "number": three_digits,
-}
-
-
-def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
-    """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
-    return ordered(summary, [*configuration, "device", "trainer"])
-
-
-def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Rows by these columns: trainers as registered, phases as they come in a step."""
-    phases = [*ALL_PHASES, STEP]
-
-    def places(column: pd.Series[Any]) -> pd.Series[Any]:
-        if column.name == "trainer":
-            return column.map(TRAINERS.rank)
-        return column.map(phases.index) if column.name == "phase" else column
-
-    return rows.sort_values(keys, key=places, kind="stable")
-
-
-def titled(
-    rows: pd.DataFrame, shared: Sequence[str] = CONFIGURATION
-) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Rows that share these axes, and where they were measured, under a title that says which."""
-    keys = [*shared, "device"]
-    for values, group in rows.groupby(keys, sort=False):
-        yield title_of(dict(zip(keys, values, strict=True))), group
-
-
-def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
-    """The groups of a summary, in order, the cases of each in the order of the view."""
-    named = [k for name in view.group_by for k in (CONFIGURATION if name == "cell" else [name])]
-    keys = list(dict.fromkeys([*(name for name in named if name != "device"), "device"]))
-    always = ("trainer", "batch_size", "seq_len")
-    labels = [
-        axis
-        for axis in summed("instrument", "phase", "metric")
-        if axis not in keys and (axis in always or summary[axis].nunique() > 1)
-    ] or ["trainer"]
-    rows = ordered(in_order(summary), keys)
-    # As in `Case.id`; what is no axis is named.
-    prefixes = {"batch_size": "bs", "seq_len": "seq"} | {
-        column: f"{column} " for column in labels if column not in AXES
-    }
-    parts = [
-        (prefixes.get(axis, "") + rows[axis].astype(str)).where(rows[axis].astype(bool), "")
-        for axis in labels
-    ]
-    rows = rows.assign(label=[" ".join(filter(None, names)) for names in zip(*parts, strict=True)])
-    for values, group in rows.groupby(keys, sort=False):
-        shared = dict(zip(keys, values, strict=True))
-        # What is the same everywhere is said once.
-        shared |= {a: group[a].iloc[0] for a in AXES if a not in (*keys, *labels)}
-        group = group.drop_duplicates(["label", "phase", "metric"])
-        phase = str(shared.get("phase", STEP))
-        if view.sort in AXES:
-            group = ordered(group, [view.sort])
-        elif view.sort == NAME:
-            group = group.sort_values("label", kind="stable")
-        elif view.sort is not None:  # what has no number goes last
-            by = column(view.sort)
-            sorting = group[(group.metric == by.name) & (group.phase == phase)]
-            places = group.label.map(sorting.set_index("label").value)
-            group = group.loc[places.sort_values(kind="stable").index]
-        yield Group(title_of(shared), group, phase, "trainer" if labels == ["trainer"] else "case")
-
-
-def title_of(shared: Mapping[str, Any]) -> str:
-    """What rows share, in words: some of the axes, tests and phase, and the device."""
-    parts = title_parts(shared)
-    return ", ".join([*parts, shared["device"] or "unknown device"])
-
-
-def title_parts(shared: Mapping[Any, Any]) -> list[str]:
-    """The same, one by one and without the device."""
-    if shared.get("workload") == SCRIPT:
-        batch = f"batch {shared['batch_size']}" if shared.get("batch_size") else ""
-        return [*filter(None, (shared.get("trainer"), batch))]
-    size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
-    of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
-    parts = [*of_test, shared.get("trainer", ""), size]
-    usual = {"attention": "sdpa", "model": "simple"}
-    parts += [shared[axis] for axis, name in usual.items() if shared.get(axis) not in (name, None)]
-    parts += [f"{axis.replace('_', ' ')} {value}" for axis, value in unusual(shared).items()]
-    words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
-    parts += [f"{word} {shared[axis]}" for axis, word in words.items() if shared.get(axis)]
-    return [*filter(None, parts)]
-
-
 # --- the step --------------------------------------------------------------------------------
 
 
 def _columns(group: Group, view: View) -> list[Metric]:
-    """The columns that were asked for, or else those of the group's instrument.
+    """The columns that were asked for, or else the default ones.
 
-    A group of one phase leaves out what is known of whole steps only, a group of which no bytes
-    were counted all that it has not, and a group that has none of what was asked for (logical
-    bytes of hardware, say) all of it.
+    Columns without a number are left out of groups of one phase, and of groups without bytes. A
+    group that has no number in any of the columns that were asked for gets no column.
     """
-    logical = bool(group.shown.metric.str.startswith("logical_").any())
+    logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or without_replaced(shown_by_default(logical=logical), group.texts)
     filled = [shown for shown in chosen if group.texts(shown)]
     if view.columns:
@@ -296,7 +134,7 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """A line for each label that trainers of a table have, and in which they differ."""
+    """A line for each label in which the trainers of a table differ."""
     shown = {*group.shown.trainer}
     said: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:
@@ -310,7 +148,7 @@ def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str
 
 
 def about_replaced(columns: Iterable[Metric]) -> list[str]:
-    """What must be said beside columns of the L2 as it was counted before."""
+    """The note on columns of the old L2 counters, if there are any."""
     return [OLD_L2] if any(each.replaced_by for each in columns) else []
 
 
@@ -328,7 +166,7 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
-    """The phases in which any of the cases moves enough to be worth a column."""
+    """The phases that have more than `SHOWN_SHARE` of the largest value in some case."""
     most = group.frame[group.frame.metric == metric].groupby("phase").value.max()
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
@@ -344,16 +182,16 @@ def _phase_table(group: Group, metric: str, name: str, view: View) -> list[Table
 
 
 def _busy_table(group: Group) -> list[Table]:
-    """For which part of each phase's time the GPU did anything, by case."""
+    """The share of each phase's time in which the GPU was busy, by case."""
     phases = _phases_shown(group, "gpu_elapsed_cycles")
     columns = {phase: group.texts(column(BUSY), phase) for phase in (*phases, STEP) if phases}
     return group.table("busy by phase", columns, [BUSY_OF])
 
 
 def against_logical(group: Group) -> list[Table]:
-    """How often the hardware moves what an ideal unfused step moves once, where both are known.
+    """Measured DRAM bytes divided by logical bytes, where both are known.
 
-    By case: DRAM and logical bytes of the step, and their quotient by phase and for the step.
+    By case: both numbers of the step, and their quotient by phase and for the step.
     """
     dram, over = column("dram_bytes"), column("dram_over_logical")
     phases = (*_phases_shown(group, "dram_bytes"), STEP)

@@ -10,9 +10,9 @@ from dpbench.case import BASELINE_TRAINER, PRODUCTS
 from dpbench.results.roofline import Roofs
 from dpbench.results.rows import STEP
 from dpbench.results.times import PARTS, additional
+from dpbench.show.groups import in_order, titled
 from dpbench.show.kernels import launch_bound_notes, phase_lines, roofs_in_words
 from dpbench.show.layout import Shown, Table
-from dpbench.show.tables import in_order, titled
 
 
 def _tenths(seconds: float) -> str:
@@ -58,7 +58,7 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
 
 
 def about_shares(baseline: str) -> str:
-    """What shares of additional time are, and are not."""
+    """The note on shares of additional time."""
     return (
         f"Shares of the time that a step takes more than {baseline}'s: the least time for its "
         f"additional arithmetic and bytes, its additional idle time, what is left. They overlap "
@@ -67,7 +67,7 @@ def about_shares(baseline: str) -> str:
 
 
 def lacking(rows: pd.DataFrame) -> Iterator[str]:
-    """Which premise is missing for which trainers, or contradicts the others; what would help."""
+    """Notes on what was not measured for some trainers, or contradicts the rest, and what helps."""
     steps = rows[rows.phase == STEP]
     no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
     for missing, what, by in (
@@ -79,7 +79,7 @@ def lacking(rows: pd.DataFrame) -> Iterator[str]:
     for precision in dict.fromkeys(steps[no_ceiling].precision):
         known = precision in PRODUCTS or precision.endswith("-amp")
         help = "python bench/ceilings.py measures it, --time FILE takes it"
-        why = help if known else "nobody says at which precision a script computes"
+        why = help if known else "the precision of a script is unknown"
         yield f"No ceiling of arithmetic{f' at {precision}' if known else ''}: {why}."
     busy_seconds = rows.seconds - rows.idle_seconds.fillna(0.0)
     longest = rows[["arithmetic_seconds", "bytes_seconds", "least_seconds"]].max(axis="columns")

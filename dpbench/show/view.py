@@ -1,4 +1,4 @@
-"""What a person wants to see of a run: which columns, in which order, in which tables."""
+"""Which columns are shown, in which order and in which tables."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dpbench.results.outcome import Outcome
-
-IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
-"""The instruments whose metrics stand in tables of their own, not in those of cases."""
+    from dpbench.results.roofline import Roofs
 
 
 def columns() -> dict[str, Metric]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
-    every = METRICS.every().items()
-    return {name: each for name, each in every if not IN_OTHER_TABLES.issuperset(each.by)}
+    return {name: each for name, each in METRICS.every().items() if not each.table}
 
 
 def column(name: str) -> Metric:
@@ -39,9 +36,9 @@ def column(name: str) -> Metric:
 
 
 def shown_by_default(*, logical: bool) -> list[Metric]:
-    """What is shown of logical counting, or of counters and times, unless columns are chosen.
+    """The default columns of logical counting, or of counters and times.
 
-    Of both, whatever a project has declared.
+    A project's own metrics are among both.
     """
     shown = [metric for metric in METRICS.every().values() if "value" in metric.shown]
     return [
@@ -55,10 +52,10 @@ def shown_by_default(*, logical: bool) -> list[Metric]:
 def without_replaced(
     shown: Iterable[Metric], known: Callable[[Metric], Collection[Any]]
 ) -> list[Metric]:
-    """Of each column that another replaces and that one, those that are needed.
+    """The columns without those that a better one replaces.
 
-    ``known`` says for which cases a column has a number: the old one stays where it has some
-    that the other has not, and alone where that one has none.
+    ``known`` returns the cases for which a column has a number. A replaced column stays if it has
+    cases that the better one lacks; a better one without any case is left out.
     """
     shown, every = list(shown), METRICS.every()
     pairs = [(each.name, each.replaced_by) for each in shown if each.replaced_by in every]
@@ -69,32 +66,33 @@ def without_replaced(
 
 
 def usual_columns() -> list[Metric]:
-    """What is shown of runs with both, each once."""
+    """The default columns of runs that were measured and counted."""
     both = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
     return list(dict.fromkeys(both))
 
 
 NAME = "name"
-"""The order by what stands in the first column."""
+"""Sorts by the first column."""
 
 OF_TESTS = ("name", "fullname", "func", "fullfunc", "param")
 PARAM = "param:"
-"""What of the tests that asked for them cases in a table have in common; or one parameter."""
+"""Labels that group cases by the test that requested them; ``param:NAME`` is one parameter."""
 
 NO_TEST = "-"
 
 GROUPS = ("cell", "device", "phase", *AXES)
-"""What can share a table: the cases with one baseline (``cell``), or with one value of an axis."""
+"""Other labels: ``cell`` groups the cases that have one baseline, an axis those of one value."""
 
 
 @dataclass(frozen=True)
 class View:
     """Columns, order and grouping of the tables by case, and how many kernels are shown.
 
-    Without ``columns`` they are those of `shown_by_default`, with every table that goes with
-    them; ``sort`` is a column's name or an axis. Rows of different devices never share a table.
-    ``expected`` has by metric the expected range of its ratio to standard. Ratios are to the
-    trainer ``baseline``; the usual ranges are of ratios to the standard one.
+    Without ``columns`` those of `shown_by_default` are shown, and all other tables; ``sort`` is a
+    column's name or an axis. Rows of different devices never share a table. ``expected`` has by
+    metric the expected range of its ratio. Ratios are to the trainer ``baseline``; the default
+    ranges are of ratios to the standard trainer. ``ceilings`` are what
+    the card reaches, if others than dpbench knows.
     """
 
     columns: tuple[Metric, ...] = ()
@@ -103,6 +101,7 @@ class View:
     top: int = Settings.top
     expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
     baseline: str = BASELINE_TRAINER
+    ceilings: Roofs | None = None
 
     @classmethod
     def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> View:
@@ -121,7 +120,7 @@ class View:
         return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
 
     def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
-        """A summary with the labels of tests as columns, each case once for each that it has."""
+        """The summary with labels of tests as columns; a case of several tests is repeated."""
         labels = [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
         rows = [
             {**vars(outcome.case), "counted": name == "logical"}
@@ -140,7 +139,7 @@ class View:
 
 
 def label_of(test: Mapping[str, Any], label: str) -> str:
-    """What a test is called in a group, as pytest-benchmark has it."""
+    """The value of a label for a test, as in pytest-benchmark."""
     function, bracket, params = str(test["test"]).partition("[")
     name = function.rpartition("::")[2]
     if label.startswith(PARAM):

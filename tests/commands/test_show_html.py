@@ -79,7 +79,8 @@ def test_page_that_cannot_be_written_is_named(
 def test_missing_library_is_said_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.delitem(sys.modules, "dpbench.show.html.page", raising=False)
     assert main(["show", "absent.json", "--html", "page.html"]) == 2
     assert "pip install 'dpbench[report]'" in capsys.readouterr().err
 

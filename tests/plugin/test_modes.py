@@ -56,6 +56,7 @@ SHOWN = [
     "--dpbench-expect=none",
     *("--dpbench-group-by=phase", "--dpbench-csv=out/run.csv", "--dpbench-json=out/run.json"),
     *("--dpbench-markdown=out/run.md", "--dpbench-html=out/run.html"),
+    "--dpbench-output=out/also.md",
     *("--dpbench-compare=1", "--dpbench-compare-across"),
     "--dpbench-compare-fail=l2_total_bytes:5%",
     *("--dpbench-compare-fail=l2_ratio@backward:3%", "--dpbench-compare-fail=l2_read_bytes:20%"),
@@ -265,6 +266,7 @@ def check_files(folder: Path) -> None:
         if row["phase"] == "step" and row["metric"].startswith("dram_")
     ]
     markdown = (folder / "out/run.md").read_text(encoding="utf-8")
+    assert (folder / "out/also.md").read_text(encoding="utf-8") == markdown
     assert "| dpsgd bs4 seq64" in markdown.partition("phase backward")[0]
     summary = (folder / "summary.md").read_text(encoding="utf-8")
     assert summary.startswith(f"\n{markdown.rstrip()}")

@@ -23,7 +23,9 @@ from dpbench.results.outcome import (
     write_document,
 )
 from dpbench.results.rows import NO_HARDWARE, SCHEMA, STEP, Measurement
-from dpbench.show.export import summary_tables, trainer_table, write_renderings
+from dpbench.results.run import Run
+from dpbench.show.export import summary_tables, trainer_table
+from dpbench.show.outputs import markdown_tables
 from dpbench.show.view import View
 from tests.results.figures import any_text
 
@@ -324,10 +326,9 @@ def test_json_file_holds_the_document(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text()) == saved(*outcomes)
 
 
-def test_markdown_file_holds_every_table(tmp_path: Path) -> None:
+def test_markdown_holds_every_table() -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
-    write_renderings(outcomes, View(), markdown=tmp_path / "run.md")
-    text = (tmp_path / "run.md").read_text(encoding="utf-8")
+    text = markdown_tables([Run(Path("run"), document(outcomes, {}))], View())
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("#")]
     assert titles == [table.title for table in summary_tables(outcomes)]
     assert "CaseOutOfMemory: CUDA out of memory" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,20 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import Case
-from dpbench.results.outcome import Outcome
+from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import COLUMNS, STEP, Measurement
+from dpbench.results.run import Run
 from dpbench.settings import Settings
-from dpbench.show.export import (
-    STEP_SUMMARY,
-    append_step_summary,
-    write_renderings,
-)
+from dpbench.show.export import STEP_SUMMARY, append_step_summary
 from dpbench.show.layout import Table
+from dpbench.show.outputs import csv_rows, markdown_tables
 from dpbench.show.view import View
 
 
-def outcomes(measured: list[Measurement]) -> list[Outcome]:
-    return [Outcome(measured[0].case, tuple(measured), 1.0)] if measured else []
+def run(measured: list[Measurement], **session: object) -> Run:
+    return Run(Path("run"), document([Outcome(measured[0].case, tuple(measured))], {}, session))
 
 
 UNITS = {"bytes": "B", "seconds": "s", "second": "1/s"}
@@ -62,37 +61,43 @@ MEASURED = [
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0, 1e15) | st.integers(0, 2**60), min_size=1, max_size=4))
-def test_csv_keeps_every_digit(
-    tmp_path_factory: pytest.TempPathFactory, values: list[float]
-) -> None:
-    path = tmp_path_factory.mktemp("csv") / "run.csv"
+def test_csv_keeps_every_digit(values: list[float]) -> None:
     measured = rows("dpsgd", dram_read_bytes=values)
-    write_renderings(outcomes(measured), View(), csv=path)
-    with path.open(newline="", encoding="utf-8") as stream:
-        read = list(csv.DictReader(stream))
-    assert list(read[0]) == COLUMNS
+    read = list(csv.DictReader(StringIO(csv_rows([run(measured)], View()))))
+    assert list(read[0]) == [*COLUMNS, "labels"]
     assert [{**row, "value": float(row["value"])} for row in read] == [
-        {**{name: str(v) for name, v in m.as_row().items()}, "value": float(m.value)}
+        {**{name: str(v) for name, v in m.as_row().items()}, "value": float(m.value), "labels": ""}
         for m in measured
     ]
 
 
-def test_csv_quotes_what_would_break_a_line(tmp_path: Path) -> None:
+def test_csv_quotes_what_would_break_a_line() -> None:
     [row] = rows("dpsgd", dram_read_bytes=[1.0])
     changed = Measurement(**{**vars(row), "tool": 'a,"b"\nc'})
-    write_renderings(outcomes([changed]), View(), csv=tmp_path / "run.csv")
-    with (tmp_path / "run.csv").open(newline="", encoding="utf-8") as stream:
-        assert [line["tool"] for line in csv.DictReader(stream)] == ['a,"b"\nc']
+    text = csv_rows([run([changed])], View())
+    assert [line["tool"] for line in csv.DictReader(StringIO(text))] == ['a,"b"\nc']
 
 
-def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
-    write_renderings(
-        outcomes(MEASURED), View.of(Settings(columns="dram_ratio")), markdown=tmp_path / "run.md"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["run.md"]
-    text = (tmp_path / "run.md").read_text(encoding="utf-8")
+def test_csv_says_what_trainers_clip() -> None:
+    case = rows("dpsgd", dram_read_bytes=[1.0, 2.0])
+    outcome = Outcome(case[0].case, tuple(case), labels={"clips": "flat", "noise": "in place"})
+    text = csv_rows([Run(Path("run"), document([outcome], {}))], View())
+    assert [line["labels"] for line in csv.DictReader(StringIO(text))] == [
+        "clips flat, noise in place"
+    ] * 2
+
+
+def test_markdown_has_the_columns_that_were_asked_for() -> None:
+    text = markdown_tables([run(MEASURED)], View.of(Settings(columns="dram_ratio")))
     assert "DRAM ÷ std" in text
     assert "DRAM read" not in text
+
+
+def test_markdown_of_a_session_that_broke_off_says_what_is_missing() -> None:
+    first, *_ = markdown_tables(
+        [run(MEASURED, status="interrupted", cases_asked=4)], View()
+    ).splitlines()
+    assert first == "Not complete: 2 of the cases asked for are missing."
 
 
 # --- GitHub's step summary -------------------------------------------------------------------
@@ -140,9 +145,3 @@ def test_step_summary_longer_than_github_takes_is_left_alone(
     monkeypatch.setenv(STEP_SUMMARY, str(path))
     assert "1 MiB" in (append_step_summary([TABLE]) or "")
     assert path.stat().st_size == 1024 * 1024 - 10
-
-
-def test_markdown_of_a_session_under_way_says_what_is_missing(tmp_path: Path) -> None:
-    write_renderings(outcomes(MEASURED), View(), markdown=tmp_path / "run.md", missing=2)
-    first, *_ = (tmp_path / "run.md").read_text().splitlines()
-    assert first == "Not complete: 2 of the cases asked for are missing."

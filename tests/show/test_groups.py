@@ -10,7 +10,7 @@ from dpbench.case import Case
 from dpbench.results.frame import complete, to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
-from dpbench.show.tables import groups
+from dpbench.show.groups import groups
 from dpbench.show.view import View
 
 GB = 1e9

@@ -1,4 +1,4 @@
-"""The charts of the page, from its numbers."""
+"""The charts of bytes, memory and busy time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from dpbench.case import ALL_PHASES
 from dpbench.results.frame import IN_CACHE_BYTES
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
+from dpbench.show.groups import ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import CASE, COUNTED, KEYS, MEASURED, Material, pivot
 from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, times
 from dpbench.show.layout import gigabytes
-from dpbench.show.tables import BUSY_OF, SHOWN_SHARE, ordered
+from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
 
 COLOUR = PHASE_STYLES["backward"].colour
-"""Of bars that are about no phase and no trainer."""
+"""The colour of bars that stand for no phase and no trainer."""
 
 BY_OPERATOR = "counted operator by operator without hardware, not measured"
 
@@ -61,7 +62,7 @@ def phases(material: Material) -> Chart | None:
 
 
 def _end_of_bar(row: Mapping[Any, Any]) -> str:
-    """What stands at the end of a bar, or in its place if the case failed."""
+    """The label at the end of a bar, or in place of the bar of a failed case."""
     if isinstance(row.get("error"), str):
         return f" {row['fate']}: {figures.plain(row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
@@ -69,7 +70,7 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
 
 
 def _about_ratios(material: Material) -> Iterator[str]:
-    """What must be said beside ratios of these bytes."""
+    """The notes on ratios of these bytes."""
     baseline, step = material.baseline, material.step_bytes(material.premise)
     yield f"At the end of a bar: GB of the whole step, and how many times {baseline}'s."
     limits = material.expected.get(step.metric.iloc[0])
@@ -98,7 +99,7 @@ def memory(material: Material) -> Chart | None:
 
 
 def busy(material: Material) -> Chart | None:
-    """For which part of each phase's time the GPU did anything; no chart where none is known.
+    """The share of each phase's time in which the GPU was busy; no chart if it is unknown.
 
     Phases that take too little to matter are left out.
     """

@@ -1,4 +1,4 @@
-"""What the page shows, as frames: runs under labels, one summary of all, which bytes it is of."""
+"""The data of the page as frames: a summary of all runs, and which bytes it is about."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dpbench.results.frame import of_one_instrument, summarise, with_logical, wi
 from dpbench.results.roofline import Roofs
 from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
-from dpbench.show.tables import in_order, title_parts
+from dpbench.show.groups import in_order, title_parts
 
 MEASURED, COUNTED = "measured", "counted"
-"""The premise of a number; bytes of the two never share a chart."""
+"""Where a number comes from; measured and counted bytes never share a chart."""
 
 BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
 """The metric that is drawn, by premise."""
 
 CASE = ["batch_size", "seq_len", "title", "trainer"]
-"""What tells a case from every other in a chart; all else that is unusual is in the title."""
+"""What identifies a case in a chart; its other non-default options are in the title."""
 
 KEYS = ["run", "device", "premise", *CASE]
-"""What tells it from every other on the page."""
+"""What identifies it on the page."""
 
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
-    """Documents as runs with the names they came with; a name that comes again is numbered."""
+    """Documents as runs under their names; a repeated name gets a number."""
     runs: list[Run] = []
     for name, document in documents:
         place = 1 + sum(run.path == Path(name) for run in runs)
@@ -42,7 +42,7 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 
 @dataclass(frozen=True)
 class Material:
-    """What the charts of one page share: the frames, and which bytes they are about.
+    """What the charts of one page have in common: the frames, and which bytes they are about.
 
     ``expected`` has by metric the expected range of its ratio to standard, ``ceilings`` what the
     card reaches, if not as known.
@@ -54,7 +54,7 @@ class Material:
 
     @cached_property
     def baseline(self) -> str:
-        """What ratios divide by, in words."""
+        """The name of the trainer that ratios divide by."""
         return " or ".join(dict.fromkeys(run.baseline for run in self.runs))
 
     @cached_property
@@ -100,12 +100,12 @@ class Material:
 
     @cached_property
     def premise(self) -> str:
-        """Whether the bytes of the page were measured, or counted because there are no others."""
+        """Whether the page is about measured bytes, or counted ones if there are no others."""
         return _premise(self.summary)
 
     @property
     def bytes_name(self) -> str:
-        """What the bytes of the page are called on an axis."""
+        """The name of the bytes on the page's axes."""
         return METRICS[BYTES[self.premise]].short_header
 
     def step_bytes(self, premise: str) -> pd.DataFrame:
@@ -120,10 +120,7 @@ class Material:
 
     @cached_property
     def beside_logical(self) -> pd.DataFrame:
-        """Measured steps with logical bytes of the case, whichever run has counted it first.
-
-        Counts depend on nothing but the case and the versions that counted it.
-        """
+        """Measured steps with the logical bytes of the case, from the first run that has them."""
         counted = self.step_bytes(COUNTED).drop_duplicates(summed())
         both = with_logical(pd.concat([self.step_bytes(MEASURED), counted]))
         return both.dropna(subset="logical")
@@ -137,7 +134,7 @@ class Material:
 
 
 def pivot(rows: pd.DataFrame, columns: str) -> pd.DataFrame:
-    """One row per case, in the order in which cases first come; the first of equals counts."""
+    """One row per case in order of appearance; of duplicates the first is kept."""
     unique = rows.drop_duplicates([*KEYS, columns])
     if unique.empty:  # pandas with pyarrow cannot pivot it
         return unique[KEYS]
@@ -151,12 +148,12 @@ def _premise(summary: pd.DataFrame) -> str:
 
 
 def _subject(summary: pd.DataFrame) -> pd.DataFrame:
-    """What the page is about: rows with the premise of its bytes."""
+    """The rows with the premise of the page's bytes."""
     return summary[summary.premise == _premise(summary)]
 
 
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
-    """What tells a row's configuration from the others on the page, without batch and sequence."""
+    """The title of each row's configuration, without batch size and sequence length."""
     axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
     parts = [", ".join(title_parts(row)) or SCRIPT for row in rows[axes].to_dict("records")]
     title = pd.Series(parts, index=rows.index, dtype=object)

@@ -1,4 +1,4 @@
-"""What the page's charts are made of: colours, and panels in plotly's JSON.
+"""The parts of charts: colours, and panels in plotly's JSON.
 
 Phases have the colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), trainers those of
 Paul Tol's "bright" scheme (https://personal.sron.nl/~pault/), some a shade off for contrast on
@@ -27,19 +27,19 @@ NAMES: Mapping[str, Shown] = {
     "sequence": ("seq_len", lambda length: str(length or ABSENT)),
     "trainer": ("trainer", str),
 }
-"""The columns of a table that name a case; a script has no batch size but the one it was given."""
+"""The columns that name a case; the batch size of a script is only known if it was given."""
 
 UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "GB": (1e9, gigabytes),
     "%": (0.01, lambda share: f"{share * 100:.0f}"),
 }
-"""Units of bars: how much one is, and how a number of them is written."""
+"""Units of bars: their size, and how a value is written."""
 
 ROW, BAR, CHARACTER = 30, 13, 7
-"""Pixels of a trainer's stacked bar with its gap, of one bar beside others, of a character."""
+"""Heights of a stacked bar and of a grouped bar, and width of a character, in pixels."""
 
 LONGEST = 20
-"""Characters of a name in a chart: a phone has no room for more, and the tables have it whole."""
+"""Characters of a name in a chart, to fit a phone; tables have the whole name."""
 
 Json = dict[str, Any]
 """A part of a figure, as plotly.js takes it."""
@@ -72,7 +72,7 @@ TRAINER_COLOURS = (
 
 
 def trainer_colours(trainers: Iterable[str]) -> dict[str, str]:
-    """A colour for each trainer: those that are registered have always the same."""
+    """A colour for each trainer; registered trainers have the same colour on every page."""
     present = set(trainers)
     known = dict.fromkeys([*TRAINERS, *sorted(present)])
     return {name: c for name, c in zip(known, cycle(TRAINER_COLOURS)) if name in present}
@@ -158,7 +158,7 @@ def _names(names: list[str], height: int) -> Json:
 
 
 def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator[Json]:
-    """The bars of each colour, for the trainers that have one, then the labels at their ends."""
+    """The bars of each colour, then the labels at their ends."""
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
@@ -201,13 +201,13 @@ def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def plain(text: str) -> str:
-    """Text for plotly, which would otherwise read tags and entities in it; long ones are cut."""
+    """A name for plotly: tags and entities are escaped, long names are cut."""
     shown = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return html.escape(shown, quote=False)
 
 
 def lines(*texts: object) -> str:
-    """Lines of a text that appears when the pointer rests on a mark."""
+    """The text of a tooltip, in lines."""
     return "<br>".join(html.escape(str(text), quote=False) for text in texts)
 
 

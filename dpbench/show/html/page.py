@@ -1,4 +1,4 @@
-"""Charts and tables as one HTML file that needs nothing else."""
+"""The HTML page: charts and tables in one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -15,24 +15,36 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from dpbench.case import AXES
+from dpbench.errors import ConfigurationError
 from dpbench.results.frame import derived
+from dpbench.results.outcome import trainer_summary
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
+from dpbench.show.export import trainer_table
 from dpbench.show.html.charts import against_logical, busy, memory, phases
-from dpbench.show.html.data import MEASURED, Material, pivot
+from dpbench.show.html.data import MEASURED, Material, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
+from dpbench.show.outputs import labels_text
 from dpbench.show.profile import recorded_tables
-from dpbench.show.tables import about_replaced, in_order, ordered
-from dpbench.show.view import column, usual_columns, without_replaced
+from dpbench.show.tables import about_replaced
+from dpbench.show.view import View, column, usual_columns, without_replaced
 
 NEEDS_LOGICAL = (
     "These runs hold no logical counts of the measured cases, without which there is no roofline "
     "and nothing to hold bytes against. dpbench run --instrument logical counts them, in seconds a "
     "case and without a GPU; draw its run beside these."
 )
+
+
+def page(runs: Sequence[Run], view: View) -> str:
+    """The output for ``.html``: the page of some runs."""
+    for run in runs:
+        if not run.outcomes:
+            raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
+    named = labelled((run.name, run.document) for run in runs)
+    return render(Material(named, view.expected, view.ceilings))
 
 
 def render(material: Material) -> str:
@@ -45,8 +57,7 @@ def render(material: Material) -> str:
     return _template().render(
         title=", ".join(run.name for run in runs),
         headline=headline(material),
-        trainers=trainers(material),
-        failures=failures(material),
+        trainers=trainers(runs),
         charts=draw(material),
         cases=cases(material),
         recorded=recorded(runs),
@@ -57,7 +68,7 @@ def render(material: Material) -> str:
 
 @cache
 def _template() -> Template:
-    """The page without what it is about: markup, style and scripts."""
+    """The template with its style and scripts."""
     environment = Environment(
         loader=PackageLoader("dpbench.show.html"),
         autoescape=True,
@@ -85,7 +96,7 @@ def draw(material: Material) -> list[Chart]:
 
 
 def headline(material: Material) -> list[str]:
-    """What the page is about, in sentences: cases, devices, premises, failures."""
+    """Sentences on how many cases were measured, counted, failed and skipped."""
     told_apart = summed("instrument", "device", "metric", "phase")
     cases = material.summary.drop_duplicates(["run", *told_apart, "premise"])
     measured = cases[cases.premise == MEASURED]
@@ -100,32 +111,12 @@ def headline(material: Material) -> list[str]:
     return sentences if len(cases) else ["No number was measured or counted.", *sentences]
 
 
-def trainers(material: Material) -> Table:
-    """By trainer: cases, how many have no result, smallest and largest ratio, peak memory."""
-    failed = material.outcomes.groupby(list(AXES), sort=False).error.any()
-    counts = failed.groupby("trainer", sort=False).agg(cases="size", failed="sum")
-    extremes = material.ratios.groupby("trainer").ratio.agg(["min", "max"])
-    peaks = material.peaks.groupby("trainer").value.max().rename("peak")
-    table = ordered(counts.join(extremes).join(peaks).reset_index(), ["trainer"])
-    ratio = f"{material.bytes_name} bytes ÷ {material.baseline}"
-    columns: dict[str, Shown] = {
-        "trainer": ("trainer", str),
-        "cases": ("cases", str),
-        "without a result": ("failed", str),
-        f"smallest {ratio}": ("min", times),
-        f"largest {ratio}": ("max", times),
-        f"largest peak memory, GB ({material.premise})": ("peak", gigabytes),
-    }
-    return Table.of("Trainers", table, columns)
-
-
-def failures(material: Material) -> Table | None:
-    """The cases without a result and why, or None."""
-    failed = in_order(material.failed)
-    columns: dict[str, Shown] = {"run": ("run", str), **NAMES}
-    columns |= {"error": ("error", str), "message": ("message", str)}
-    title = "Cases that failed or were skipped"
-    return None if failed.empty else Table.of(title, failed, columns)
+def trainers(runs: Sequence[Run]) -> Table:
+    """By trainer: how many cases have a result, and why others have none; what it clips."""
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
+    notes = [f"{name}: {text}." for name, text in labels.items() if text]
+    return trainer_table(trainer_summary(outcomes), notes)
 
 
 def cases(material: Material) -> Table:
@@ -149,7 +140,7 @@ def cases(material: Material) -> Table:
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:
-    """What profilers recorded of each case, by phase, as the terminal has it."""
+    """The profilers' tables of each case, as in the terminal."""
     return [
         replace(table, title=f"{run.name}: {table.title}" if len(runs) > 1 else table.title)
         for run in runs
@@ -158,7 +149,7 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
 
 
 def every_row(runs: Sequence[Run]) -> Table:
-    """The long table of all runs, exact; what is the same in all rows is in the caption."""
+    """The exact rows of all runs; columns with one value are in the caption instead."""
     frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
     names = ["run", *COLUMNS]
     same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]
@@ -171,12 +162,12 @@ def every_row(runs: Sequence[Run]) -> Table:
 
 
 def exact(value: float) -> str:
-    """A number as it is, whole ones with their thousands apart."""
+    """A number with all its digits and separators of thousands."""
     return f"{value:,}".removesuffix(".0")
 
 
 def environments(runs: Sequence[Run]) -> Table:
-    """What each run was measured on and with, one column per run."""
+    """Devices, tools and settings of each run, one column per run."""
     about = {run.name: dict(_about(run)) for run in runs}
     columns: dict[str, Shown] = {name: (name, str) for name in ("", *about)}
     table = pd.DataFrame(about, dtype=object).rename_axis("").reset_index()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from dpbench.results.frame import CONFIGURATION
 from dpbench.results.roofline import (
     LAUNCH_BOUND,
     MEASURED_BYTES,
+    Roofs,
     find_card,
     find_ceilings,
     phases,
@@ -22,12 +24,13 @@ from dpbench.results.roofline import (
 from dpbench.results.rows import NO_HARDWARE, STEP, identity, summed
 from dpbench.results.run import Run
 from dpbench.results.times import account, additional
+from dpbench.show.groups import ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import Material, titles
 from dpbench.show.html.figures import NAMES, NEUTRAL, PHASE_STYLES, Chart, Json
 from dpbench.show.kernels import ROOFLINE_COLUMNS, launch_bound_notes, roofs_in_words
 from dpbench.show.layout import Shown, Table, step_milliseconds
-from dpbench.show.tables import SHOWN_SHARE, ordered
+from dpbench.show.tables import SHOWN_SHARE
 from dpbench.show.times import ADDED_COLUMNS, HOW_TO_READ, TIME_COLUMNS, about_shares, lacking
 
 TERA = 1e12
@@ -35,14 +38,15 @@ TERA = 1e12
 
 def roofline(material: Material) -> Chart | None:
     """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
-    table, refusals = _under_roofs(material)
+    table, notes = _accounts(material, _under_roofs)
     premise = (
         "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
         "operations counted without hardware"
     )
     if table.empty:
-        nothing = Table("Roofline by phase", [], [], tuple(refusals))
-        return Chart("roofline", premise, nothing) if refusals else None
+        nothing = Table("Roofline by phase", [], [], tuple(notes))
+        return Chart("roofline", premise, nothing) if notes else None
+    table = table[table.phase != STEP]
     placed = table[table.flops > 0]
     layout = {
         "height": 340,
@@ -62,63 +66,68 @@ def roofline(material: Material) -> Chart | None:
         waits = f"in a mark: launch-bound, GPU busy below {LAUNCH_BOUND:.0%}"
         keys.append(("·", waits, "inherit"))
     columns = _in_one_line({"phase": ("phase", str), **ROOFLINE_COLUMNS})
-    cards = [
-        roofs_in_words(find_card(str(device)), sorted(rows.precision))
-        for device, rows in table.groupby("device", sort=False)
-    ]
     how_to_read = (
         "A mark is a phase of a trainer; rings about one centre are trainers at the same place. "
         "Operations are those of matrix products and attention. Phases without any have no place "
         "here; how much of its roof each reaches is in the table."
     )
-    notes = [*refusals, *cards, how_to_read, *launch_bound_notes(table)]
+    notes += [how_to_read, *launch_bound_notes(table)]
     as_text = Table.of("Roofline by phase", table, {**NAMES, **columns}, notes)
     return Chart("roofline", premise, as_text, panels, keys)
 
 
-def _under_roofs(material: Material) -> tuple[pd.DataFrame, list[str]]:
-    """The phases that take enough to matter under the roofs of their cards; why some have none."""
-    tables, refusals = [], []
-    for run, device, frame in _by_device(material):
-        rows = phases(frame[frame.precision != ""]).dropna(subset="flops")
-        rows = rows[rows.bytes_are == MEASURED_BYTES]
-        if rows.empty:
-            continue
-        try:
-            card = find_card(device)
-        except ConfigurationError as error:
-            refusals.append(f"{device}: {error}.")
-            continue
-        peak, ridge = rows.precision.map(card.flops) / TERA, rows.precision.map(card.ridge)
-        tables.append(under(rows, card).assign(run=run.name, peak=peak, ridge=ridge))
-    table = _that_matter(tables, material)
-    if len(table):
-        table = table[table.phase != STEP]
-        table = table.assign(tflops_per_second=table.flops_per_second / TERA)
-    return table, refusals
+Account = tuple[pd.DataFrame, Roofs]
+"""The phases of a run on one device, and the roofs that they were held against."""
 
 
-def _by_device(material: Material) -> Iterator[tuple[Run, str, pd.DataFrame]]:
-    """Of each run what was measured on a device, beside what any run has counted."""
+def _under_roofs(frame: pd.DataFrame, device: str, run: Run) -> Account | None:
+    """Phases with counted operations and measured bytes under the roofs of their card."""
+    rows = phases(frame[frame.precision != ""]).dropna(subset="flops")
+    rows = rows[rows.bytes_are == MEASURED_BYTES]
+    if rows.empty:
+        return None
+    card = find_card(device)
+    table = under(rows, card)
+    return table.assign(
+        peak=table.precision.map(card.flops) / TERA,
+        ridge=table.precision.map(card.ridge),
+        tflops_per_second=table.flops_per_second / TERA,
+    ), card
+
+
+def _accounts(
+    material: Material, account_of: Callable[[pd.DataFrame, str, Run], Account | None]
+) -> tuple[pd.DataFrame, list[str]]:
+    """An account of each run and device, beside what any run has counted.
+
+    Returns:
+        The phases that take enough of their step to matter, in order, with the titles of their
+        cells; and notes: why a device has no account, and the roofs of the others.
+    """
+    tables, refusals, roofs_said = [], [], []
     everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
-    counted = everything[everything.device == NO_HARDWARE]
-    counted = counted.drop_duplicates(identity())
+    counted = everything[everything.device == NO_HARDWARE].drop_duplicates(identity())
     for run in material.runs:
         measured = run.frame[run.frame.device != NO_HARDWARE]
         for device, rows in measured.groupby("device", sort=False):
-            yield run, str(device), pd.concat([rows, counted], ignore_index=True)
-
-
-def _that_matter(tables: list[pd.DataFrame], material: Material) -> pd.DataFrame:
-    """Phases that take enough of their step, in order, with the titles of their cells."""
+            frame = pd.concat([rows, counted], ignore_index=True)
+            try:
+                found = account_of(frame, str(device), run)
+            except ConfigurationError as error:
+                refusals.append(f"{device}: {error}.")
+                continue
+            if found:
+                table, roofs = found
+                tables.append(table.assign(run=run.name))
+                roofs_said.append(roofs_in_words(roofs, sorted(set(table.precision))))
     if not tables:
-        return pd.DataFrame()
+        return pd.DataFrame(), refusals
     table = pd.concat(tables, ignore_index=True)
     of_case = ["run", *summed("instrument", "metric", "phase")]
-    whole = table.groupby(of_case).seconds.transform("max")
-    table = table[table.seconds > SHOWN_SHARE * whole]
+    table = table[table.seconds > SHOWN_SHARE * table.groupby(of_case).seconds.transform("max")]
     table = table.assign(title=titles(table, material.summary))
-    return ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
+    table = ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
+    return table, [*refusals, *dict.fromkeys(roofs_said if len(table) else ())]
 
 
 def _in_one_line(columns: Mapping[str, Shown]) -> dict[str, Shown]:
@@ -126,7 +135,7 @@ def _in_one_line(columns: Mapping[str, Shown]) -> dict[str, Shown]:
 
 
 def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> list[Json]:
-    """The roof, and a ring a phase, the first trainer's the largest, so that none hides another."""
+    """The roof, and a ring for each phase; trainers have rings of different sizes."""
     ridge, peak = placed.ridge.iloc[0], placed.peak.iloc[0]
     present = [name for name in colours if name in set(placed.trainer)]
     sizes = dict(zip(present, np.linspace(15, 4.5, len(present)), strict=True))
@@ -170,14 +179,14 @@ TIME_COLOURS = {"arithmetic": "#0072B2", "bytes": "#E69F00", "idle": NEUTRAL}
 
 def time(material: Material) -> Chart | None:
     """Of each step's time, the least for its arithmetic and for its bytes, and the idle part."""
-    table, refusals, ceilings = _times(material)
+    table, notes = _accounts(material, partial(_time_of, ceilings=material.ceilings))
     premise = (
         "times of steps that are not counted; the least time for counted operations and measured "
         "DRAM bytes at measured ceilings, two bounds, which overlap; idle by hardware counters"
     )
     if table.empty:
-        nothing = Table("What time is made of", [], [], tuple(refusals))
-        return Chart("time", premise, nothing) if refusals else None
+        nothing = Table("What time is made of", [], [], tuple(notes))
+        return Chart("time", premise, nothing) if notes else None
     steps = table[table.phase == STEP]
     bars = {part: steps[f"{part}_seconds"] / steps.seconds for part in TIME_COLOURS}
     waits = (steps.busy < LAUNCH_BOUND).map({True: ", launch-bound", False: ""})
@@ -191,27 +200,18 @@ def time(material: Material) -> Chart | None:
         "% of the step's time",
         unit="%",
     )
-    notes = [*refusals, *ceilings, HOW_TO_READ]
-    notes += [about_shares(material.baseline), *launch_bound_notes(table), *lacking(table)]
+    notes += [HOW_TO_READ, about_shares(material.baseline)]
+    notes += [*launch_bound_notes(table), *lacking(table)]
     columns = _in_one_line({"phase": ("phase", str), **TIME_COLUMNS, **ADDED_COLUMNS})
     return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
 
 
-def _times(material: Material) -> tuple[pd.DataFrame, list[str], list[str]]:
-    """The account of all that was timed and counted; why some has none; the ceilings in words."""
-    tables, refusals, ceilings = [], [], []
-    for run, device, frame in _by_device(material):
-        measured = frame[frame.device == device].metric
-        if not {"step_time_seconds", "dram_read_bytes"} <= set(measured):
-            continue
-        try:
-            roofs = material.ceilings or find_ceilings(device)
-            table = account(frame, roofs)
-        except ConfigurationError as error:
-            refusals.append(f"{device}: {error}.")
-            continue
-        added = additional(table, run.baseline).assign(phase=STEP)
-        table = table.merge(added, "left", summed("instrument", "metric"))
-        tables.append(table.assign(run=run.name))
-        ceilings.append(roofs_in_words(roofs, sorted(set(table.precision))))
-    return _that_matter(tables, material), refusals, [*dict.fromkeys(ceilings)]
+def _time_of(frame: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None) -> Account | None:
+    """What time is made of, where steps were timed and their DRAM bytes counted."""
+    measured = {*frame[frame.device == device].metric}
+    if not {"step_time_seconds", "dram_read_bytes"} <= measured:
+        return None
+    roofs = ceilings or find_ceilings(device)
+    table = account(frame, roofs)
+    added = additional(table, run.baseline).assign(phase=STEP)
+    return table.merge(added, "left", summed("instrument", "metric")), roofs

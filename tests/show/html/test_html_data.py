@@ -189,17 +189,11 @@ def test_failed_case_is_counted_and_named_with_its_error() -> None:
         ],
     }
     of = Material(labelled([("run", document)]))
-    table = page.failures(of)
-    assert table is not None
-    assert table.cells == [
-        ["run", "1b fp32", "8", "256", "dpsgd", "CaseOutOfMemory", "61 GiB"],
-    ]
+    table = page.trainers(of.runs)
+    assert table.notes == ("CaseOutOfMemory: 61 GiB",)
+    assert [[line[0], line[2]] for line in table.cells] == [["standard", "1/1"], ["dpsgd", "0/1"]]
     assert [line["DRAM total, GB"] for line in exact(page.cases(of))] == [2e9]
     assert page.headline(of)[1:] == ["1 case failed.", page.NEEDS_LOGICAL]
-    assert [line[:3] for line in page.trainers(of).cells] == [
-        ["standard", "1", "0"],
-        ["dpsgd", "1", "1"],
-    ]
 
 
 def test_trainers_from_outside_come_after_the_known_ones_as_they_came() -> None:
@@ -207,8 +201,15 @@ def test_trainers_from_outside_come_after_the_known_ones_as_they_came() -> None:
     case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
     cases = [{**case, "trainer": name, "error": None, "message": ""} for name in names]
     document = {"rows": [row for name in names for row in dram(name, 2e9)], "cases": cases}
-    table = page.trainers(Material(labelled([("run", document)])))
+    table = page.trainers(labelled([("run", document)]))
     assert [line[0] for line in table.cells] == ["standard", "dpsgd", "zeroing", "adding"]
+
+
+def test_what_trainers_clip_is_said_below_their_cases() -> None:
+    case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
+    cases = [{**case, "error": None, "message": "", "labels": {"clips": "flat"}}]
+    [run] = labelled([("run", {"rows": dram("dpsgd", 2e9), "cases": cases})])
+    assert page.trainers([run]).notes == ("dpsgd: clips flat.",)
 
 
 def test_a_script_has_no_batch_size_but_the_one_it_was_given() -> None:
@@ -250,5 +251,5 @@ def test_every_row_is_there_and_exact() -> None:
 
 def test_no_rows_at_all_make_empty_tables() -> None:
     empty = material(a=[])
-    assert page.cases(empty).cells == page.trainers(empty).cells == []
+    assert page.cases(empty).cells == page.trainers(empty.runs).cells == []
     assert page.draw(empty) == []

@@ -1,0 +1,165 @@
+"""Which cases share a table, in which order they come, and what the table is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from dpbench.case import ALL_PHASES, AXES, SCRIPT, trained_in, unusual
+from dpbench.metric import Metric
+from dpbench.registry import TRAINERS
+from dpbench.results.frame import CONFIGURATION
+from dpbench.results.rows import STEP, summed
+from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
+from dpbench.show.view import NAME, OF_TESTS, PARAM, View, column
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that share a table.
+
+    ``frame`` has their rows in the order of the view, with a ``label`` that tells cases apart.
+    ``phase`` is what the first table shows: whole steps, or the phase that the group is of.
+    """
+
+    title: str
+    frame: pd.DataFrame
+    phase: str
+    first_header: str
+
+    @cached_property
+    def shown(self) -> pd.DataFrame:
+        """The rows of the group's phase."""
+        return self.frame[self.frame.phase == self.phase]
+
+    @cached_property
+    def places(self) -> Mapping[Any, Any]:
+        """The positions in ``frame`` of each phase and metric."""
+        return self.frame.groupby(["phase", "metric"]).indices
+
+    def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
+        """The cells of a column by label; cases without a number are left out."""
+        rows = self.frame.iloc[self.places.get((phase or self.phase, shown.name), [])]
+        numbers = zip(rows.label, rows.value, rows.unit, strict=True)
+        return {label: _written(shown, value, unit) for label, value, unit in numbers}
+
+    def table(
+        self,
+        title: str,
+        columns: Mapping[str, Mapping[str, str]],
+        notes: Iterable[str] = (),
+        labels: Iterable[str] | None = None,
+    ) -> list[Table]:
+        """A table with columns by header and a line for each label, by default each with a cell."""
+        cases = self.frame.label.unique()
+        if labels is None:
+            labels = [case for case in cases if any(case in texts for texts in columns.values())]
+        cells = [[x, *(texts.get(x, ABSENT) for texts in columns.values())] for x in labels]
+        headers = [self.first_header, *columns]
+        table = Table(f"{self.title}: {title}", headers, cells, tuple(notes))
+        return [table] if columns and cells else []
+
+
+def _written(shown: Metric, value: float, unit: str) -> str:
+    """A number of a column, for people."""
+    return f"{value:.6g} {unit}" if shown.form == "as is" else _WRITERS[shown.form](value)
+
+
+_WRITERS: dict[str, Callable[[float], str]] = {
+    "ratio": "{:.2f}".format,
+    "spread": "{:.2%}".format,
+    "percent": "{:.0%}".format,
+    "ms": lambda seconds: f"{seconds * 1e3:.1f}",
+    "giga": gigabytes,
+    "number": three_digits,
+}
+
+
+def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
+    """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
+    return ordered(summary, [*configuration, "device", "trainer"])
+
+
+def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Rows by these columns: trainers as registered, phases as they come in a step."""
+    phases = [*ALL_PHASES, STEP]
+
+    def places(column: pd.Series[Any]) -> pd.Series[Any]:
+        if column.name == "trainer":
+            return column.map(TRAINERS.rank)
+        return column.map(phases.index) if column.name == "phase" else column
+
+    return rows.sort_values(keys, key=places, kind="stable")
+
+
+def titled(
+    rows: pd.DataFrame, shared: Sequence[str] = CONFIGURATION
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Groups of rows with the same axes and device, each with its title."""
+    keys = [*shared, "device"]
+    for values, group in rows.groupby(keys, sort=False):
+        yield title_of(dict(zip(keys, values, strict=True))), group
+
+
+def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
+    """The groups of a summary, in order, the cases of each in the order of the view."""
+    named = [k for name in view.group_by for k in (CONFIGURATION if name == "cell" else [name])]
+    keys = list(dict.fromkeys([*(name for name in named if name != "device"), "device"]))
+    always = ("trainer", "batch_size", "seq_len")
+    labels = [
+        axis
+        for axis in summed("instrument", "phase", "metric")
+        if axis not in keys and (axis in always or summary[axis].nunique() > 1)
+    ] or ["trainer"]
+    rows = ordered(in_order(summary), keys)
+    # As in `Case.id`; what is no axis is named.
+    prefixes = {"batch_size": "bs", "seq_len": "seq"} | {
+        column: f"{column} " for column in labels if column not in AXES
+    }
+    parts = [
+        (prefixes.get(axis, "") + rows[axis].astype(str)).where(rows[axis].astype(bool), "")
+        for axis in labels
+    ]
+    rows = rows.assign(label=[" ".join(filter(None, names)) for names in zip(*parts, strict=True)])
+    for values, group in rows.groupby(keys, sort=False):
+        shared = dict(zip(keys, values, strict=True))
+        # Axes with one value are in the title, not in each label.
+        shared |= {a: group[a].iloc[0] for a in AXES if a not in (*keys, *labels)}
+        group = group.drop_duplicates(["label", "phase", "metric"])
+        phase = str(shared.get("phase", STEP))
+        if view.sort in AXES:
+            group = ordered(group, [view.sort])
+        elif view.sort == NAME:
+            group = group.sort_values("label", kind="stable")
+        elif view.sort is not None:  # what has no number goes last
+            by = column(view.sort)
+            sorting = group[(group.metric == by.name) & (group.phase == phase)]
+            places = group.label.map(sorting.set_index("label").value)
+            group = group.loc[places.sort_values(kind="stable").index]
+        yield Group(title_of(shared), group, phase, "trainer" if labels == ["trainer"] else "case")
+
+
+def title_of(shared: Mapping[str, Any]) -> str:
+    """A title that says which axes, tests, phase and device rows have in common."""
+    parts = title_parts(shared)
+    return ", ".join([*parts, shared["device"] or "unknown device"])
+
+
+def title_parts(shared: Mapping[Any, Any]) -> list[str]:
+    """The parts of that title, without the device."""
+    if shared.get("workload") == SCRIPT:
+        batch = f"batch {shared['batch_size']}" if shared.get("batch_size") else ""
+        return [*filter(None, (shared.get("trainer"), batch))]
+    size = " ".join(filter(None, (trained_in(shared), shared.get("precision"))))
+    of_test = [str(shared[k]) for k in shared if k in OF_TESTS or str(k).startswith(PARAM)]
+    parts = [*of_test, shared.get("trainer", ""), size]
+    usual = {"attention": "sdpa", "model": "simple"}
+    parts += [shared[axis] for axis, name in usual.items() if shared.get(axis) not in (name, None)]
+    parts += [f"{axis.replace('_', ' ')} {value}" for axis, value in unusual(shared).items()]
+    words = {"batch_size": "batch", "seq_len": "sequence", "phase": "phase"}
+    parts += [f"{word} {shared[axis]}" for axis, word in words.items() if shared.get(axis)]
+    return [*filter(None, parts)]

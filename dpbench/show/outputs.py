@@ -1,0 +1,80 @@
+"""What is written of runs: an output for each ending of a file, found in `OUTPUTS`.
+
+An output is a function of the runs and of the `View` that was asked for; it returns text or bytes.
+A session has one run; ``dpbench show`` may have several, and what cannot hold several refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpbench.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.files import in_words, write_bytes
+from dpbench.registry import OUTPUTS
+from dpbench.results.outcome import COMPLETE, document_text
+from dpbench.results.rows import COLUMNS
+from dpbench.results.run import Run
+
+if TYPE_CHECKING:
+    from dpbench.show.view import View
+
+Output = Callable[[Sequence[Run], "View"], str | bytes]
+
+
+def write_output(kind: str, path: Path, runs: Sequence[Run], view: View) -> None:
+    """Write a file, whole or not at all; a `ConfigurationError` says why it could not be."""
+    output: Output = OUTPUTS[kind]
+    try:
+        made = output(runs, view)
+        write_bytes(path, made if isinstance(made, bytes) else made.encode())
+    except OSError as error:
+        raise ConfigurationError(in_words(error)) from error
+    except Exception as error:
+        if isinstance(error, DpbenchError) or OUTPUTS.is_builtin(kind):
+            raise
+        why = f"{type(error).__name__}: {error}{own_line(error.__traceback__)}"
+        raise ConfigurationError(f"{path}: the output {kind!r} failed: {why}") from error
+
+
+def json_document(runs: Sequence[Run], view: View) -> str:
+    """The document of one run, as it is saved."""
+    if len(runs) > 1:
+        names = ", ".join(run.name for run in runs)
+        raise ConfigurationError(f"a JSON file holds one run, not {names}: name one")
+    return document_text(runs[0].document)
+
+
+def markdown_tables(runs: Sequence[Run], view: View) -> str:
+    """The tables of each run; of one that broke off, how many cases are missing."""
+    from dpbench.show.export import summary_tables
+    from dpbench.show.layout import as_markdown
+
+    text = ""
+    for run in runs:
+        missing = run.cases_asked - len({outcome.case for outcome in run.outcomes})
+        if run.status != COMPLETE and missing > 0:
+            text += f"Not complete: {missing} of the cases asked for are missing.\n\n"
+        text += as_markdown(summary_tables(run.outcomes, view))
+    return text
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """What a trainer says of itself on one line, e.g. ``clips flat``."""
+    return ", ".join(f"{name} {value}" for name, value in labels.items())
+
+
+def csv_rows(runs: Sequence[Run], view: View) -> str:
+    """The long table, exact, in bytes and seconds, with what each trainer says that it clips.
+
+    Ratios are not in it: they are between means over the steps, and a line is one step.
+    """
+    import pandas as pd
+
+    rows = [row for run in runs for row in run.document["rows"]]
+    frame = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
+    frame["labels"] = frame.trainer.map(labels)
+    return frame.to_csv(index=False, lineterminator="\n")

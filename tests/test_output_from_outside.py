@@ -1,0 +1,121 @@
+"""An output from outside the package, by the ending of its file, from the commands and pytest."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.registry import OUTPUTS
+
+LINES = """
+def largest(runs, view):
+    if view.sort == "trainer":
+        raise LookupError("no trainer")
+    rows = [row for run in runs for row in run.frame.to_dict("records") if row["phase"] == "step"]
+    most = max(rows, key=lambda row: row["value"])
+    return f"{runs[-1].name}: {most['metric']} {most['value']:.0f}\\n"
+
+def packed(runs, view):
+    return bytes([len(runs), 0, 255])
+"""
+RUN = [
+    *("run", "--instrument=logical", "--trainer=standard"),
+    *("--batch-size=4", "--seq-len=16", "--model-size=tiny"),
+]
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package with two outputs, as pip leaves it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(OUTPUTS, "_targets", dict(OUTPUTS._targets))
+    (tmp_path / "ownoutputs.py").write_text(LINES)
+    folder = tmp_path / "ownoutputs-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ownoutputs\nVersion: 1\n")
+    names = "[dpbench.outputs]\ntxt = ownoutputs:largest\nbin = ownoutputs:packed\n"
+    (folder / "entry_points.txt").write_text(names)
+    yield tmp_path
+    sys.modules.pop("ownoutputs", None)
+
+
+def test_run_and_show_write_it_beside_those_of_dpbench(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = [f"--output=out/run.{ending}" for ending in ("txt", "bin", "json", "csv", "md", "html")]
+    assert main([*RUN, *files]) == 0
+    assert Path("out/run.bin").read_bytes() == b"\1\0\xff"
+    with Path("out/run.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    document = json.loads(Path("out/run.json").read_text())
+    assert [float(row["value"]) for row in rows] == [row["value"] for row in document["rows"]]
+    largest = max((row for row in rows if row["phase"] == "step"), key=lambda r: float(r["value"]))
+    said = f"{largest['metric']} {float(largest['value']):.0f}\n"
+    assert Path("out/run.txt").read_text() == f"run: {said}"
+    assert "### tiny fp32, batch 4, sequence 16" in Path("out/run.md").read_text()
+    assert "1 case counted without hardware." in Path("out/run.html").read_text(encoding="utf-8")
+
+    capsys.readouterr()
+    assert main(["show", "out/run.json", "--output=again.txt", "--output=again.csv"]) == 0
+    assert capsys.readouterr().out.startswith("again.txt: ")
+    assert Path("again.txt").read_text() == f"run: {said}"
+    assert Path("again.csv").read_bytes() == Path("out/run.csv").read_bytes()
+
+
+def test_pytest_writes_one_that_a_conftest_registers(
+    pytester: pytest.Pytester, installed: Path
+) -> None:
+    pytester.makeconftest(
+        """
+        from dpbench import OUTPUTS
+
+        OUTPUTS.register("largest", "ownoutputs:largest")
+        """
+    )
+    pytester.makepyfile(
+        """
+        def test_counts(logical_io):
+            logical_io("standard", batch_size=4, seq_len=16, model_size="tiny")
+        """
+    )
+    result = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", "--dpbench-output=a.largest", "--dpbench-output=b.json"
+    )
+    assert result.ret == pytest.ExitCode.OK
+    assert (pytester.path / "a.largest").read_text().startswith("a: flops ")
+    assert json.loads((pytester.path / "b.json").read_text())["rows"]
+
+
+def test_one_that_fails_is_a_line_and_keeps_no_other_from_being_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*RUN, "--sort=trainer", "--output=run.txt", "--output=run.csv"]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "ERROR: run.txt: the output 'txt' failed: LookupError: no trainer (ownoutputs.py:" in said
+    )
+    assert Path("run.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*RUN, "--output=run.pdf"], "unknown ending '.pdf'; choose from .json, .md, .csv, .html"),
+        ([*RUN, "--output=run"], "unknown ending ''; choose from .json, .md, .csv, .html"),
+        ([*RUN, "--csv=a.md", "--output=a.md"], "--csv and --output a.md name the same file"),
+        (["show", "run.json", "--output=run.json"], "name the same file, 'run.json'"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_runs(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
