@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from opacus.grad_sample import wrap_model
@@ -45,7 +45,7 @@ class OpacusTrainer(TrainerBase):
     """
 
     labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
-    optimizer_class: ClassVar[type[DPOptimizer]] = DPOptimizer
+    optimizer_class: type[DPOptimizer] = DPOptimizer
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -76,6 +76,10 @@ class OpacusTrainer(TrainerBase):
         """A loss whose ``backward()`` leaves what the optimizer clips."""
         return self.mean_loss(self.grad_sample_module, batch)
 
+    def backward(self, loss: Any) -> None:
+        """Take what `private_loss` returned back through the model."""
+        loss.backward()
+
     def train_step(self, batch: Batch) -> Tensor:
         with refusals(self.model):
             return mean_of([self.train_part(part, last) for last, part in self.parts(batch)])
@@ -86,7 +90,7 @@ class OpacusTrainer(TrainerBase):
             loss = self.private_loss(part)
             mean: Tensor = loss.detach()  # of fast gradient clipping, a mean is taken here
         with phase("backward"):
-            loss.backward()
+            self.backward(loss)
         with phase("optimizer"):
             if not last:  # as Opacus's BatchMemoryManager does it
                 self.optimizer.signal_skip_step()
