@@ -28,7 +28,8 @@ class BookKeepingTrainer(ClippedSumTrainer):
     """One backward pass; then norms, clipping factors and weighted sums, all in ``clip``.
 
     Any optimizer updates, and a layer may be called several times. Activations and output gradients
-    of all trained layers are kept until they are clipped, under activation checkpointing as well.
+    of linear and embedding layers are kept until they are clipped, under activation checkpointing
+    as well; of other layers the examples' gradients are, which backward makes as it comes to them.
 
     Arguments as `TrainerBase`.
 
@@ -92,14 +93,15 @@ class BookKeepingTrainer(ClippedSumTrainer):
         rule.check_call(given, options, returned, self.part_size)
         if not returned.requires_grad:  # there is nothing to train before it
             returned.requires_grad_()
-        activations = given[0].detach()
-        version = activations._version
+        held = [given[0].detach()]
+        version = held[0]._version
         seen = self.seen.setdefault(layer, [])
 
         def keep_gradient(gradient: Tensor) -> None:
+            activations = held.pop()  # the graph has this function until backward is over
             if activations._version != version:  # autograd, which need not keep it, does not look
                 raise rule.refusal("what it was given was changed in place afterwards")
-            seen.append((activations, gradient.detach()))
+            rule.keep(seen, activations, gradient.detach())
 
         returned.register_hook(keep_gradient)
 

@@ -41,11 +41,10 @@ class LayerNormRule(SampledRule):
 
     layer: nn.LayerNorm
 
-    def gradients(self, seen: Seen) -> Gradients:
-        pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
-        weight, bias = sum_of([layer_norm_samples(x, g, self.layer.eps) for x, g in pairs])
-        made = {self.layer.weight: weight, self.layer.bias: bias}
-        return {p: g for p, g in made.items() if p is not None and p.requires_grad}
+    def gradients(self, x: Tensor, g: Tensor) -> Gradients:
+        samples = layer_norm_samples(three_dimensional(x), three_dimensional(g), self.layer.eps)
+        made = zip((self.layer.weight, self.layer.bias), samples, strict=True)
+        return {p: each for p, each in made if p is not None and p.requires_grad}
 
 
 class FusedTrainer(BookKeepingTrainer):

@@ -79,15 +79,21 @@ STORE = "create_or_accumulate_grad_sample"
 copy_into_zeros = getattr(hooks, STORE)
 
 
-def keep(*, param: nn.Parameter, grad_sample: Tensor, max_batch_len: int) -> None:
+def keep(*, param: Any, grad_sample: Tensor, max_batch_len: int) -> None:
     """Keep a per-sample gradient as it is, where Opacus copies it into a tensor of zeros.
 
-    Only a batch shorter than ``max_batch_len``, or a second use of the parameter, needs that.
+    Only a batch shorter than ``max_batch_len`` needs that. What is kept may be the gradient of what
+    the layer returned, so nothing is added to it in place.
     """
-    if len(grad_sample) < max_batch_len or hasattr(param, "_current_grad_sample"):
-        copy_into_zeros(param=param, grad_sample=grad_sample, max_batch_len=max_batch_len)
-    elif param.requires_grad:
-        param._current_grad_sample = grad_sample  # type: ignore[attr-defined]
+    if not param.requires_grad:
+        return
+    before = getattr(param, "_current_grad_sample", None)
+    if len(grad_sample) == max_batch_len:
+        param._current_grad_sample = grad_sample if before is None else before + grad_sample
+        return
+    if before is not None:
+        param._current_grad_sample = before.clone()
+    copy_into_zeros(param=param, grad_sample=grad_sample, max_batch_len=max_batch_len)
 
 
 def leave_out_ordinary_gradients(module: Any) -> None:

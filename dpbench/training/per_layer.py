@@ -22,8 +22,8 @@ from dpbench.errors import ConfigurationError
 
 Gradients = Mapping[Tensor, Tensor]
 """Each example's gradient ``[B, …]`` of parameters."""
-Seen = list[tuple[Tensor, Tensor]]
-"""Activations and output gradients of a layer, for each time that it was called."""
+Seen = list[Any]
+"""What a rule keeps of a layer until it is clipped: see `Rule.keep`."""
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -120,7 +120,8 @@ class Sums:
 class Rule(ABC, Generic[L]):
     """What clipping needs of one layer.
 
-    Called once after backward with all that the layer has `seen`, each tensor ``[B, …]``.
+    Backward lets it `keep` what it needs of each call of the layer, tensors ``[B, …]``; then norms
+    and sums are taken once.
     """
 
     def __init__(self, layer: L, name: str) -> None:
@@ -148,6 +149,10 @@ class Rule(ABC, Generic[L]):
                     f"it {what} {list(tensor.shape)} where {examples} examples are trained, which "
                     f"must be the first dimension (repeat what they share)"
                 )
+
+    def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
+        """Keep what is needed of a call whose output's gradient is there: both, as a pair."""
+        seen.append((activations, gradient))
 
     @abstractmethod
     def squared_norms(self, seen: Seen) -> Tensor:
@@ -265,24 +270,32 @@ class SampledRule(Rule[nn.Module]):
                 own = next(n for n, p in layer.named_parameters(recurse=False) if p.requires_grad)
                 raise self.refusal(f"it has a parameter of its own, {own}, beside its layers")
             prepare_layer(layer)  # copies the layer, which has no hook of this trainer yet
-        self._samples: Gradients = {}
+        self._own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+
+    def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
+        """Keep the sum of the calls' gradients, instead of what they are made from."""
+        for parameter in self._own:
+            parameter.requires_grad_()  # samplers look; autograd, which is at work, does not
+        made = self.gradients(activations, gradient)
+        for parameter in self._own:
+            parameter.requires_grad_(False)
+        for parameter, g in seen[0].items() if seen else ():
+            g += made[parameter]
+        seen[:] = seen or [made]
 
     def squared_norms(self, seen: Seen) -> Tensor:
-        self._samples = self.gradients(seen)
-        return sum_of([g.float().flatten(1).square().sum(1) for g in self._samples.values()])
+        return sum_of([g.float().flatten(1).square().sum(1) for g in seen[0].values()])
 
     def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
-        samples, self._samples = self._samples, {}
-        for parameter, g in samples.items():
+        for parameter, g in seen[0].items():
             total = torch.mv(g.flatten(1).t(), rounded_down(weights, g.dtype))
             sums.put(parameter, total.view_as(parameter))
 
-    def gradients(self, seen: Seen) -> Gradients:
-        """Each example's gradient of each parameter, ``[B, …]``."""
+    def gradients(self, x: Tensor, g: Tensor) -> Gradients:
+        """Each example's gradient of each parameter, ``[B, …]``, of one call."""
         sampler: Any = self._sampler or ft_compute_per_sample_gradient
-        each = [sampler(self.layer, [as_computed(x, g)], g) for x, g in seen]
-        trained = [parameter for parameter in each[0] if parameter.requires_grad]
-        return {p: sum_of([gradients[p] for gradients in each]) for p in trained}
+        made = sampler(self.layer, [as_computed(x, g)], g)
+        return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
 
 
 RULES: Mapping[str, type[Rule[Any]]] = {

@@ -67,6 +67,17 @@ def test_the_committed_run_has_every_case_of_the_grids_and_its_operators() -> No
     assert (step[step.metric == "logical_read_bytes"].value > 0).sum() == len(cases)
 
 
+def test_book_keeping_needs_hardly_more_memory_than_a_standard_step() -> None:
+    frame = Run.load(bounds.FILE).frame
+    peaks = frame[(frame.phase == STEP) & (frame.metric == "peak_memory_bytes")]
+    cells = ["batch_size", "seq_len", "model_size"]
+    by_trainer = peaks.pivot(index=cells, columns="trainer", values="value").dropna()
+    assert len(by_trainer) == 4
+    for trainer in ("book_keeping", "fused"):
+        assert (by_trainer[trainer] < by_trainer["dpsgd_ghost"]).all()
+        assert (by_trainer[trainer] < 1.1 * by_trainer["standard"]).all()
+
+
 def test_a_change_that_copies_per_sample_gradients_fails_and_is_named(
     pytester: pytest.Pytester, imports: sessions.Imports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
