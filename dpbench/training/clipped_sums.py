@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
-from dpbench.training.base import TrainerBase
+from dpbench.training.base import PRIVATE, TrainerBase
 from dpbench.training.per_layer import Sums
 from dpbench.training.phases import phase
 from dpbench.training.refusals import check_layers
@@ -25,7 +23,7 @@ class ClippedSumTrainer(TrainerBase):
         ConfigurationError: a layer or parameter cannot be clipped so; it is named.
     """
 
-    labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
+    labels = PRIVATE
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)

@@ -7,8 +7,6 @@ https://arxiv.org/abs/1607.00133, as Opacus implements it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.training.base import Batch, TrainerBase, mean_of
+from dpbench.training.base import PRIVATE, Batch, TrainerBase, mean_of
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import check_layers, refusals
 
@@ -44,7 +42,7 @@ class OpacusTrainer(TrainerBase):
     A subclass says how the model is wrapped, and which of Opacus's optimizers clips.
     """
 
-    labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
+    labels = PRIVATE
     optimizer_class: type[DPOptimizer] = DPOptimizer
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
@@ -132,7 +130,7 @@ class DPSGDTrainer(OpacusTrainer):
             if value not in known:
                 raise unknown(name, value, known)
         self.clip, self.grad_sample = clip, grad_sample
-        self.labels = {"clips": clip.replace("_", " ")}
+        self.labels = {**PRIVATE, "clips": clip.replace("_", " ")}
         super().__init__(model, batch_size=batch_size, **options)
 
     def wrapped(self) -> nn.Module:

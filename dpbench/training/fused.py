@@ -61,6 +61,7 @@ class FusedTrainer(BookKeepingTrainer):
         super().__init__(model, batch_size=batch_size, **options)
         self.merged = is_plain(self.plain_optimizer)
         if self.merged:
+            self.labels = {**self.labels, "noise": "in the update"}
             self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
         device = self.trained[0].device
         number = len(in_buffers(self.trained))

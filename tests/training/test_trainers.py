@@ -252,8 +252,13 @@ def test_bfloat16_models_train(name: str, batch: Batch) -> None:
         *((name, "per layer") for name in PER_LAYER),
     ],
 )
-def test_a_trainer_says_what_it_clips(name: str, clips: str | None) -> None:
-    assert TRAINERS[name](tiny_model(), batch_size=1).labels.get("clips") == clips
+def test_a_trainer_says_what_it_clips_and_where_its_noise_is_drawn(
+    name: str, clips: str | None
+) -> None:
+    labels = TRAINERS[name](tiny_model(), batch_size=1).labels
+    assert labels.get("clips") == clips
+    drawn = "in the update" if name == "fused" else "in a phase of its own"
+    assert labels.get("noise") == (drawn if clips else None)
 
 
 @pytest.mark.parametrize(
