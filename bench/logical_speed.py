@@ -61,7 +61,7 @@ def in_own_process(trainer: str) -> None:
 
 def grids(workers: int) -> None:
     """Count every case of the named grids and print the time."""
-    cases = [case for grid in GRIDS.values() for case in grid.cases()]
+    cases = [case for name in ("grid1", "grid2") for case in GRIDS[name].cases()]
     start = time.perf_counter()
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:

@@ -149,6 +149,15 @@ def _parameters(key: str, table: object) -> tuple[str, ...]:
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 
+_OPACUS_WAYS = (
+    "standard",
+    "dpsgd",
+    "dpsgd:grad_sample=functorch",
+    "dpsgd:grad_sample=ew",
+    "dpsgd_ghost",
+)
+_LAYERS = "linear conv layernorm groupnorm instancenorm embedding mha rnn lstm gru"
+
 GRIDS = {
     name: Grid(name, {"trainer": _ALL_TRAINERS, "batch_size": batch_sizes, "seq_len": seq_lens})
     for name, batch_sizes, seq_lens in (
@@ -156,3 +165,11 @@ GRIDS = {
         ("grid2", (4, 8), (512, 1024)),
     )
 }
+GRIDS["opacus-layers"] = Grid(  # as ``benchmarks/`` of Opacus's repository does
+    "opacus-layers",
+    {
+        "trainer": _OPACUS_WAYS,
+        "batch_size": (16, 64, 256),
+        "workload": tuple(f"layer:layer={layer}" for layer in _LAYERS.split()),
+    },
+)

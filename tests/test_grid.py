@@ -16,6 +16,7 @@ from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
 from dpbench.grid import GRIDS, Grid
 from dpbench.registry import chosen_grid
+from dpbench.workloads.layer import LAYERS
 from tests.test_case import ALL_TRAINERS, VALUES, quickly, refusal
 
 
@@ -69,6 +70,12 @@ def test_named_grid_is_the_experiment_of_that_name(
     }
 
 
+def test_opacus_layers_are_all_layers_each_way() -> None:
+    cases = Grid.named("opacus-layers").cases()
+    assert len(cases) == 150
+    assert {case.set for case in cases} == {f"layer={layer}" for layer in LAYERS}
+
+
 @pytest.mark.parametrize("name", GRIDS)
 def test_baseline_comes_first_among_the_cases_of_its_cell(name: str) -> None:
     cases = list(Grid.named(name).cases())
@@ -82,7 +89,9 @@ def test_baseline_comes_first_among_the_cases_of_its_cell(name: str) -> None:
 
 def test_unknown_grid_is_refused_with_the_named_ones() -> None:
     message = refusal(lambda: Grid.named("grid3"))
-    assert message == "unknown grid 'grid3'; choose from grid1, grid2 (or a .toml file)"
+    assert (
+        message == "unknown grid 'grid3'; choose from grid1, grid2, opacus-layers (or a .toml file)"
+    )
 
 
 # --- grid files ------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ __all__ = ["Batch", "Momentum", "TrainerBase", "mean_cross_entropy"]
 
 Momentum = partial(torch.optim.SGD, momentum=0.9)
 
+PRIVATE: Mapping[str, str] = MappingProxyType({"clips": "flat", "noise": "in a phase of its own"})
+"""The labels of most private trainers."""
+
 
 class TrainerBase(ABC):
     """Trains ``model`` one batch at a time; the subclass says how.

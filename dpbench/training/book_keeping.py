@@ -9,27 +9,27 @@ https://arxiv.org/abs/2210.00038, "book-keeping".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
-from dpbench.training.base import Batch, TrainerBase, mean_of
-from dpbench.training.per_layer import Rule, Seen, Sums, rule_of, sum_of
+from dpbench.training.base import Batch, mean_of
+from dpbench.training.clipped_sums import ClippedSumTrainer
+from dpbench.training.per_layer import Rule, Seen, rule_of, sum_of
 from dpbench.training.phases import phase
-from dpbench.training.refusals import check_layers
 
 
-class BookKeepingTrainer(TrainerBase):
+class BookKeepingTrainer(ClippedSumTrainer):
     """One backward pass; then norms, clipping factors and weighted sums, all in ``clip``.
 
     Any optimizer updates, and a layer may be called several times. Activations and output gradients
-    of all trained layers are kept until they are clipped, under activation checkpointing as well.
+    of linear and embedding layers are kept until they are clipped, under activation checkpointing
+    as well; of other layers the examples' gradients are, which backward makes as it comes to them.
 
     Arguments as `TrainerBase`.
 
@@ -37,20 +37,9 @@ class BookKeepingTrainer(TrainerBase):
         ConfigurationError: a layer or parameter cannot be clipped so; it is named.
     """
 
-    labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
-
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        if self.autocast is torch.float16:
-            raise ConfigurationError(
-                "a GradScaler scales gradients before they are clipped: use bf16-amp"
-            )
-        check_layers(model)
         check_untied(model)
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        check_alike(self.trained)
-        self.part_size = batch_size // self.micro_batches
-        self._sums: Sums | None = None
         self._listening = False
         self.seen: dict[nn.Module, Seen] = {}
         self.rules: dict[nn.Module, Rule[Any]] = {}
@@ -64,7 +53,7 @@ class BookKeepingTrainer(TrainerBase):
         return rule_of(layer, name)
 
     def train_step(self, batch: Batch) -> Tensor:
-        self._sums = None  # a step before may have failed
+        self.forget_sums()
         losses = []
         for last, part in self.parts(batch):
             with self.without_parameter_gradients():
@@ -72,9 +61,10 @@ class BookKeepingTrainer(TrainerBase):
                     loss = self.mean_loss(self.model, part)
                 with phase("backward"):
                     (loss * self.part_size).backward()  # of the sum: each example's own gradient
+            losses.append(loss.detach())
+            del loss  # its graph holds on to what layers have seen
             with phase("clip"):
                 self.clip()
-            losses.append(loss.detach())
             if last:
                 self.update()
         return mean_of(losses)
@@ -103,14 +93,15 @@ class BookKeepingTrainer(TrainerBase):
         rule.check_call(given, options, returned, self.part_size)
         if not returned.requires_grad:  # there is nothing to train before it
             returned.requires_grad_()
-        activations = given[0].detach()
-        version = activations._version
+        held = [given[0].detach()]
+        version = held[0]._version
         seen = self.seen.setdefault(layer, [])
 
         def keep_gradient(gradient: Tensor) -> None:
+            activations = held.pop()  # the graph has this function until backward is over
             if activations._version != version:  # autograd, which need not keep it, does not look
                 raise rule.refusal("what it was given was changed in place afterwards")
-            seen.append((activations, gradient.detach()))
+            rule.keep(seen, activations, gradient.detach())
 
         returned.register_hook(keep_gradient)
 
@@ -123,53 +114,14 @@ class BookKeepingTrainer(TrainerBase):
             if layer in seen:
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
 
-    @property
-    def sums(self) -> Sums:
-        """What the micro-batches so far have added up to."""
-        if self._sums is None:
-            self._sums = Sums(self.trained)
-        return self._sums
-
-    def take_sums(self) -> Sums:
-        """The sums of a whole batch; the next step begins with new ones."""
-        sums, self._sums = self.sums, None
-        return sums
-
     def clipping_factors(self, seen: dict[nn.Module, Seen]) -> Tensor:
         """What each example's gradient is multiplied by, ``[B]``, float32."""
-        norms = self.squared_norms(seen).sqrt()
-        return (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+        return self.factors_for(self.squared_norms(seen).sqrt())
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
         """Of each example's gradient, ``[B]``, float32."""
         return sum_of(
             [rule.squared_norms(seen[layer]) for layer, rule in self.rules.items() if layer in seen]
-        )
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Add noise to the summed gradients, and let the optimizer step with their mean."""
-        sums = self.take_sums()
-        with phase("noise"):
-            gradient = sums.finish()
-            if self.noise_multiplier:
-                deviation = self.noise_multiplier * self.max_grad_norm
-                gradient.add_(torch.randn_like(gradient), alpha=deviation)
-            gradient.div_(self.batch_size)
-        with phase("optimizer"):
-            for parameter, place in sums.places.items():
-                parameter.grad = place
-            self.plain_optimizer.step()
-            self.plain_optimizer.zero_grad(set_to_none=True)
-
-
-def check_alike(parameters: list[nn.Parameter]) -> None:
-    """Refuse parameters whose gradients cannot be in one buffer."""
-    kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in parameters}
-    if len(kinds) > 1:
-        raise ConfigurationError(
-            f"this trainer has the gradients of all trained parameters in one buffer, so these "
-            f"must be of one type on one device, not {' and '.join(sorted(kinds))}"
         )
 
 

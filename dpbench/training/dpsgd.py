@@ -7,9 +7,7 @@ https://arxiv.org/abs/1607.00133, as Opacus implements it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from opacus.grad_sample import wrap_model
@@ -17,7 +15,7 @@ from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.training.base import Batch, TrainerBase, mean_of
+from dpbench.training.base import PRIVATE, Batch, TrainerBase, mean_of
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import check_layers, refusals
 
@@ -44,8 +42,8 @@ class OpacusTrainer(TrainerBase):
     A subclass says how the model is wrapped, and which of Opacus's optimizers clips.
     """
 
-    labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
-    optimizer_class: ClassVar[type[DPOptimizer]] = DPOptimizer
+    labels = PRIVATE
+    optimizer_class: type[DPOptimizer] = DPOptimizer
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -76,6 +74,10 @@ class OpacusTrainer(TrainerBase):
         """A loss whose ``backward()`` leaves what the optimizer clips."""
         return self.mean_loss(self.grad_sample_module, batch)
 
+    def backward(self, loss: Any) -> None:
+        """Take what `private_loss` returned back through the model."""
+        loss.backward()
+
     def train_step(self, batch: Batch) -> Tensor:
         with refusals(self.model):
             return mean_of([self.train_part(part, last) for last, part in self.parts(batch)])
@@ -86,7 +88,7 @@ class OpacusTrainer(TrainerBase):
             loss = self.private_loss(part)
             mean: Tensor = loss.detach()  # of fast gradient clipping, a mean is taken here
         with phase("backward"):
-            loss.backward()
+            self.backward(loss)
         with phase("optimizer"):
             if not last:  # as Opacus's BatchMemoryManager does it
                 self.optimizer.signal_skip_step()
@@ -128,7 +130,7 @@ class DPSGDTrainer(OpacusTrainer):
             if value not in known:
                 raise unknown(name, value, known)
         self.clip, self.grad_sample = clip, grad_sample
-        self.labels = {"clips": clip.replace("_", " ")}
+        self.labels = {**PRIVATE, "clips": clip.replace("_", " ")}
         super().__init__(model, batch_size=batch_size, **options)
 
     def wrapped(self) -> nn.Module:

@@ -27,11 +27,14 @@ class DPFastGradientClippingTrainer(OpacusTrainer):
     """
 
     use_ghost_clipping: ClassVar[bool] = False
+    module_class = GradSampleModuleFastGradientClipping
     optimizer_class = DPOptimizerFastGradientClipping
+    loss_reduction = "mean"
 
     def wrapped(self) -> nn.Module:
-        model: nn.Module = GradSampleModuleFastGradientClipping(
+        model: nn.Module = self.module_class(
             self.model,
+            loss_reduction=self.loss_reduction,
             max_grad_norm=self.max_grad_norm,
             use_ghost_clipping=self.use_ghost_clipping,
         )

@@ -27,6 +27,7 @@ from dpbench.training.per_layer import (
     Rule,
     SampledRule,
     Seen,
+    in_buffers,
     one_buffer,
     rule_of,
     sum_of,
@@ -40,17 +41,16 @@ class LayerNormRule(SampledRule):
 
     layer: nn.LayerNorm
 
-    def gradients(self, seen: Seen) -> Gradients:
-        pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
-        weight, bias = sum_of([layer_norm_samples(x, g, self.layer.eps) for x, g in pairs])
-        made = {self.layer.weight: weight, self.layer.bias: bias}
-        return {p: g for p, g in made.items() if p is not None and p.requires_grad}
+    def gradients(self, x: Tensor, g: Tensor) -> Gradients:
+        samples = layer_norm_samples(three_dimensional(x), three_dimensional(g), self.layer.eps)
+        made = zip((self.layer.weight, self.layer.bias), samples, strict=True)
+        return {p: each for p, each in made if p is not None and p.requires_grad}
 
 
 class FusedTrainer(BookKeepingTrainer):
     """`BookKeepingTrainer` with merged passes, and on a GPU in CUDA graphs.
 
-    With plain SGD the parameters become parts of one buffer, and the update draws the noise as it
+    With plain SGD the parameters become parts of buffers, and the update draws the noise as it
     adds it: there is no phase ``noise``. Other optimizers update as `BookKeepingTrainer` does.
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
@@ -61,12 +61,11 @@ class FusedTrainer(BookKeepingTrainer):
         super().__init__(model, batch_size=batch_size, **options)
         self.merged = is_plain(self.plain_optimizer)
         if self.merged:
-            self.flat, places = one_buffer(self.trained)
-            for parameter, place in places.items():
-                place.copy_(parameter.data)
-                parameter.data = place
+            self.labels = {**self.labels, "noise": "in the update"}
+            self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
         device = self.trained[0].device
-        self.seed = torch.randint(2**62, (), dtype=torch.int64).to(device)
+        number = len(in_buffers(self.trained))
+        self.seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(device)
         self._graphs: dict[str, torch.cuda.CUDAGraph] | None = None  # before the first step
         self._loss = torch.zeros((), device=device)
 
@@ -98,13 +97,13 @@ class FusedTrainer(BookKeepingTrainer):
             self._descend(self.take_sums().finish())
 
     @torch.no_grad()
-    def _descend(self, gradient: Tensor) -> None:
+    def _descend(self, gradients: list[Tensor]) -> None:
         """Noise and update in one pass over gradients and parameters."""
         rate = self.plain_optimizer.param_groups[0]["lr"] / self.batch_size
-        self.seed += 1
-        noisy_descent(
-            self.flat, gradient, self.seed, self.noise_multiplier * self.max_grad_norm, rate
-        )
+        deviation = self.noise_multiplier * self.max_grad_norm
+        self.seeds += len(self.seeds)  # none was there before, in any step or buffer
+        for flat, gradient, seed in zip(self.flats, gradients, self.seeds.unbind(), strict=True):
+            noisy_descent(flat, gradient, seed, deviation, rate)
 
     # --- graphs ------------------------------------------------------------------------------
 
@@ -122,7 +121,7 @@ class FusedTrainer(BookKeepingTrainer):
             with phase(name):
                 graph.replay()
         with phase("optimizer"):
-            self._descend(self._gradient)
+            self._descend(self._gradients)
         return self._loss.clone()
 
     def _signature(self, batch: Batch) -> tuple[object, ...]:
@@ -142,6 +141,7 @@ class FusedTrainer(BookKeepingTrainer):
         with torch.cuda.stream(side):
             self._sum_clipped()
         torch.cuda.current_stream().wait_stream(side)
+        del self._gradients  # the graph makes its own
         graphs: dict[str, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         try:
@@ -167,7 +167,16 @@ class FusedTrainer(BookKeepingTrainer):
 
     def _sum_clipped(self) -> None:
         self.clip()
-        self._gradient = self.take_sums().finish()
+        self._gradients = self.take_sums().finish()
+
+
+def moved_together(parameters: list[Tensor]) -> Tensor:
+    """One buffer that the parameters become parts of."""
+    flat, places = one_buffer(parameters)
+    for parameter, place in places.items():
+        place.copy_(parameter.data)
+        parameter.data = place
+    return flat
 
 
 def recorded(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:

@@ -22,8 +22,8 @@ from dpbench.errors import ConfigurationError
 
 Gradients = Mapping[Tensor, Tensor]
 """Each example's gradient ``[B, …]`` of parameters."""
-Seen = list[tuple[Tensor, Tensor]]
-"""Activations and output gradients of a layer, for each time that it was called."""
+Seen = list[Any]
+"""What a rule keeps of a layer until it is clipped: see `Rule.keep`."""
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -40,24 +40,49 @@ def one_buffer(parameters: Sequence[Tensor]) -> tuple[Tensor, dict[Tensor, Tenso
     return flat, {p: part[: p.numel()].view_as(p) for p, part in parts}
 
 
+LARGE = 2**18
+"""From so many elements on, a parameter's gradient has a buffer of its own."""
+
+
+def in_buffers(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The parameters by the buffer that their gradients have: small ones share one."""
+    small = [p for p in parameters if p.numel() < LARGE]
+    return [[p] for p in parameters if p.numel() >= LARGE] + ([small] if small else [])
+
+
 class Sums:
-    """The sum of the clipped gradients of all parameters, each in its place of one buffer."""
+    """The sums of clipped gradients, each in its place of a buffer: see `in_buffers`.
+
+    A buffer is made when something is first put there, so that large ones need not be there before
+    what they are computed from begins to go.
+    """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.flat, self.places = one_buffer(parameters)
+        self.places: dict[Tensor, Tensor] = {}
+        self._buffers = in_buffers(parameters)
+        self._made: list[Tensor | None] = [None] * len(self._buffers)
+        self._number = {p: n for n, sharing in enumerate(self._buffers) for p in sharing}
         self._filled: set[Tensor] = set()
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
-        """Add a sum to those of earlier micro-batches."""
-        place = self.places[parameter]
+        """Add a sum to those before."""
+        place = self._place(parameter)
         if self._is_first(parameter):
             place.copy_(total)
         else:
             place.add_(total)
 
+    def put_scaled(self, parameter: Tensor, gradient: Tensor, factor: Tensor) -> None:
+        """The same of ``gradient × factor``, a scalar."""
+        place = self._place(parameter)
+        if self._is_first(parameter):
+            torch.mul(gradient, factor, out=place)
+        else:
+            place.addcmul_(gradient, factor)
+
     def put_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
         """The same of ``a @ b``, written where it belongs if that has its type."""
-        place = self.places[parameter]
+        place = self._place(parameter)
         if place.dtype != a.dtype:
             self.put(parameter, a @ b)
         elif self._is_first(parameter):
@@ -67,29 +92,36 @@ class Sums:
 
     def put_rows(self, parameter: Tensor, rows: Tensor, totals: Tensor) -> None:
         """The same of ``totals``, each for the row of that number; other rows have zeros."""
-        place = self.places[parameter]
+        place = self._place(parameter)
         if self._is_first(parameter):
             place.zero_()
         place.index_add_(0, rows, totals.to(place.dtype))
+
+    def _place(self, parameter: Tensor) -> Tensor:
+        if parameter not in self.places:
+            number = self._number[parameter]
+            self._made[number], places = one_buffer(self._buffers[number])
+            self.places |= places
+        return self.places[parameter]
 
     def _is_first(self, parameter: Tensor) -> bool:
         first = parameter not in self._filled
         self._filled.add(parameter)
         return first
 
-    def finish(self) -> Tensor:
-        """The whole buffer, once zeros are where no layer has put anything."""
-        for parameter, place in self.places.items():
-            if parameter not in self._filled:
-                place.zero_()
+    def finish(self) -> list[Tensor]:
+        """The buffers, once zeros are where nobody has put anything."""
+        for parameter in self._number.keys() - self._filled:
+            self._place(parameter).zero_()
         self._filled.clear()
-        return self.flat
+        return [buffer for buffer in self._made if buffer is not None]
 
 
 class Rule(ABC, Generic[L]):
     """What clipping needs of one layer.
 
-    Called once after backward with all that the layer has `seen`, each tensor ``[B, …]``.
+    Backward lets it `keep` what it needs of each call of the layer, tensors ``[B, …]``; then norms
+    and sums are taken once.
     """
 
     def __init__(self, layer: L, name: str) -> None:
@@ -118,6 +150,10 @@ class Rule(ABC, Generic[L]):
                     f"must be the first dimension (repeat what they share)"
                 )
 
+    def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
+        """Keep what is needed of a call whose output's gradient is there: both, as a pair."""
+        seen.append((activations, gradient))
+
     @abstractmethod
     def squared_norms(self, seen: Seen) -> Tensor:
         """Of each example's gradient of this layer, ``[B]``, float32."""
@@ -125,6 +161,16 @@ class Rule(ABC, Generic[L]):
     @abstractmethod
     def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
         """Put the sum over examples of weight times gradient; ``weights`` is ``[B]``, float32."""
+
+
+def products_are_smaller(tokens: int, weights: int) -> bool:
+    """Whether both products T × T together have no more elements than a weight has."""
+    return 2 * tokens**2 <= weights
+
+
+def squared_bias_norms(g: Tensor) -> Tensor:
+    """Of each example's gradient of a linear layer's bias, ``[B]``, float32."""
+    return g.float().sum(1).square().sum(1)
 
 
 class LinearRule(Rule[Any]):
@@ -141,13 +187,12 @@ class LinearRule(Rule[Any]):
         x, g = self.joined(seen)
         norms = torch.zeros(len(x), device=x.device)
         if self.layer.weight.requires_grad:
-            tokens, width, height = x.shape[1], x.shape[2], g.shape[2]
-            if 2 * tokens**2 > width * height:
-                norms += torch.bmm(g.mT, x).float().square().sum((1, 2))
-            else:
+            if products_are_smaller(x.shape[1], x.shape[2] * g.shape[2]):
                 norms += (torch.bmm(x, x.mT).float() * torch.bmm(g, g.mT).float()).sum((1, 2))
+            else:
+                norms += torch.bmm(g.mT, x).float().square().sum((1, 2))
         if self.trains_bias:
-            norms += g.float().sum(1).square().sum(1)
+            norms += squared_bias_norms(g)
         return norms
 
     def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
@@ -225,24 +270,32 @@ class SampledRule(Rule[nn.Module]):
                 own = next(n for n, p in layer.named_parameters(recurse=False) if p.requires_grad)
                 raise self.refusal(f"it has a parameter of its own, {own}, beside its layers")
             prepare_layer(layer)  # copies the layer, which has no hook of this trainer yet
-        self._samples: Gradients = {}
+        self._own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+
+    def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
+        """Keep the sum of the calls' gradients, instead of what they are made from."""
+        for parameter in self._own:
+            parameter.requires_grad_()  # samplers look; autograd, which is at work, does not
+        made = self.gradients(activations, gradient)
+        for parameter in self._own:
+            parameter.requires_grad_(False)
+        for parameter, g in seen[0].items() if seen else ():
+            g += made[parameter]
+        seen[:] = seen or [made]
 
     def squared_norms(self, seen: Seen) -> Tensor:
-        self._samples = self.gradients(seen)
-        return sum_of([g.float().flatten(1).square().sum(1) for g in self._samples.values()])
+        return sum_of([g.float().flatten(1).square().sum(1) for g in seen[0].values()])
 
     def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
-        samples, self._samples = self._samples, {}
-        for parameter, g in samples.items():
+        for parameter, g in seen[0].items():
             total = torch.mv(g.flatten(1).t(), rounded_down(weights, g.dtype))
             sums.put(parameter, total.view_as(parameter))
 
-    def gradients(self, seen: Seen) -> Gradients:
-        """Each example's gradient of each parameter, ``[B, …]``."""
+    def gradients(self, x: Tensor, g: Tensor) -> Gradients:
+        """Each example's gradient of each parameter, ``[B, …]``, of one call."""
         sampler: Any = self._sampler or ft_compute_per_sample_gradient
-        each = [sampler(self.layer, [as_computed(x, g)], g) for x, g in seen]
-        trained = [parameter for parameter in each[0] if parameter.requires_grad]
-        return {p: sum_of([gradients[p] for gradients in each]) for p in trained}
+        made = sampler(self.layer, [as_computed(x, g)], g)
+        return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
 
 
 RULES: Mapping[str, type[Rule[Any]]] = {

@@ -63,7 +63,7 @@ def _explained(error: Exception, model: nn.Module) -> str:
             layer = frame.f_locals["module"]
             names = (name for name, each in model.named_modules() if each is layer)
             return _about(next(names, ""), layer, words)
-    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    unused = [n for n, p in model.named_parameters() if p.requires_grad and not _has_gradient(p)]
     if unused and any(known in words for known in NO_GRADIENT):
         more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
         return (
@@ -71,6 +71,12 @@ def _explained(error: Exception, model: nn.Module) -> str:
             f"freeze it with requires_grad_(False), or leave it out of the model"
         )
     return ""
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether backward has come to a parameter, by what it or Opacus's hooks left there."""
+    left = (getattr(parameter, name, None) for name in ("grad", "grad_sample", "_norm_sample"))
+    return any(tensor is not None for tensor in left)
 
 
 def _about(name: str, layer: nn.Module, words: str) -> str:

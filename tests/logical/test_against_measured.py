@@ -35,13 +35,25 @@ def counted() -> dict[Case, float]:
     return {Case.from_row(row): row["value"] / 1e9 for row in step.to_dict("records")}
 
 
-def over_logical(grid: str, case: Case) -> float:
+def of_all_layers(case: Case) -> float:
+    """Logical bytes of a step of the ``1b`` model, in GB."""
     one, two = (counted()[shallow(case, layers)] for layers in TWO_DEPTHS)
-    logical = one + (case.size.layers - TWO_DEPTHS[0]) * (two - one)  # see tests.logical.layers
-    return float(measured(grid)[case.trainer, case.batch_size, case.seq_len] / logical)
+    return one + (case.size.layers - TWO_DEPTHS[0]) * (two - one)  # see tests.logical.layers
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+def over_logical(grid: str, case: Case) -> float:
+    moved = measured(grid)[case.trainer, case.batch_size, case.seq_len]
+    return float(moved / of_all_layers(case))
+
+
+@pytest.mark.parametrize("grid", ["grid1", "grid2"])
 def test_logical_bytes_are_a_floor_of_what_is_measured_at_fp32(grid: str) -> None:
     for case in GRIDS[grid].cases():
         assert over_logical(grid, case) > 0.99, case.id
+
+
+def test_changes_to_opacus_save_more_than_keeping_gradients_was_measured_to() -> None:
+    """Of h200-opacus-changes.json: 283.6 GB, 0.5 % more than is counted."""
+    assert of_all_layers(Case("lean", 8, 256)) < 0.9 * 283.6
+    ghost = of_all_layers(Case("dpsgd_ghost", 8, 256))
+    assert of_all_layers(Case("ghost_lean", 8, 256)) < 0.7 * ghost

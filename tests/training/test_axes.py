@@ -28,7 +28,7 @@ from dpbench.training.refusals import CannotTrain
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 from dpbench.workloads.transformer import Transformer
 
-ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc", "book_keeping", "fused")
+ALL_TRAINERS = tuple(TRAINERS)
 SIZE = ModelSize(50, 16, 1, 2)
 CPU = torch.device("cpu")
 HEARD_TWICE = "Per sample gradient is not initialized|Parameter tying is not supp|_norm_sample"

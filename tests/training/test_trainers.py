@@ -20,7 +20,8 @@ from dpbench.verify.reference import Examples
 from dpbench.workloads.transformer import Transformer
 
 GRAD_SAMPLES = ["dpsgd:grad_sample=functorch", "dpsgd:grad_sample=ew"]
-DP_TRAINERS = [*(name for name in TRAINERS if name != "standard"), *GRAD_SAMPLES]
+VMAP = "micro_batch:vmap=true"
+DP_TRAINERS = [*(name for name in TRAINERS if name != "standard"), *GRAD_SAMPLES, VMAP]
 PER_LAYER = ["dpsgd:clip=per_layer", *(f"{name},clip=per_layer" for name in GRAD_SAMPLES)]
 BATCH_SIZE = 6
 TINY = MODEL_SIZES["tiny"]
@@ -182,7 +183,8 @@ def test_a_dp_trainer_goes_through_all_phases(name: str, batch: Batch) -> None:
     heard = phases_of(trainer, batch)
     drawn_in_update = name == "fused"
     noise = [] if drawn_in_update else ["noise"]
-    assert set(heard) == {"forward", "backward", "clip", *noise, "optimizer"}
+    forward = [] if name == VMAP else ["forward"]  # torch.func goes there and back in one call
+    assert set(heard) == {*forward, "backward", "clip", *noise, "optimizer"}
     assert heard.index("clip") < heard.index([*noise, "optimizer"][0])
 
 
@@ -222,8 +224,13 @@ def test_bfloat16_models_train(name: str, batch: Batch) -> None:
         *((name, "per layer") for name in PER_LAYER),
     ],
 )
-def test_a_trainer_says_what_it_clips(name: str, clips: str | None) -> None:
-    assert TRAINERS[name](tiny_model(), batch_size=1).labels.get("clips") == clips
+def test_a_trainer_says_what_it_clips_and_where_its_noise_is_drawn(
+    name: str, clips: str | None
+) -> None:
+    labels = TRAINERS[name](tiny_model(), batch_size=1).labels
+    assert labels.get("clips") == clips
+    drawn = "in the update" if name == "fused" else "in a phase of its own"
+    assert labels.get("noise") == (drawn if clips else None)
 
 
 @pytest.mark.parametrize(

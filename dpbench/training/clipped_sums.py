@@ -1,0 +1,84 @@
+"""What trainers share that sum clipped gradients themselves: the sums, the noise, the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbench.errors import ConfigurationError
+from dpbench.training.base import PRIVATE, TrainerBase
+from dpbench.training.per_layer import Sums
+from dpbench.training.phases import phase
+from dpbench.training.refusals import check_layers
+
+
+class ClippedSumTrainer(TrainerBase):
+    """Flat clipping without Opacus's optimizer; a subclass puts clipped gradients into `sums`.
+
+    Arguments as `TrainerBase`.
+
+    Raises:
+        ConfigurationError: a layer or parameter cannot be clipped so; it is named.
+    """
+
+    labels = PRIVATE
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        if self.autocast is torch.float16:
+            raise ConfigurationError(
+                "a GradScaler scales gradients before they are clipped: use bf16-amp"
+            )
+        check_layers(model)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        check_alike(self.trained)
+        self.part_size = batch_size // self.micro_batches
+        self._sums: Sums | None = None
+
+    @property
+    def sums(self) -> Sums:
+        """What the examples so far have added up to."""
+        if self._sums is None:
+            self._sums = Sums(self.trained)
+        return self._sums
+
+    def take_sums(self) -> Sums:
+        """The sums of a whole batch; the next step begins with new ones."""
+        sums, self._sums = self.sums, None
+        return sums
+
+    def forget_sums(self) -> None:
+        """Begin anew, should a step before have failed."""
+        self._sums = None
+
+    def factors_for(self, norms: Tensor) -> Tensor:
+        """What gradients of these norms are multiplied by, at most 1."""
+        return (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add noise to the summed gradients, and let the optimizer step with their mean."""
+        sums = self.take_sums()
+        with phase("noise"):
+            for gradient in sums.finish():
+                if self.noise_multiplier:
+                    deviation = self.noise_multiplier * self.max_grad_norm
+                    gradient.add_(torch.randn_like(gradient), alpha=deviation)
+                gradient.div_(self.batch_size)
+        with phase("optimizer"):
+            for parameter, place in sums.places.items():
+                parameter.grad = place
+            self.plain_optimizer.step()
+            self.plain_optimizer.zero_grad(set_to_none=True)
+
+
+def check_alike(parameters: list[nn.Parameter]) -> None:
+    """Refuse parameters whose gradients cannot be in one buffer."""
+    kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in parameters}
+    if len(kinds) > 1:
+        raise ConfigurationError(
+            f"this trainer has the gradients of trained parameters in common buffers, so these "
+            f"must be of one type on one device, not {' and '.join(sorted(kinds))}"
+        )

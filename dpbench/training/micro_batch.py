@@ -1,0 +1,118 @@
+"""DP-SGD by its definition: the gradient of one example after another, clipped and added.
+
+So Abadi et al., "Deep Learning with Differential Privacy" (2016), https://arxiv.org/abs/1607.00133,
+define it, and so TensorFlow Privacy first did it (McMahan et al., "A General Approach to Adding
+Differential Privacy to Iterative Training Procedures", 2018, https://arxiv.org/abs/1812.06210:
+microbatches of one example). With ``vmap`` PyTorch vectorizes that loop (``torch.func``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from dpbench.errors import ConfigurationError
+from dpbench.training.base import Batch, mean_of
+from dpbench.training.clipped_sums import ClippedSumTrainer
+from dpbench.training.per_layer import rounded_down
+from dpbench.training.phases import phase
+from dpbench.workloads.base import parts_of
+
+
+class MicroBatchTrainer(ClippedSumTrainer):
+    """A forward and a backward pass for each example, so layers of all kinds are clipped rightly.
+
+    Args:
+        vmap: compute the gradients of all examples of a batch, or micro-batch, in one vectorized
+            pass, and keep them until they are clipped.
+        options: as `TrainerBase`.
+
+    Raises:
+        ConfigurationError: a layer or parameter cannot be clipped so; it is named.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, batch_size: int, vmap: bool = False, **options: Any
+    ) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        self.vmap = vmap
+        self.wide = torch.promote_types(self.trained[0].dtype, torch.float32)  # norms have it
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.forget_sums()
+        clipped = self.clip_at_once if self.vmap else self.clip_each
+        losses = [clipped(part) for _, part in self.parts(batch)]
+        self.update()
+        return mean_of(losses)
+
+    def clip_each(self, part: Batch) -> Tensor:
+        """Add the clipped gradient of each example; returns the mean loss."""
+        losses = []
+        for example in parts_of(part, self.part_size):
+            with phase("forward"):
+                loss = self.mean_loss(self.model, example)
+            with phase("backward"):
+                loss.backward()
+            with phase("clip"):
+                self.add_clipped()
+            losses.append(loss.detach())
+        return mean_of(losses)
+
+    @torch.no_grad()
+    def add_clipped(self) -> None:
+        """Add what backward left of one example."""
+        gradients = {p: p.grad for p in self.trained if p.grad is not None}
+        self.plain_optimizer.zero_grad(set_to_none=True)
+        norms = torch._foreach_norm([*gradients.values()], 2, dtype=self.wide)
+        factor = self.factors_for(torch.stack(norms).norm())
+        for parameter, gradient in gradients.items():
+            self.sums.put_scaled(parameter, gradient, rounded_down(factor, gradient.dtype))
+
+    def clip_at_once(self, part: Batch) -> Tensor:
+        """The same with the gradients of all examples ``[B, …]``; returns the mean loss."""
+        # Each module's own: PyTorch's way to tie them leaves a module that is there twice changed.
+        number = {parameter: n for n, parameter in enumerate(self.trained)}
+        attributes = {
+            ".".join(filter(None, (path, name))): number[parameter]
+            for path, module in self.model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
+
+        def loss_of(trained: list[Tensor], example: Batch) -> tuple[Tensor, Tensor]:
+            def model(*given: Any, **options: Any) -> Any:
+                values = {name: trained[n] for name, n in attributes.items()}
+                return functional_call(self.model, values, given, options, tie_weights=False)
+
+            loss = self.mean_loss(model, pytree.tree_map(lambda each: each[None], example))
+            return loss, loss.detach()
+
+        made = torch.func.vmap(
+            torch.func.grad(loss_of, has_aux=True), in_dims=(None, 0), randomness="different"
+        )
+        with phase("backward"), warnings.catch_warnings():  # and forward, in the same call
+            warnings.filterwarnings("ignore", "There is a performance drop")  # where vmap loops
+            try:
+                gradients, losses = made([p.detach() for p in self.trained], part)
+            except RuntimeError as error:
+                what = " ".join(str(error).split())
+                if "vmap" in what or "torch.func" in what:
+                    raise ConfigurationError(
+                        f"torch.func cannot vectorize this model ({what}); use micro_batch alone"
+                    ) from error
+                raise
+        with phase("clip"), torch.no_grad():
+            norms = [g.flatten(1).norm(2, dim=1, dtype=self.wide) for g in gradients]
+            factors = self.factors_for(torch.stack(norms).norm(dim=0))
+            for parameter in reversed(self.trained):
+                samples = gradients.pop()
+                weights = rounded_down(factors, samples.dtype)
+                total = torch.mv(samples.flatten(1).t(), weights)
+                self.sums.put(parameter, total.view_as(parameter))
+        mean: Tensor = losses.mean()
+        return mean
