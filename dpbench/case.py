@@ -116,8 +116,7 @@ class Case:
 
     The transformer's parameters are fields of their own, empty for other workloads, whose
     parameters are ``set``: a mapping or text. Both may be given as the workload's:
-    ``transformer:seq_len=128``, ``resnet:depth=50,image_size=64``. The batch size of a script may
-    be unknown, 0.
+    ``transformer:seq_len=128``, ``resnet:depth=50,image_size=64``.
     """
 
     trainer: str = axis("{names}, their class names, or package.module:Class")
@@ -145,21 +144,17 @@ class Case:
     )
 
     def __post_init__(self) -> None:
-        axes: dict[str, Any] = vars(self)
-        if self.workload == SCRIPT:  # nobody says how it trains
-            unsaid = {*AXES} - {"trainer", "batch_size", "workload"}
-            axes |= {axis: type(USUAL[axis])() for axis in unsaid}
-            if self.batch_size:
-                axes["batch_size"] = _positive(COUNTS["batch_size"], self.batch_size)
-            return
+        axes: dict[str, Any] = {**vars(self)}
         self._take_parameters(axes)
-        checked = {*AXES} - (set() if self.workload == TRANSFORMER else OF_TRANSFORMER.keys())
+        checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
         for axis, what in COUNTS.items():
             if axis in checked:
                 axes[axis] = _positive(what, axes[axis])
         for axis, known in CHOICES.items():
             if axis in checked and axes[axis] not in known:
                 raise unknown(axis.replace("_", " "), axes[axis], known)
+        for axis, value in axes.items():
+            object.__setattr__(self, axis, value)
         if "model_size" in checked:
             ModelSize.parse(self.model_size)
         if self.batch_size % self.micro_batches:
@@ -178,9 +173,9 @@ class Case:
         if isinstance(self.workload, str):
             axes["workload"], text = parted(self.workload)
         axes["set"] = parameters_text([text, parameters_text(self.set)])
-        if self.workload != TRANSFORMER:
+        if axes["workload"] != TRANSFORMER:
             given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
-            check_belongs(given, [str(self.workload)])
+            check_belongs(given, [str(axes["workload"])])
             axes |= OF_TRANSFORMER
             return
         for axis, value in read_parameters(axes["set"]).items():
@@ -195,13 +190,13 @@ class Case:
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
         """The case that a row is about, made once however many rows it has."""
         known = {**ADDED, **row}
-        return _case(*(known[axis] for axis in AXES))
+        return _subject(**{axis: known[axis] for axis in AXES})
 
     @classmethod
     def from_report_path(cls, path: Path) -> Case:
         """The case whose `report_path` this is."""
         if path.parent.name == SCRIPT and path.stem.startswith("report_"):
-            return script_case(_from_path(path.stem.removeprefix("report_")))
+            return Script(_from_path(path.stem.removeprefix("report_")))
         name = re.fullmatch(r"report_(.+)_bs(\d+)(?:_seq(\d+))?", path.stem)
         folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
         if name is None or folder is None:
@@ -234,13 +229,15 @@ class Case:
     @property
     def baseline(self) -> Case:
         """The same configuration under the standard trainer."""
-        return replace(self, trainer=BASELINE_TRAINER)
+        return self.under(BASELINE_TRAINER)
+
+    def under(self, trainer: str) -> Case:
+        """The same configuration under another trainer."""
+        return replace(self, trainer=trainer)
 
     @property
     def id(self) -> str:
         """A name for test ids and messages, e.g. ``dpsgd-bs8-seq256-1b-fp32``."""
-        if self.workload == SCRIPT:
-            return self.trainer
         length = f"-seq{self.seq_len}" if self.seq_len else ""
         return f"{self.trainer}-bs{self.batch_size}{length}-{self.configuration}"
 
@@ -258,8 +255,6 @@ class Case:
     @property
     def report_path(self) -> Path:
         """Where this case's report lies below the report directory."""
-        if self.workload == SCRIPT:
-            return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
         length = f"_seq{self.seq_len}" if self.seq_len else ""
         name = f"report_{_name_for_path(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
         return Path(self._configuration(_for_path, _name_for_path)) / name
@@ -304,8 +299,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     name: said["choices"] for name, said in DECLARED.items() if said["choices"]
 }
 """The axes that are one of a few names."""
-
-_case = cache(Case)
 
 LATER = AXES[AXES.index("optimizer") :]
 """Axes that only what is unusual about them names."""
@@ -352,9 +345,48 @@ ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
 """Axes that files of older versions lack, and what they were then."""
 
 SCRIPT = "script"
-"""The workload of a case that is somebody's script or loop: its name is known, no other axis."""
+"""What the rows of a `Script` have for their workload."""
 
 
-def script_case(name: str, batch_size: int = 0) -> Case:
-    """The case of a script or loop that is called so, and of its batch size if somebody says it."""
-    return Case(name, batch_size=batch_size, workload=SCRIPT)
+@dataclass(frozen=True, init=False)
+class Script(Case):
+    """A script, a loop or a step of one's own, by its name.
+
+    Its rows have the columns of a case: the name for the trainer, and nothing along the other
+    axes, for only who wrote it knows how it trains. The batch size is 0 unless it is given.
+    """
+
+    def __init__(self, name: str, batch_size: int = 0) -> None:
+        unknown = {axis: type(USUAL[axis])() for axis in AXES}
+        super().__init__(
+            **unknown | {"trainer": name, "batch_size": batch_size, "workload": SCRIPT}
+        )
+
+    def __post_init__(self) -> None:
+        if self.batch_size:
+            known = _positive(COUNTS["batch_size"], self.batch_size)
+            object.__setattr__(self, "batch_size", known)
+
+    def under(self, trainer: str) -> Script:
+        """Another script with the same batch size."""
+        return Script(trainer, self.batch_size)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.trainer
+
+    @property
+    def report_path(self) -> Path:
+        """Where its report lies below the report directory."""
+        return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
+
+
+def subject(**axes: Any) -> Case:
+    """The case or the script that these axes are of."""
+    if axes.get("workload") == SCRIPT:
+        return Script(axes["trainer"], axes["batch_size"])
+    return Case(**axes)
+
+
+_subject = cache(subject)

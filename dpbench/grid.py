@@ -19,6 +19,7 @@ from dpbench.case import (
     Case,
     check_belongs,
     own_axes,
+    subject,
 )
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.names import Parameter, joined, parameter_grid, parted
@@ -57,7 +58,8 @@ class Grid:
             for values in product(*map(self.values, outer))
         ]
         trainers = self.values("trainer")
-        return list(dict.fromkeys(Case(name, **cell) for cell in cells for name in trainers))
+        cases = (subject(trainer=name, **cell) for cell in cells for name in trainers)
+        return list(dict.fromkeys(cases))
 
     def as_json(self) -> dict[str, Any]:
         """The grid as a saved run describes it: an entry for each axis."""

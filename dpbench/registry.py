@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import OF_TRANSFORMER, SCRIPT, USUAL, Case, check_belongs
+from dpbench.case import OF_TRANSFORMER, USUAL, Case, Script, check_belongs
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.grid import Grid
 from dpbench.names import joined, parameter_grid, parted, read_parameters
@@ -283,7 +283,7 @@ NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer
 def _named(case: Case) -> Iterator[tuple[str, Registry, str]]:
     """What a case names: along which axis, where such names are known, and the name."""
     for axis, registry in NAMED.items():
-        if case.workload != SCRIPT and (axis != "model" or case.model):
+        if not isinstance(case, Script) and (axis != "model" or case.model):
             name = getattr(case, axis)
             if axis == "workload" and case.set:
                 name = joined(registry.canonical(name), str(case.set))
@@ -293,7 +293,7 @@ def _named(case: Case) -> Iterator[tuple[str, Registry, str]]:
 def resolve(case: Case) -> Case:
     """The case with the short names of all that it names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in _named(case)}
-    case = replace(case, **names)
+    case = replace(case, **names) if names else case
     _check_parameters(case)
     return case
 

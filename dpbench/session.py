@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import SCRIPT, Case
+from dpbench.case import Case, Script
 from dpbench.files import printable
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, OutcomeStore, each_once
 from dpbench.results.reference import Reference
@@ -130,7 +130,7 @@ class Session:
     def asked(self) -> list[tuple[Case, str]]:
         """What the session is known to ask for, each case by an instrument."""
         told = next((told["asked"] for told in self._told if "asked" in told), ())
-        return self._asked or [(Case(**case), name) for case, name in told]
+        return self._asked or [(Case.from_row(case), name) for case, name in told]
 
     @cached_property
     def begun(self) -> Run:
@@ -178,7 +178,7 @@ class Session:
 
         chosen = self.instruments if instruments is None else instruments
         on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
-        checks = on_gpu and case.workload != SCRIPT and not self.settings.try_anyway
+        checks = on_gpu and not isinstance(case, Script) and not self.settings.try_anyway
         gpu = self.gpu if checks else None  # what it must fit
         fresh: list[Outcome] = []
 
@@ -245,7 +245,9 @@ class Session:
     def limited(self) -> list[tuple[Case, str]] | None:
         """What tests without limits of their own have asked for; None if there is no such test."""
         told = [told["limited"] for told in self._told if "limited" in told]
-        return [(Case(**case), name) for keys in told for case, name in keys] if told else None
+        return (
+            [(Case.from_row(case), name) for keys in told for case, name in keys] if told else None
+        )
 
     def _of_all(self, name: str) -> list[Any]:
         """What the processes have told under this name, each once."""

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench import gpu
-from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case, script_case
+from dpbench.case import AXES, BASELINE_TRAINER, Case, Script
 from dpbench.commands.options import saved_run
 from dpbench.commands.run import show
 from dpbench.commands.step import write_profile
@@ -182,7 +182,7 @@ def _chosen(
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
         )
-    case = script_case(name, options.batch_size)
+    case = Script(name, options.batch_size)
     scripts = [
         ScriptRun(
             instrument,
@@ -206,7 +206,7 @@ def _standards(
     scripts = [
         outcome
         for outcome in run.outcomes
-        if outcome.case.workload == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
+        if isinstance(outcome.case, Script) and outcome.case.trainer != BASELINE_TRAINER
     ]
     shared = [
         replace(outcome, rows=tuple(rows))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import pytest
 
-from dpbench.case import AXES, SCRIPT, Case, script_case
+from dpbench.case import AXES, Case, Script
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.instruments.terminal import shown_past
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
@@ -154,7 +154,7 @@ class EachTest:
         names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
         place = self._steps.index(step)
         again = names[:place].count(names[place])
-        return script_case(f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}")
+        return Script(f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}")
 
     def _of_step(self, step: Step, instruments: Sequence[Instrument]) -> list[Instrument]:
         """What measures a step in this process as these instruments measure a case."""
@@ -301,8 +301,8 @@ class EachTest:
         outcomes = [outcome for outcome, *_ in self._measured]
         asked, baseline = [key for o in outcomes for key in o.asked], self.session.grid.baseline
         for outcome, instruments, _ in self._measured if any(limit.of for limit in chosen) else ():
-            if not outcome.error and outcome.case.workload != SCRIPT:  # nobody says what its is
-                case = replace(outcome.case, trainer=baseline)
+            if not (outcome.error or isinstance(outcome.case, Script)):  # scripts have no baseline
+                case = outcome.case.under(baseline)
                 outcomes.append(self.session.measure(case, instruments))
         each = {(outcome.case, outcome.instruments): outcome for outcome in outcomes}.values()
         run = Run.of("this session", each, session={"grid": {"baseline": baseline}})

@@ -9,7 +9,7 @@ this one `Gate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -314,7 +314,7 @@ def _lacks_baseline(run: Run, case: Case, instrument: str) -> bool:
 
 
 def _baseline(run: Run, case: Case) -> Case:
-    return replace(case, trainer=run.baseline)
+    return case.under(run.baseline)
 
 
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:

@@ -198,8 +198,9 @@ class Run:
         """By case and instrument, the devices on which it was measured."""
         places: dict[Case, dict[str, list[str]]] = {}
         measured = self.frame[[*AXES, "instrument", "device"]].drop_duplicates()
-        for *axes, instrument, device in measured.itertuples(index=False, name=None):
-            places.setdefault(Case(*axes), {}).setdefault(instrument, []).append(device)
+        for row in measured.to_dict("records"):
+            by_instrument = places.setdefault(Case.from_row(row), {})
+            by_instrument.setdefault(row["instrument"], []).append(row["device"])
         return places
 
     @cached_property
@@ -352,8 +353,8 @@ def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         if frame[column].hasnans or pd.api.types.infer_dtype(frame[column]) not in allowed:
             raise TypeError(f"a row lacks {column!r}, or it is of the wrong kind")
     frame = frame.astype({"value": float})
-    for axes in frame[list(AXES)].drop_duplicates().itertuples(index=False, name=None):
-        Case(*axes)
+    for axes in frame[list(AXES)].drop_duplicates().to_dict("records"):
+        Case.from_row(axes)
     said = frame.drop_duplicates([*IDENTITY, "value", "unit"])
     units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
     signed = [metric.name for metric in METRICS.values() if metric.signed]
