@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 class Session:
     """A session, in each process that takes part in it.
 
-    The first process begins and finishes it. Others (xdist workers) join it by what it has
-    `shared`; all know what any of them has measured, and what tests tell.
+    The first process begins and finishes it. Others (xdist workers) join it with what the first
+    has `shared`. What one of them has measured, or reports of a test, is known to all of them.
 
     Args:
         plan: what is measured, each case by an instrument, as far as it is known.
         settings: what was asked for.
-        gpu: where, if on a GPU.
-        instruments: what measures a case that the plan does not have; of a plan, all that it has.
-        grid: the cases that the session is about, if they are not those of its settings.
-        workers: how many other processes there are.
-        shared: what the process that began the session has `shared`, in any other one.
-        on_environment: called once with what the run says of software and machine.
+        gpu: the GPU that measures, if one does.
+        instruments: what measures cases that are not planned; by default all those of the plan.
+        grid: the cases that the session is about; by default those that the settings choose.
+        workers: the number of other processes.
+        shared: what the first process has `shared`; None in the first process itself.
+        on_environment: called once with the run's description of software and machine.
         on_document: called with the run's document each time before it is written.
     """
 
@@ -75,13 +75,13 @@ class Session:
         self.limits = limits_of(settings.compare_fail)
         """Those of the command line; tests may have their own."""
         self.notes: list[str] = []
-        """Lines that the end of the session says."""
+        """Lines that are printed at the end of the session."""
         self.problems: list[str] = []
         """Lines about how the session went; with a problem it has not succeeded."""
         self.tables: list[Table] = []
         """What changed since the reference."""
-        self._asked = [(case, instrument.name) for case, instrument in plan]
-        self._names: list[str] = []
+        self._planned = [(case, instrument.name) for case, instrument in plan]
+        self._tests: Mapping[str, Sequence[tuple[Case, str]]] = {}
         self._on_environment = on_environment
         self._not_measured: Mapping[str, str] = {}
         self._joined, shared = shared is not None, shared or {}
@@ -106,20 +106,20 @@ class Session:
             instrument.check()
         if self.settings.compares:
             first_run_ok = self.settings.compare_first_run_ok
-            self._reference.find(self._asked, must_exist=bool(self.limits) and not first_run_ok)
+            self._reference.find(self._planned, must_exist=bool(self.limits) and not first_run_ok)
         if self.settings.saves:  # last: takes a number only if all else is well
             device = device_of(self.instruments, self.settings, self.gpu)
             self.begun = self.files.open(device, self.begun, self._stands(()))
             self.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
 
-    def expect(self, asked: Sequence[tuple[Case, str]], tests: Sequence[str]) -> None:
-        """Plan what tests are known to ask for, and know those that ask by name.
+    def expect(self, tests: Mapping[str, Sequence[tuple[Case, str]]]) -> None:
+        """Plan what each test is known to ask for: cases by instruments, none if not known yet.
 
-        A reference should have both. A process that collects tests tells the one that does not.
+        A reference should have them. A process that collects tests shares this with the others.
         """
-        self._asked, self._names = [*asked], [*tests]
+        self._tests = tests
         if self._joined:
-            self.store.tell(asked=asked, asks_by_name=self._names)
+            self.store.tell(tests=tests)
 
     @property
     def path(self) -> Path | None:
@@ -127,10 +127,17 @@ class Session:
         return self.files.path
 
     @property
-    def asked(self) -> list[tuple[Case, str]]:
+    def tests(self) -> Mapping[str, Sequence[tuple[Case, str]]]:
+        """What each test, by its id, is known to ask for: each case by an instrument."""
+        if not self._tests:
+            shared = next((payload["tests"] for payload in self._payloads("tests")), {})
+            self._tests = {test: _as_asked(asked) for test, asked in shared.items()}
+        return self._tests
+
+    @property
+    def asked(self) -> CasesAsked:
         """What the session is known to ask for, each case by an instrument."""
-        told = next((told["asked"] for told in self._told if "asked" in told), ())
-        return self._asked or [(Case.from_row(case), name) for case, name in told]
+        return [*self._planned, *(key for asked in self.tests.values() for key in asked)]
 
     @cached_property
     def begun(self) -> Run:
@@ -166,9 +173,10 @@ class Session:
         self._directory = self._directory or Path(tempfile.mkdtemp(prefix="dpbench-"))
         return OutcomeStore(self._directory)
 
-    @property
-    def _told(self) -> list[dict[str, Any]]:
-        return self.store.told() if self._directory else []
+    def _payloads(self, name: str) -> list[dict[str, Any]]:
+        """What processes have shared that has an entry of this name."""
+        payloads = self.store.told() if self._directory else []
+        return [payload for payload in payloads if payload.get(name) is not None]
 
     # --- measuring ---------------------------------------------------------------------------
 
@@ -200,7 +208,7 @@ class Session:
         """What the session has measured and counted, by any of its processes."""
         if self._directory is None:
             return []
-        of_tests = [Outcome.from_json(each) for told in self._told for each in told.get("of", ())]
+        of_tests = [Outcome.from_json(o) for p in self._payloads("outcomes") for o in p["outcomes"]]
         return [*each_once([*self.store.outcomes(), *of_tests])]
 
     # --- judging -----------------------------------------------------------------------------
@@ -208,13 +216,13 @@ class Session:
     @property
     def reference(self) -> Run:
         """What the session is compared with; without rows if there is nothing."""
-        names = self._names or self._of_all("asks_by_name")
-        return self._reference.run(self.asked, names, self._chosen)
+        by_name = [test for test, asked in self.tests.items() if not asked]
+        return self._reference.run(self.asked, by_name, self._chosen)
 
     @property
     def _chosen(self) -> str | None:
         """The reference that a test, of whatever process, was judged by."""
-        return next((told["reference"] for told in self._told if told.get("reference")), None)
+        return next((payload["reference"] for payload in self._payloads("reference")), None)
 
     def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""
@@ -242,17 +250,16 @@ class Session:
         return self._of_all("unjudged")
 
     @property
-    def limited(self) -> list[tuple[Case, str]] | None:
+    def limited(self) -> CasesAsked | None:
         """What tests without limits of their own have asked for; None if there is no such test."""
-        told = [told["limited"] for told in self._told if "limited" in told]
-        return (
-            [(Case.from_row(case), name) for keys in told for case, name in keys] if told else None
-        )
+        payloads = self._payloads("limited")
+        asked = [key for payload in payloads for key in _as_asked(payload["limited"])]
+        return asked if payloads else None
 
     def _of_all(self, name: str) -> list[Any]:
-        """What the processes have told under this name, each once."""
+        """The entries of this name that any process has shared, each once."""
         known: list[Any] = []
-        for entry in (entry for told in self._told for entry in told.get(name, ())):
+        for entry in (entry for payload in self._payloads(name) for entry in payload[name]):
             known += [entry] if entry not in known else []
         return known
 
@@ -366,6 +373,11 @@ class Session:
         """Remove the outcomes that its processes shared."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _as_asked(asked: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[Case, str]]:
+    """Cases, each with the name of an instrument, from what a process has shared."""
+    return [(Case.from_row(axes), name) for axes, name in asked]
 
 
 def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None) -> str | None:

@@ -66,8 +66,8 @@ class EachTest:
         self._runs = False
         """Whether it still does: its subtests have reports, too."""
         self._measured: list[Measured] = []
-        self._told = 0
-        """How many of these its reports have told of."""
+        self._shared = 0
+        """How many of these its reports have shared with the session."""
 
     # --- its fixtures ------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class EachTest:
         self._test = item.nodeid
         self._steps.clear()
         self._measured.clear()
-        self._told = 0
+        self._shared = 0
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -234,23 +234,23 @@ class EachTest:
 
         What its fixtures measured before it belongs to its own report, if it runs.
         """
-        fresh = self._measured[self._told :]
+        fresh = self._measured[self._shared :]
         over = {"setup": call.excinfo, "call": not self._runs, "teardown": fresh}[call.when]
         marked = item.get_closest_marker("dpbench") is not None
         before = [] if marked else self._asked_before(item, call)
         if not (over and (takes(item) or self._measured or marked or before)):
             return (yield)
-        self._told = len(self._measured)
-        told: dict[str, Any] = {}
+        self._shared = len(self._measured)
+        payload: dict[str, Any] = {}
         judged = pytest.CallInfo.from_call(
-            lambda: self._judge(item, call, told),
+            lambda: self._judge(item, call, payload),
             call.when,
             reraise=(pytest.exit.Exception, KeyboardInterrupt),
         )
         if not marked:
             asked = [key for outcome, *_ in fresh for key in outcome.asked]
-            told["limited"] = [*self.asked_by(item), *before, *asked]
-        self.session.store.tell(of=self._of_test(item, fresh), **told)
+            payload["limited"] = [*self.asked_by(item), *before, *asked]
+        self.session.store.tell(outcomes=self._of_test(item, fresh), **payload)
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
@@ -262,8 +262,13 @@ class EachTest:
             vars(report).pop("wasxfail", None)
         return report
 
-    def _judge(self, item: pytest.Item, call: pytest.CallInfo[None], told: dict[str, Any]) -> None:
-        """Fail a test if what it measured got worse by more than it may, or was not judged."""
+    def _judge(
+        self, item: pytest.Item, call: pytest.CallInfo[None], payload: dict[str, Any]
+    ) -> None:
+        """Fail a test if what it measured got worse by more than a limit, or was not judged.
+
+        What was found is added to the payload that the session's other processes get.
+        """
         failure = call.excinfo or getattr(item, "_excinfo", None)  # where a TestCase has its own
         passed = call.when == "call" and not failure
         if not (self._measured or passed):
@@ -281,9 +286,9 @@ class EachTest:
         verdict = self._verdict(chosen)
         reference = self.session.reference
         unjudged = [u for u in verdict.unjudged if u.cases or (own and not _is_skip(call))]
-        told["regressions"] = verdict.regressions
-        told["unjudged"] = unjudged
-        told["reference"] = None if reference.frame.empty else str(reference.path)
+        payload["regressions"] = verdict.regressions
+        payload["unjudged"] = unjudged
+        payload["reference"] = None if reference.frame.empty else str(reference.path)
         reasons = [f"{missing}{self.session.remedy}" for missing in unjudged]
         if worse := len(verdict.regressions):
             text = regression_text(verdict.regressions)

@@ -5,25 +5,27 @@ Otherwise workers would wait for what another one measures, while their GPU has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from dpbench.case import Case
-from dpbench.plugin.fixtures import case_in_name
+from dpbench.session import Session
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """xdist's ``--dist=loadscope`` with cases as scopes; any other test is a scope of its own."""
 
-    def __init__(self, config: pytest.Config, log: Any, cases: Sequence[Case]) -> None:
+    def __init__(self, config: pytest.Config, log: Any, session: Session) -> None:
         super().__init__(config, log)
-        self.cases = [case.id for case in cases]
+        self.session = session
+        self.scopes: dict[str, str] = {}
 
     def _split_scope(self, nodeid: str) -> str:
-        return case_in_name(nodeid, self.cases) or nodeid
+        if nodeid not in self.scopes:
+            asked = self.session.tests.get(nodeid, ())
+            self.scopes[nodeid] = next((case.id for case, _ in asked), nodeid)
+        return self.scopes[nodeid]
 
     def _reschedule(self, node: Any) -> None:
         """Give a worker the next cases; it begins a test when it has another one or is to end.

@@ -17,13 +17,14 @@ from dpbench.files import printable
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
-from dpbench.plugin.fixtures import NEEDS, case_in_name, case_of, measuring, takes
+from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.grid import Grid
+    from dpbench.results.gate import CasesAsked
     from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"
@@ -155,9 +156,12 @@ class WholeSession:
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Plan what the tests are known to ask for."""
-        asked = [key for item in session.items for key in self.each_test.asked_by(item)]
-        by_name = [i.nodeid for i in session.items if takes(i) and case_of(i) is None]
-        self.session.expect(asked, [*by_name, *self.skipped])
+        tests: dict[str, list[tuple[Case, str]]] = {module: [] for module in self.skipped}
+        for item in session.items:
+            asked = self.each_test.asked_by(item)
+            if asked or (takes(item) and case_of(item) is None):
+                tests[item.nodeid] = asked
+        self.session.expect(tests)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note a module that was skipped as a whole: its tests measured something before."""
@@ -194,7 +198,7 @@ class WholeSession:
             return None
         from dpbench.plugin.scheduling import CaseScheduling
 
-        return CaseScheduling(config, log, self.session.grid.cases())
+        return CaseScheduling(config, log, self.session)
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -219,15 +223,17 @@ class WholeSession:
         """Write the files; a ``--ncu`` session that measured nothing must not look green."""
         if self.is_worker or not self.runs_tests:
             return
-        asked = {case.id for case, _ in self.session.asked}
-        lacking = asked - {outcome.case.id for outcome in self.session.outcomes()}
-        ended = [(case_in_name(test, asked), report) for test, report in self.ended.items()]
+        measured = {outcome.case for outcome in self.session.outcomes()}
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
-        died = {case for case, report in ended if report.when == CRASHED} or None
         self.session.finish(
             complete=len(self.over) >= session.testscollected and not stopped,
-            limited=self._limited(died),
-            not_measured={case: _how_it_ended(how) for case, how in ended if case in lacking},
+            limited=self._limited(),
+            not_measured={
+                case.id: _how_it_ended(report)
+                for test, report in self.ended.items()
+                for case, _ in self.session.tests.get(test, ())
+                if case not in measured
+            },
         )
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
@@ -246,17 +252,14 @@ class WholeSession:
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
-    def _limited(self, died: set[str] | None) -> list[tuple[Case, str]] | None:
-        """What the command line's limits are for; None if no test that they are for is known.
-
-        Args:
-            died: cases of tests whose process died; None if none did.
-        """
+    def _limited(self) -> CasesAsked | None:
+        """What the command line's limits are for; None if no test that they are for is known."""
         limited = self.session.limited
-        if died is not None:  # it has not said what its test asked for, and had measured of it
-            untold = [outcome for outcome in self.session.outcomes() if not outcome.tests]
-            named = [key for key in self.session.asked if key[0].id in died]
-            limited = [*(limited or ()), *named, *(key for o in untold for key in o.asked)]
+        died = [test for test, report in self.ended.items() if report.when == CRASHED]
+        if died:  # their processes could not share what the tests asked for, and what they measured
+            planned = [key for test in died for key in self.session.tests.get(test, ())]
+            of_no_test = [outcome for outcome in self.session.outcomes() if not outcome.tests]
+            limited = [*(limited or ()), *planned, *(key for o in of_no_test for key in o.asked)]
         names = [name for _, name in self.session.sources]
         for module in self.skipped if self.session.limits else ():
             limited = [*(limited or ()), *self.session.reference.asked_by(module, names)] or limited
