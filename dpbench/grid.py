@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from dpbench.case import (
     subject,
 )
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.files import read_file
 from dpbench.names import Parameter, joined, parameter_grid, parted
+from dpbench.registry import NAMED, TRAINERS
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,15 @@ class Grid:
         cases = (subject(trainer=name, **cell) for cell in cells for name in trainers)
         return list(dict.fromkeys(cases))
 
+    def with_axes(self, baseline: object = None, **axes: Iterable[Any]) -> Grid:
+        """The grid with the values along these axes replaced, each once and by its short name."""
+        # First, because one of the trainers may be given by the short name of the baseline.
+        name = TRAINERS.canonical(self.baseline if baseline is None else baseline)
+        every = {**self.axes, **axes}
+        short = {a: map(known.canonical, every[a]) for a, known in NAMED.items() if a in every}
+        once = {axis: tuple(dict.fromkeys(values)) for axis, values in {**every, **short}.items()}
+        return replace(self, axes=once, baseline=name)
+
     def as_json(self) -> dict[str, Any]:
         """The grid as a saved run describes it: an entry for each axis."""
         axes = {axis: self.values(axis) for axis in AXES}
@@ -68,20 +79,23 @@ class Grid:
 
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
-        """A grid by name, or from TOML: one key per `Case` field, a value or a list."""
+        """A grid by name, or from TOML: one key per `Case` field, a value or a list.
+
+        Names of trainers and the like are the short ones, whichever spelling the file has.
+        """
         if name_or_file in GRIDS:
             return GRIDS[name_or_file]
         if not name_or_file.endswith(".toml"):
             raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
         path = Path(name_or_file)
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            table = tomllib.loads(read_file(path).decode())
             baseline = table.pop("baseline", BASELINE_TRAINER)
             if not isinstance(baseline, str):
                 raise ConfigurationError(
                     f"baseline must be the name of a trainer, not {baseline!r}"
                 )
-            return cls(path.stem, _axes(table), baseline)
+            return cls(path.stem, _axes(table), baseline).with_axes()
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
         except (ConfigurationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -158,3 +172,13 @@ GRIDS = {
         ("grid2", (4, 8), (512, 1024)),
     )
 }
+
+
+def chosen_grid(name_or_file: str, baseline: object = None, **axes: Iterable[Any]) -> Grid:
+    """A grid of `Grid.named`, with the values along the named axes replaced."""
+    given = {axis: tuple(values) for axis, values in axes.items()}
+    if "set" in given:
+        given["set"] = parameter_grid(given["set"])
+    grid = Grid.named(name_or_file).with_axes(baseline, **given)
+    check_belongs(given, grid.values("workload"))
+    return grid

@@ -17,9 +17,9 @@ from dpbench import options
 from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
-from dpbench.grid import GRIDS, Grid
+from dpbench.grid import GRIDS, Grid, chosen_grid
 from dpbench.options import own_values
-from dpbench.registry import INSTRUMENTS, chosen_grid
+from dpbench.registry import INSTRUMENTS
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
             if outcome.error == ScriptInterrupted.__name__:
                 raise KeyboardInterrupt  # and not the script once more
         elif isinstance(script.instrument, TorchProfiler):
-            folder = script.instrument.directory.absolute() / case.id
+            folder = script.instrument.directory.absolute() / case.file_name
             record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
             write_profile(case, record, folder, session.settings.profile_threshold)
             report = f"{folder / REPORT}; a trace of each step beside it"

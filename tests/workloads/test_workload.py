@@ -17,10 +17,11 @@ from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
+from dpbench.grid import chosen_grid
 from dpbench.instruments.base import CaseRefused
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build, smoke_test
-from dpbench.registry import arguments, chosen_grid, resolve
+from dpbench.registry import arguments, resolve
 from dpbench.runner import check_fits
 from tests.workloads import digits
 
