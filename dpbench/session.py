@@ -6,8 +6,6 @@ a run that broke off; and at its end compares, and says what is wrong.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -16,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Case, Script
 from dpbench.files import printable
-from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, OutcomeStore, each_once
+from dpbench.findings import Asked, Findings
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.reference import Reference
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from dpbench.grid import Grid
     from dpbench.instruments.base import Instrument
     from dpbench.results.compare import Threshold
-    from dpbench.results.gate import CasesAsked, Verdict
+    from dpbench.results.gate import Verdict
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
@@ -81,12 +80,11 @@ class Session:
         self.tables: list[Table] = []
         """What changed since the reference."""
         self._planned = [(case, instrument.name) for case, instrument in plan]
-        self._tests: Mapping[str, Sequence[tuple[Case, str]]] = {}
         self._on_environment = on_environment
         self._not_measured: Mapping[str, str] = {}
-        self._joined, shared = shared is not None, shared or {}
-        self._directory = Path(shared["directory"]) if shared else None
-        self.began: float = shared.get("began", time.monotonic())  # the clock that nobody sets
+        shared = shared or {}
+        self.findings = Findings(shared.get("directory"))
+        self.began: float = shared.get("began", time.monotonic())
         self.files = Files(
             settings, self.view, self.notes, self.problem, on_document, shared.get("path")
         )
@@ -112,32 +110,15 @@ class Session:
             self.begun = self.files.open(device, self.begun, self._stands(()))
             self.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
 
-    def expect(self, tests: Mapping[str, Sequence[tuple[Case, str]]]) -> None:
-        """Plan what each test is known to ask for: cases by instruments, none if not known yet.
-
-        A reference should have them. A process that collects tests shares this with the others.
-        """
-        self._tests = tests
-        if self._joined:
-            self.store.tell(tests=tests)
-
     @property
     def path(self) -> Path | None:
         """The run's file in the storage, whole at any moment."""
         return self.files.path
 
     @property
-    def tests(self) -> Mapping[str, Sequence[tuple[Case, str]]]:
-        """What each test, by its id, is known to ask for: each case by an instrument."""
-        if not self._tests:
-            shared = next((payload["tests"] for payload in self._payloads("tests")), {})
-            self._tests = {test: _as_asked(asked) for test, asked in shared.items()}
-        return self._tests
-
-    @property
-    def asked(self) -> CasesAsked:
-        """What the session is known to ask for, each case by an instrument."""
-        return [*self._planned, *(key for asked in self.tests.values() for key in asked)]
+    def asked(self) -> Asked:
+        """What the session is known to ask for."""
+        return [*self._planned, *(key for asked in self.findings.tests.values() for key in asked)]
 
     @cached_property
     def begun(self) -> Run:
@@ -160,23 +141,12 @@ class Session:
         """What another process needs to take part in the session, as plain JSON types."""
         writes = self.path or self.settings.files
         return {
-            "directory": str(self.store.directory),
+            "directory": str(self.findings.store.directory),
             "began": self.began,
             "path": str(self.path) if self.path else None,
             "begun": [self.begun.environment, self.begun.session] if writes else None,
             "reference": self._reference.files,
         }
-
-    @cached_property
-    def store(self) -> OutcomeStore:
-        """What all processes have found, in a directory that is made when it is needed."""
-        self._directory = self._directory or Path(tempfile.mkdtemp(prefix="dpbench-"))
-        return OutcomeStore(self._directory)
-
-    def _payloads(self, name: str) -> list[dict[str, Any]]:
-        """What processes have shared that has an entry of this name."""
-        payloads = self.store.told() if self._directory else []
-        return [payload for payload in payloads if payload.get(name) is not None]
 
     # --- measuring ---------------------------------------------------------------------------
 
@@ -194,7 +164,7 @@ class Session:
             fresh.append(measure(case, chosen, gpu=gpu))
             return fresh[0]
 
-        outcome = self.store.once(case, measure_now, by=[i.name for i in chosen])
+        outcome = self.findings.store.once(case, measure_now, by=[i.name for i in chosen])
         if fresh:
             self.write()  # at once, so that a killed session keeps what it has
         return outcome
@@ -202,29 +172,17 @@ class Session:
     def keep(self, outcomes: Iterable[Outcome]) -> None:
         """Take over what was measured elsewhere."""
         for outcome in outcomes:
-            self.store.keep(outcome)
-
-    def outcomes(self) -> list[Outcome]:
-        """What the session has measured and counted, by any of its processes."""
-        if self._directory is None:
-            return []
-        of_tests = [Outcome.from_json(o) for p in self._payloads("outcomes") for o in p["outcomes"]]
-        return [*each_once([*self.store.outcomes(), *of_tests])]
+            self.findings.store.keep(outcome)
 
     # --- judging -----------------------------------------------------------------------------
 
     @property
     def reference(self) -> Run:
         """What the session is compared with; without rows if there is nothing."""
-        by_name = [test for test, asked in self.tests.items() if not asked]
-        return self._reference.run(self.asked, by_name, self._chosen)
+        by_name = [test for test, asked in self.findings.tests.items() if not asked]
+        return self._reference.run(self.asked, by_name, self.findings.reference)
 
-    @property
-    def _chosen(self) -> str | None:
-        """The reference that a test, of whatever process, was judged by."""
-        return next((payload["reference"] for payload in self._payloads("reference")), None)
-
-    def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
+    def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
         """What was measured against the reference, by these limits. Only here is judged."""
         from dpbench.results.gate import Gate
 
@@ -239,33 +197,11 @@ class Session:
         option = self.settings.option("compare_first_run_ok")
         return f" (if this is the first run, say {option})"
 
-    @property
-    def regressions(self) -> list[dict[str, Any]]:
-        """What got worse by more than it may, as plain rows."""
-        return self._of_all("regressions")
-
-    @property
-    def unjudged(self) -> list[dict[str, Any]]:
-        """What limits could not judge, as plain rows."""
-        return self._of_all("unjudged")
-
-    @property
-    def limited(self) -> CasesAsked | None:
-        """What tests without limits of their own have asked for; None if there is no such test."""
-        payloads = self._payloads("limited")
-        asked = [key for payload in payloads for key in _as_asked(payload["limited"])]
-        return asked if payloads else None
-
-    def _of_all(self, name: str) -> list[Any]:
-        """The entries of this name that any process has shared, each once."""
-        known: list[Any] = []
-        for entry in (entry for payload in self._payloads(name) for entry in payload[name]):
-            known += [entry] if entry not in known else []
-        return known
-
-    def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
+    def _compare(self, outcomes: Sequence[Outcome], limited: Asked, complete: bool) -> None:
         """Show the session beside its reference, and hold to limits what they are for."""
-        from_tests = self._chosen or self.unjudged  # which may have limits of their own
+        from_tests = (
+            self.findings.reference or self.findings.unjudged
+        )  # which may have limits of their own
         if not ((self.settings.compares or from_tests) and (outcomes or self.limits)):
             return
         from dpbench.show.comparison import comparison_tables
@@ -285,7 +221,7 @@ class Session:
                 f"the session ended early, so {self.settings.option('compare_fail')} has not "
                 f"judged all that was asked for"
             )
-        self.store.tell(regressions=verdict.regressions, unjudged=unjudged)
+        self.findings.share(regressions=verdict.regressions, unjudged=unjudged)
         for missing in unjudged:
             self.problem(f"{missing}{self.remedy}")
 
@@ -293,11 +229,10 @@ class Session:
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
         """Bring the run and the files up to date; at the last also the page, and pipes."""
-        if not (self.files.wanted(last=last) and self._directory):
+        if not (self.files.wanted(last=last) and self.findings.outcomes()):
             return
-        with self.store.lock():
-            if not (outcomes := self.outcomes()):
-                return
+        with self.findings.store.lock():
+            outcomes = self.findings.outcomes()
             session, before = self._stands(outcomes, complete=complete), None
             with reporting(self.problem):
                 if last and self.settings.histogram is not None and self.settings.compares:
@@ -306,14 +241,14 @@ class Session:
 
     def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
         """The session so far; it says ``interrupted`` until it is over."""
-        began, regressions, unjudged = self.begun.session, self.regressions, self.unjudged
+        began, findings = self.begun.session, self.findings
         return began | {
             "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
             "seconds": round(began["seconds"] + time.monotonic() - self.began, 1),
             "status": COMPLETE if complete else INTERRUPTED,
-            "regressed": bool(regressions or unjudged),
-            "regressions": regressions,
-            "unjudged": unjudged,
+            "regressed": bool(findings.regressions or findings.unjudged),
+            "regressions": findings.regressions,
+            "unjudged": findings.unjudged,
             "not_measured": self._not_measured,
         }
 
@@ -333,7 +268,7 @@ class Session:
         self,
         *,
         complete: bool,
-        limited: CasesAsked | None = None,
+        limited: Asked | None = None,
         not_measured: Mapping[str, str] | None = None,
     ) -> None:
         """Compare, write everything for the last time, let go of the file.
@@ -349,7 +284,7 @@ class Session:
             self.limits = []
             option = self.settings.option("compare_fail")
             self.notes.append(f"{option} judged nothing: no test it is for measures")
-        outcomes = self.outcomes()
+        outcomes = self.findings.outcomes()
         with reporting(self.problem):
             self._compare(outcomes, limited or (), complete)
         if self.path is not None:  # a run that it resumes may have been asked for more
@@ -361,23 +296,17 @@ class Session:
         """Every table of the session, the comparison's last."""
         from dpbench.show.export import summary_tables
 
-        return [*summary_tables(self.outcomes(), self.view), *self.tables]
+        return [*summary_tables(self.findings.outcomes(), self.view), *self.tables]
 
     @property
     def failed(self) -> bool:
         """Whether a case failed, something got worse, or there is a problem."""
-        broken = any(o.error and not o.skipped for o in self.outcomes())
-        return bool(broken or self.regressions or self.problems)
+        broken = any(o.error and not o.skipped for o in self.findings.outcomes())
+        return bool(broken or self.findings.regressions or self.problems)
 
     def close(self) -> None:
-        """Remove the outcomes that its processes shared."""
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _as_asked(asked: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[Case, str]]:
-    """Cases, each with the name of an instrument, from what a process has shared."""
-    return [(Case.from_row(axes), name) for axes, name in asked]
+        """Remove what its processes shared."""
+        self.findings.close()
 
 
 def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None) -> str | None:

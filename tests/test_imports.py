@@ -54,7 +54,7 @@ MAY_IMPORT = {
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 
 FRONTS = {"session", "plugin", "commands", "doctor"}
-FRONTS |= {"cli", "__main__", "__init__", "pytest_plugin", "saving", "runner"}
+FRONTS |= {"findings", "cli", "__main__", "__init__", "pytest_plugin", "saving", "runner"}
 """Nothing but another front imports a front."""
 
 MAY_USE = {

@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             _measure(session, case, scripts)
         finally:  # what was counted until an interruption is kept and shown
-            outcomes = session.outcomes()
+            outcomes = session.findings.outcomes()
             measured = {outcome.case for outcome in outcomes}
             failed = any(outcome.error for outcome in outcomes)  # no reference for others
             complete = {*cases} <= measured and not failed

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
-            complete = {*cases} <= {outcome.case for outcome in session.outcomes()}
+            complete = {*cases} <= {outcome.case for outcome in session.findings.outcomes()}
             session.finish(complete=complete, limited=session.asked)
             show(session, "run")
         return 1 if session.failed else 0
@@ -87,7 +87,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
     """Measure the cases in order, and say why one failed; on all cores if without hardware."""
     from dpbench.runner import Forks, cores
 
-    known = {outcome.case for outcome in session.outcomes()}
+    known = {outcome.case for outcome in session.findings.outcomes()}
     at_once = not any(i.hardware for i in session.instruments) and cores() > 1
     ahead = [case for case in cases if case not in known] if at_once else []
     tqdm.monitor_interval = 0  # no thread of tqdm's, whose locks a fork would inherit
@@ -98,7 +98,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.store.keep(forks.measure(case))
+                session.keep([forks.measure(case)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:
@@ -128,5 +128,5 @@ def show(session: Session, command: str) -> None:
     for line in lines:
         print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
     print(as_text(tables, terminal_width()))
-    if grown := grown_text(session.regressions):
+    if grown := grown_text(session.findings.regressions):
         print(f"\n{grown}")

@@ -19,9 +19,10 @@ from dpbench.registry import resolve
 from dpbench.session import Session, limits_of
 
 if TYPE_CHECKING:
+    from dpbench.findings import Asked
     from dpbench.instruments.base import Instrument
     from dpbench.results.compare import Threshold
-    from dpbench.results.gate import CasesAsked, Verdict
+    from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
 
@@ -198,7 +199,7 @@ class EachTest:
         names = [i.name for i in self.session.instruments] if measures else []
         return names + (["logical"] if takes(item, ["logical_io"]) else [])
 
-    def _asked_before(self, item: pytest.Item, call: pytest.CallInfo[None]) -> CasesAsked:
+    def _asked_before(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Asked:
         """What a test that ended before it could ask for it has asked for in the reference."""
         if not (call.excinfo and self.session.limits):
             return []
@@ -250,11 +251,13 @@ class EachTest:
         if not marked:
             asked = [key for outcome, *_ in fresh for key in outcome.asked]
             payload["limited"] = [*self.asked_by(item), *before, *asked]
-        self.session.store.tell(outcomes=self._of_test(item, fresh), **payload)
+        self.session.findings.share(outcomes=self._of_test(item, fresh), **payload)
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
-        if unwritten := self.session.store.unwritten:  # goes with the report to the controller
+        if (
+            unwritten := self.session.findings.store.unwritten
+        ):  # goes with the report to the controller
             vars(report)["dpbench"] = unwritten
         if judged.excinfo and not (_is_skip(judged) or report.failed):
             # Also where an xfail mark, or another plugin, expects another failure.

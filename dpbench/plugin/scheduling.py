@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from dpbench.session import Session
+from dpbench.findings import Findings
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """xdist's ``--dist=loadscope`` with cases as scopes; any other test is a scope of its own."""
 
-    def __init__(self, config: pytest.Config, log: Any, session: Session) -> None:
+    def __init__(self, config: pytest.Config, log: Any, findings: Findings) -> None:
         super().__init__(config, log)
-        self.session = session
+        self.findings = findings
         self.scopes: dict[str, str] = {}
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid not in self.scopes:
-            asked = self.session.tests.get(nodeid, ())
+            asked = self.findings.tests.get(nodeid, ())
             self.scopes[nodeid] = next((case.id for case, _ in asked), nodeid)
         return self.scopes[nodeid]
 

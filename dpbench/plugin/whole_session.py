@@ -23,8 +23,8 @@ from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
+    from dpbench.findings import Asked
     from dpbench.grid import Grid
-    from dpbench.results.gate import CasesAsked
     from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"
@@ -161,7 +161,8 @@ class WholeSession:
             asked = self.each_test.asked_by(item)
             if asked or (takes(item) and case_of(item) is None):
                 tests[item.nodeid] = asked
-        self.session.expect(tests)
+        if tests:
+            self.session.findings.share(tests=tests)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note a module that was skipped as a whole: its tests measured something before."""
@@ -175,7 +176,7 @@ class WholeSession:
         if report.when != "teardown" and (report.when == "call" or not report.passed):
             self.ended[report.nodeid] = report
         if unwritten := getattr(report, "dpbench", None):
-            self.session.store.take(unwritten)
+            self.session.findings.store.take(unwritten)
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class WholeSession:
             return None
         from dpbench.plugin.scheduling import CaseScheduling
 
-        return CaseScheduling(config, log, self.session)
+        return CaseScheduling(config, log, self.session.findings)
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class WholeSession:
         """Write the files; a ``--ncu`` session that measured nothing must not look green."""
         if self.is_worker or not self.runs_tests:
             return
-        measured = {outcome.case for outcome in self.session.outcomes()}
+        measured = {outcome.case for outcome in self.session.findings.outcomes()}
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         self.session.finish(
             complete=len(self.over) >= session.testscollected and not stopped,
@@ -231,7 +232,7 @@ class WholeSession:
             not_measured={
                 case.id: _how_it_ended(report)
                 for test, report in self.ended.items()
-                for case, _ in self.session.tests.get(test, ())
+                for case, _ in self.session.findings.tests.get(test, ())
                 if case not in measured
             },
         )
@@ -239,26 +240,27 @@ class WholeSession:
             return
         # What was judged for a test stands also where it is no failure of pytest's: one that was
         # skipped while another measured its case, or whose outcome a plugin has changed.
-        worse = {Case.from_row(row).id for row in self.session.regressions}
+        worse = {Case.from_row(row).id for row in self.session.findings.regressions}
         if worse:
             self.session.problem(f"{', '.join(sorted(worse))} got worse by more than it may")
-        if self.session.unjudged:
+        if self.session.findings.unjudged:
             from dpbench.results.gate import Unjudged  # loads pandas
 
-            for row in self.session.unjudged:
+            for row in self.session.findings.unjudged:
                 self.session.problem(f"{Unjudged(**row)}{self.session.remedy}")
         if self.measures and not self.session.problems:
             self._check_measured()
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
-    def _limited(self) -> CasesAsked | None:
+    def _limited(self) -> Asked | None:
         """What the command line's limits are for; None if no test that they are for is known."""
-        limited = self.session.limited
+        findings = self.session.findings
+        limited = findings.limited
         died = [test for test, report in self.ended.items() if report.when == CRASHED]
-        if died:  # their processes could not share what the tests asked for, and what they measured
-            planned = [key for test in died for key in self.session.tests.get(test, ())]
-            of_no_test = [outcome for outcome in self.session.outcomes() if not outcome.tests]
+        if died:  # before their processes could share what these tests measured
+            planned = [key for test in died for key in findings.tests.get(test, ())]
+            of_no_test = [outcome for outcome in findings.outcomes() if not outcome.tests]
             limited = [*(limited or ()), *planned, *(key for o in of_no_test for key in o.asked)]
         names = [name for _, name in self.session.sources]
         for module in self.skipped if self.session.limits else ():
@@ -268,7 +270,7 @@ class WholeSession:
     def _check_measured(self) -> None:
         """A session that was to measure has measured something; others need not."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
-        outcomes = self.session.outcomes()
+        outcomes = self.session.findings.outcomes()
         if not any(o.rows and o.instruments == instruments for o in outcomes):
             asked = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
             option = self.settings.option(asked)
@@ -289,7 +291,7 @@ class WholeSession:
             if waiting := sum(f"Skipped: needs {options}'" in reason for reason in skipped):
                 test = "tests measure" if waiting > 1 else "test measures"
                 say(f"dpbench: {waiting} {test} with {options}")
-        outcomes = session.outcomes()
+        outcomes = session.findings.outcomes()
         if not outcomes and self.runs_tests:
             for path in self.settings.files.values():
                 named = os.path.relpath(path, self.settings.directory)

@@ -7,13 +7,12 @@ from contextlib import closing
 
 import pytest
 
+from dpbench.findings import Findings
 from dpbench.gpu import Gpu
 from dpbench.grid import GRIDS
 from dpbench.plugin import whole_session
 from dpbench.plugin.scheduling import CaseScheduling
 from dpbench.plugin.whole_session import useful_workers, visible_names
-from dpbench.session import Session
-from dpbench.settings import Settings
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -86,11 +85,12 @@ def test_gpus_are_named_by_uuid_or_as_the_caller_named_them(
 def test_tests_of_a_case_stay_together(pytester: pytest.Pytester) -> None:
     case, other = GRIDS["grid1"].cases()[:2]
     config = pytester.parseconfigure("--tx=popen", "--dpbench-disable")
-    with closing(Session([], Settings(of_pytest=True))) as session:
+    with closing(Findings()) as findings:
         tests = {"test_first": [(case, "ncu")], "test_again": [(case, "logical")]}
-        session.expect({**tests, "test_other": [(other, "ncu")], "test_by_name": []})
-        scheduling = CaseScheduling(config, None, session)
-        scopes = {test: scheduling._split_scope(test) for test in (*session.tests, "test_plain")}
+        tests |= {"test_other": [(other, "ncu")], "test_by_name": []}
+        findings.share(tests=tests)
+        scheduling = CaseScheduling(config, None, findings)
+        scopes = {test: scheduling._split_scope(test) for test in (*findings.tests, "test_plain")}
     assert scopes == {
         "test_first": case.id,
         "test_again": case.id,
