@@ -13,7 +13,7 @@ from dpbench.errors import DpbenchError
 from dpbench.files import printable
 from dpbench.instruments import declare_outside
 from dpbench.plugin import hooks
-from dpbench.plugin.each_test import MARKER
+from dpbench.plugin.marker import MARKER
 from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
 from dpbench.settings import declare
 

@@ -71,7 +71,7 @@ class Session:
         self.grid = grid or settings.chosen_grid()
         self.view = View.of(settings, self.grid.baseline)
         self.sources = sources(self.instruments, settings, gpu)
-        self.limits = limits_of(settings.compare_fail)
+        self.limits = read_limits(settings.compare_fail)
         """Those of the command line; tests may have their own."""
         self.notes: list[str] = []
         """Lines that are printed at the end of the session."""
@@ -324,7 +324,7 @@ def sources(
     return list(dict.fromkeys([*pairs, *([(NO_HARDWARE, "logical")] * settings.of_pytest)]))
 
 
-def limits_of(texts: Sequence[str]) -> list[Threshold]:
+def read_limits(texts: Sequence[str]) -> list[Threshold]:
     """Limits as their user wrote them."""
     if not texts:
         return []

@@ -1,4 +1,4 @@
-"""Which of dpbench's fixtures a test takes, and for which case."""
+"""Which fixtures of dpbench a test takes, and with which case."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How pytest-xdist deals out tests: a worker gets all tests of a case together.
+"""How pytest-xdist distributes tests: a worker gets all tests of a case together.
 
-Otherwise workers would wait for what another one measures, while their GPU has nothing to do.
+Otherwise workers would wait for a case that another measures, while their GPU is idle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dpbench.findings import Findings
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """xdist's ``--dist=loadscope`` with cases as scopes; any other test is a scope of its own."""
+    """xdist's ``--dist=loadscope`` with cases as scopes; every other test is a scope of its own."""
 
     def __init__(self, config: pytest.Config, log: Any, findings: Findings) -> None:
         super().__init__(config, log)
@@ -28,17 +28,18 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         return self.scopes[nodeid]
 
     def _reschedule(self, node: Any) -> None:
-        """Give a worker the next cases; it begins a test when it has another one or is to end.
+        """Give a worker scopes until it has two tests, or none is left.
 
-        xdist hands out one scope at a time. One that takes a dead worker's place would wait for
-        ever with a single test, or with a scope of which the dead one had finished all.
+        A worker begins a test only when it has another one or is shut down. xdist gives one scope
+        at a time, so the replacement of a dead worker would wait for ever with a single test, or
+        with a scope whose tests the dead one had finished.
         """
         super()._reschedule(node)
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """Let go of a worker; xdist would give the test that killed it to the next one, too."""
+        """Remove a worker; the test that killed it counts as done, or it would kill the next one."""
         for tests in self.assigned_work[node].values():
             for test, done in tests.items():
                 if not done:
