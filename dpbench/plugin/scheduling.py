@@ -39,7 +39,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
             super()._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """Remove a worker; the test that killed it counts as done, or it would kill the next one."""
+        """Remove a worker; the test that killed it counts as done, and is given to no other."""
         for tests in self.assigned_work[node].values():
             for test, done in tests.items():
                 if not done:

@@ -187,7 +187,7 @@ class WholeSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Give each worker on this machine one GPU, which the replacement of a crashed one keeps."""
+        """Give each worker on this machine a GPU; the replacement of a crashed one keeps it."""
         names = visible_names() if self.measures else []
         for number, spec in enumerate(spec for spec in specs if names and spec.popen):
             spec.env["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
