@@ -32,8 +32,8 @@ class Grid:
     """Every combination of the values along each axis of a `Case`.
 
     Args:
-        name: what it is called.
-        axes: the values along the fields of a case; those that are not said are as usual.
+        name: of the grid, or of its file.
+        axes: the values along fields of a case; other fields have their default.
         baseline: the trainer whose numbers ratios divide by.
     """
 
@@ -45,7 +45,7 @@ class Grid:
         for axis in AXES:
             if not self.values(axis):
                 raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
-        self.cases()  # refuses values that no case can have
+        self.cases()  # refuses impossible values
 
     def values(self, axis: str) -> tuple[Any, ...]:
         """The values along an axis."""
@@ -53,7 +53,7 @@ class Grid:
         return self.axes.get(axis, () if usual is MISSING else (usual,))
 
     def cases(self) -> list[Case]:
-        """The cases, each once, those that share a baseline together, trainers in order."""
+        """The cases, each once; those with the same baseline are together, trainers in order."""
         _, *outer = AXES
         cells = [
             _cell(dict(zip(outer, values, strict=True)))
@@ -103,13 +103,13 @@ class Grid:
 
 
 def _cell(axes: dict[str, Any]) -> dict[str, Any]:
-    """A cell without the axes that its workload has not, or that its workload's name says."""
+    """A cell, with the default along axes that its workload lacks or gives in its name."""
     own = own_axes(axes["workload"])
     return axes | {axis: USUAL[axis] for axis in own if axis in OF_TRANSFORMER}
 
 
 NAMES_AND_TABLES = ("trainer", "workload", "model", "optimizer")
-"""The axes that take a table of a name and its parameters, too."""
+"""The axes on which a grid file may have a table of a name and its parameters."""
 
 
 def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -138,7 +138,7 @@ def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _names(key: str, entry: object) -> list[Any]:
-    """The names with parameters that a table such as ``{name = "dpsgd", clip = […]}`` means."""
+    """The names with parameters in a table such as ``{name = "dpsgd", clip = […]}``."""
     if not isinstance(entry, dict):
         return [entry]
     if not isinstance(name := entry.get("name"), str):

@@ -1,7 +1,7 @@
-"""One session: cases × instruments → a run. ``pytest`` and ``dpbench run`` both are one.
+"""One session: a plan of subjects and instruments becomes a run, for pytest and the commands.
 
-It measures each case once, however many processes ask; writes its files as it goes; goes on with
-a run that broke off; and at its end compares, and says what is wrong.
+It measures each case once, however many processes ask for it, writes its files on the way, can
+resume an interrupted run, and compares at its end.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Session:
         self.notes: list[str] = []
         """Lines that are printed at the end of the session."""
         self.problems: list[str] = []
-        """Lines about how the session went; with a problem it has not succeeded."""
+        """Lines that are printed as errors; a session with one has failed."""
         self.tables: list[Table] = []
         """What changed since the reference."""
         self._planned = [(case, instrument.name) for case, instrument in plan]
@@ -95,7 +95,7 @@ class Session:
     # --- before anything is measured ---------------------------------------------------------
 
     def begin(self) -> None:
-        """Check the instruments, choose references, take a number in the storage."""
+        """Check the instruments, find references, take a number in the storage."""
         if self.settings.html:
             from dpbench.show.html import check_libraries
 
@@ -105,14 +105,14 @@ class Session:
         if self.settings.compares:
             first_run_ok = self.settings.compare_first_run_ok
             self._reference.find(self._planned, must_exist=bool(self.limits) and not first_run_ok)
-        if self.settings.saves:  # last: takes a number only if all else is well
+        if self.settings.saves:  # last: no number is taken if anything else fails
             device = device_of(self.instruments, self.settings, self.gpu)
             self.begun = self.files.open(device, self.begun, self._stands(()))
             self.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
 
     @property
     def path(self) -> Path | None:
-        """The run's file in the storage, whole at any moment."""
+        """The run's file in the storage, complete JSON at any moment."""
         return self.files.path
 
     @property
@@ -122,7 +122,7 @@ class Session:
 
     @cached_property
     def begun(self) -> Run:
-        """The session before its first case; asks git, so only where it is needed."""
+        """The run before its first case; computed only if needed, because it calls git."""
         from dpbench.results.conditions import begun, environment
 
         tools = {name: version for i in self.instruments for name, version in i.versions.items()}
@@ -138,7 +138,7 @@ class Session:
     # --- for other processes of the session --------------------------------------------------
 
     def shared(self) -> dict[str, Any]:
-        """What another process needs to take part in the session, as plain JSON types."""
+        """What another process needs to join the session, as plain JSON types."""
         writes = self.path or self.settings.files
         return {
             "directory": str(self.findings.store.directory),
@@ -151,13 +151,13 @@ class Session:
     # --- measuring ---------------------------------------------------------------------------
 
     def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
-        """The outcome of a case, by these instruments or the session's; it is written at once."""
+        """The outcome of a case by these instruments or the session's; the files have it at once."""
         from dpbench.runner import measure
 
         chosen = self.instruments if instruments is None else instruments
         on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
         checks = on_gpu and not isinstance(case, Script) and not self.settings.try_anyway
-        gpu = self.gpu if checks else None  # what it must fit
+        gpu = self.gpu if checks else None  # whose memory the case must fit
         fresh: list[Outcome] = []
 
         def measure_now(case: Case) -> Outcome:
@@ -166,11 +166,11 @@ class Session:
 
         outcome = self.findings.store.once(case, measure_now, by=[i.name for i in chosen])
         if fresh:
-            self.write()  # at once, so that a killed session keeps what it has
+            self.write()
         return outcome
 
     def keep(self, outcomes: Iterable[Outcome]) -> None:
-        """Take over what was measured elsewhere."""
+        """Take over outcomes of another process or run."""
         for outcome in outcomes:
             self.findings.store.keep(outcome)
 
@@ -178,12 +178,12 @@ class Session:
 
     @property
     def reference(self) -> Run:
-        """What the session is compared with; without rows if there is nothing."""
+        """The run that the session is compared with; without rows if there is none."""
         by_name = [test for test, asked in self.findings.tests.items() if not asked]
         return self._reference.run(self.asked, by_name, self.findings.reference)
 
     def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
-        """What was measured against the reference, by these limits. Only here is judged."""
+        """The verdict of these limits on a run, compared with the reference."""
         from dpbench.results.gate import Gate
 
         across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
@@ -191,14 +191,14 @@ class Session:
 
     @property
     def remedy(self) -> str:
-        """What helps where there is nothing to compare with."""
+        """Words about the option that helps if there is no reference."""
         if not self.reference.frame.empty:
             return ""
         option = self.settings.option("compare_first_run_ok")
         return f" (if this is the first run, say {option})"
 
     def _compare(self, outcomes: Sequence[Outcome], limited: Asked, complete: bool) -> None:
-        """Show the session beside its reference, and hold to limits what they are for."""
+        """Make the tables of changes, and judge by the limits what they apply to."""
         from_tests = (
             self.findings.reference or self.findings.unjudged
         )  # which may have limits of their own
@@ -228,7 +228,7 @@ class Session:
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Bring the run and the files up to date; at the last also the page, and pipes."""
+        """Write the run and the files; pages and pipes only the last time."""
         if not (self.files.wanted(last=last) and self.findings.outcomes()):
             return
         with self.findings.store.lock():
@@ -240,7 +240,7 @@ class Session:
             self.files.write(outcomes, self.begun.environment, session, last=last, before=before)
 
     def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
-        """The session so far; it says ``interrupted`` until it is over."""
+        """The run's description of the session so far: ``interrupted`` until it is complete."""
         began, findings = self.begun.session, self.findings
         return began | {
             "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
@@ -253,12 +253,12 @@ class Session:
         }
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
-        """How many cases are asked for, as far as is known, or are of the grid and measured."""
+        """The number of cases that are asked for, or are in the grid and measured."""
         measured = {outcome.case for outcome in outcomes}.intersection(self.grid.cases())
         return len(measured.union(case for case, _ in self.asked))
 
     def problem(self, text: str) -> None:
-        """Something that the session must not hide; said once."""
+        """Add a problem, once."""
         if printable(text) not in self.problems:
             self.problems.append(printable(text))
 
@@ -271,12 +271,11 @@ class Session:
         limited: Asked | None = None,
         not_measured: Mapping[str, str] | None = None,
     ) -> None:
-        """Compare, write everything for the last time, let go of the file.
+        """Compare, write everything for the last time, release the run's file.
 
         Args:
             complete: whether every case that was asked for has an outcome, or a reason why not.
-            limited: what the command line's limits are for; None if nothing was asked for that
-                they are for.
+            limited: what the limits of the command line apply to; None if they apply to nothing.
             not_measured: why cases that were asked for have no outcome, by id.
         """
         self._not_measured = not_measured or {}
@@ -310,7 +309,7 @@ class Session:
 
 
 def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None) -> str | None:
-    """What these instruments measure on; None without hardware."""
+    """The device that these instruments measure on; None without hardware."""
     if not any(instrument.hardware for instrument in instruments):
         return None
     return gpu.name if gpu and settings.device == "cuda" else "cpu"
@@ -325,7 +324,7 @@ def sources(
 
 
 def read_limits(texts: Sequence[str]) -> list[Threshold]:
-    """Limits as their user wrote them."""
+    """The limits that a user wrote."""
     if not texts:
         return []
     from dpbench.results.compare import Threshold  # loads pandas
