@@ -137,9 +137,7 @@ def write_text(path: Path, text: str) -> None:
 
 def _write_stream(path: Path, data: bytes) -> None:
     """Write to a pipe or device without a buffer, so that a signal can interrupt it."""
-    if named := _OPEN_FILE.fullmatch(
-        str(path)
-    ):  # a file opened again would be overwritten from its start
+    if named := _OPEN_FILE.fullmatch(str(path)):  # opened by name, it would be overwritten
         descriptor = os.dup(int(named[2] or {"out": 1, "err": 2}[named[1]]))
     else:  # a pipe without a reader is an error at once
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)

@@ -151,7 +151,7 @@ class Session:
     # --- measuring ---------------------------------------------------------------------------
 
     def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
-        """The outcome of a case by these instruments or the session's; the files have it at once."""
+        """The outcome of a case by these instruments or the session's, written at once."""
         from dpbench.runner import measure
 
         chosen = self.instruments if instruments is None else instruments

@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         baseline = saved_run(options.baseline, options.storage)
         here = sources(scripts, settings, card)
         standards = _standards(options.baseline, baseline, case, here)
-        # A ratio to another script's is another ratio.
+        # Ratios to different scripts must not be compared.
         scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
     axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
     cases = [case, *([case.baseline] if standards else [])]
@@ -139,10 +139,10 @@ def run(options: argparse.Namespace) -> int:
         session.keep(map(_as_standard, standards))
         try:
             _measure(session, case, scripts)
-        finally:  # what was counted until an interruption is kept and shown
+        finally:  # an interrupted session keeps and shows what it has
             outcomes = session.findings.outcomes()
             measured = {outcome.case for outcome in outcomes}
-            failed = any(outcome.error for outcome in outcomes)  # no reference for others
+            failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
             complete = {*cases} <= measured and not failed
             session.finish(complete=complete, limited=session.asked)
             if baseline:
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None:
-    """Run the script by one instrument after the other, and say why it failed."""
+    """Run the script once for each instrument, and print why it failed."""
     for script in scripts:
         outcome = session.measure(case, [script])
         if outcome.error:
@@ -170,7 +170,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
 def _chosen(
     options: argparse.Namespace, settings: Settings, usual: str
 ) -> tuple[Case, list[ScriptRun]]:
-    """The case of the script, and how it is run for each instrument."""
+    """The script as a subject, and how it runs for each instrument."""
     program = options.module or options.program
     if not program:
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
@@ -202,7 +202,7 @@ def _chosen(
 def _standards(
     named: str, run: Run, case: Case, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
-    """What a saved run has of its script on these devices by these instruments."""
+    """The outcomes of a saved run's script on these devices by these instruments."""
     scripts = [
         outcome
         for outcome in run.outcomes
@@ -242,7 +242,7 @@ def _as_standard(outcome: Outcome) -> Outcome:
 
 
 def _about_baseline(baseline: Run, here: Run) -> Iterator[str]:
-    """Which run the baseline is of, and how that differs from this one but for its script."""
+    """Notes: the run of the baseline, and how it differs from this one except in its script."""
     yield f"baseline: {baseline.name}, {baseline.path}"
     differences = [
         difference
