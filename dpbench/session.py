@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Case, Script
@@ -111,11 +110,6 @@ class Session:
             self.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
 
     @property
-    def path(self) -> Path | None:
-        """The run's file in the storage, complete JSON at any moment."""
-        return self.files.path
-
-    @property
     def asked(self) -> Asked:
         """What the session is known to ask for."""
         return [*self._planned, *(key for asked in self.findings.tests.values() for key in asked)]
@@ -139,11 +133,11 @@ class Session:
 
     def shared(self) -> dict[str, Any]:
         """What another process needs to join the session, as plain JSON types."""
-        writes = self.path or self.settings.files
+        writes = self.files.path or self.settings.files
         return {
             "directory": str(self.findings.store.directory),
             "began": self.began,
-            "path": str(self.path) if self.path else None,
+            "path": str(self.files.path) if self.files.path else None,
             "begun": [self.begun.environment, self.begun.session] if writes else None,
             "reference": self._reference.files,
         }
@@ -286,7 +280,7 @@ class Session:
         outcomes = self.findings.outcomes()
         with reporting(self.problem):
             self._compare(outcomes, limited or (), complete)
-        if self.path is not None:  # a run that it resumes may have been asked for more
+        if self.files.path is not None:  # a run that it resumes may have been asked for more
             complete = complete and self._cases_of(outcomes) >= self.begun.cases_asked
         self.write(complete=complete, last=True)
         self.files.let_go()

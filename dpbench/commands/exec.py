@@ -71,28 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
         "default cupti, without a GPU logical",
     )
-    measuring.add_argument(
-        "--skip",
-        type=int,
-        default=3,
-        metavar="N",
-        help="steps that come before those that count (default %(default)d)",
-    )
-    measuring.add_argument(
-        "--steps", type=int, default=5, metavar="N", help="steps that count (default %(default)d)"
-    )
+    for name, default, help in (
+        ("--skip", 3, "steps that come before those that count (default %(default)d)"),
+        ("--steps", 5, "steps that count (default %(default)d)"),
+        ("--batch-size", 0, "examples in a step, for samples per second: nothing else says it"),
+    ):
+        measuring.add_argument(name, type=int, default=default, metavar="N", help=help)
     measuring.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
         help="let the script go on after these, instead of ending it",
-    )
-    measuring.add_argument(
-        "--batch-size",
-        type=int,
-        default=0,
-        metavar="N",
-        help="examples in a step, which nothing else says: what samples per second are made of",
     )
     measuring.add_argument(
         "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
