@@ -108,10 +108,6 @@ def _cell(axes: dict[str, Any]) -> dict[str, Any]:
     return axes | {axis: USUAL[axis] for axis in own if axis in OF_TRANSFORMER}
 
 
-NAMES_AND_TABLES = ("trainer", "workload", "model", "optimizer")
-"""The axes on which a grid file may have a table of a name and its parameters."""
-
-
 def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """The axes of a grid file's table."""
     axes: dict[str, tuple[Any, ...]] = {}
@@ -122,7 +118,7 @@ def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
             raise unknown("key", key, (*AXES, "baseline"))
         if key == "set":
             values = [*_parameters("set", value)]
-        elif key in NAMES_AND_TABLES:
+        elif key in NAMED:
             values = [name for each in values for name in _names(key, each)]
         if not values or any(type(v) is not wanted for v in values):
             raise ConfigurationError(
