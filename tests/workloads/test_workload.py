@@ -108,7 +108,7 @@ def test_an_object_is_named_by_itself_and_has_its_parameters() -> None:
 
 
 def test_an_object_without_a_name_cannot_be_measured_elsewhere() -> None:
-    assert "assign it at the top level" in refusal(lambda: case_of(digits.Digits()))
+    assert "assign it there" in refusal(lambda: case_of(digits.Digits()))
 
 
 def test_parameters_are_part_of_id_report_and_row() -> None:
