@@ -104,7 +104,7 @@ class Registry(Mapping[str, Any]):
                 return f"{module}:{attribute}"
         raise ConfigurationError(
             f"{self.kind} {named!r} is not at the top level of {module}, which defines its class: "
-            f"assign it there, or name it package.module:NAME, for the measuring process to import it"
+            f"assign it there, or name it package.module:NAME, for the process that measures"
         )
 
     def __contains__(self, name: object) -> bool:
