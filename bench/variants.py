@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpbench.case import ModelSize
+from dpbench.model_size import ModelSize
 from dpbench.workloads.transformer import SelfAttention, SimpleBigModel
 
 DROPOUT = 0.1

@@ -11,7 +11,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "dpbench.case": ("Case", "MODEL_SIZES", "ModelSize", "PHASES"),
+    "dpbench.case": ("Case", "PHASES"),
+    "dpbench.model_size": ("MODEL_SIZES", "ModelSize"),
     "dpbench.grid": ("Grid", "GRIDS"),
     "dpbench.errors": ("ConfigurationError", "DpbenchError"),
     "dpbench.metrics": ("METRICS", "Counters", "Metric", "Peak", "Share", "Sum", "Timed"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import cache
-from numbers import Integral
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.model_size import MODEL_SIZES, ModelSize, positive
 from dpbench.names import joined, parameters_text, parted, read_parameters
 
 PRODUCTS = ("fp32", "tf32", "bf16")
@@ -22,17 +22,16 @@ MIXED = ("bf16-amp", "fp16-amp")
 """Parameters are float32, ``torch.autocast`` chooses by operator; fp16 with a ``GradScaler``."""
 
 PRECISIONS = (*PRODUCTS, *MIXED)
-
 _PRECISION = "|".join(sorted(PRECISIONS, key=len, reverse=True))
 
 CHECKPOINTING = ("off", "on")
-"""Whether the activations inside a block are kept for backward, or computed again there."""
+"""Whether backward computes the activations inside blocks again instead of keeping them."""
 
 ATTENTIONS = ("sdpa", "dp_mha")
 """``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
 
 TRANSFORMER = "transformer"
-"""The workload of whose parameters four are axes with options of their own."""
+"""The workload that has four of its parameters as axes."""
 
 BASELINE_TRAINER = "standard"
 
@@ -40,55 +39,10 @@ PHASES = ("forward", "backward", "clip", "noise", "optimizer")
 """The phases of a training step, in the order in which they usually come."""
 
 OUTSIDE = "outside"
-"""What a step does outside every phase; measured too, so that nothing is lost."""
+"""The part of a step that is in no phase; measured too, so that phases add up to the step."""
 
 ALL_PHASES = (*PHASES, OUTSIDE)
-"""What a step is made of, in the order in which tables show it."""
-
-
-def _positive(what: str, value: object) -> int:
-    """A number as a plain integer: pandas hands out NumPy's."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) <= 0:
-        raise ConfigurationError(f"{what} must be a positive integer, not {value!r}")
-    if int(value) >= 2**31:
-        raise ConfigurationError(f"{what} must be below 2^31, not {value}")
-    return int(value)
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Dimensions of a decoder-only transformer; ``hidden`` is a multiple of ``heads``."""
-
-    vocabulary: int
-    hidden: int
-    layers: int
-    heads: int
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            _positive(f"model size: {name}", value)
-        if self.hidden % self.heads:
-            raise ConfigurationError(
-                f"model size: hidden {self.hidden} is not divisible by heads {self.heads}"
-            )
-
-    @classmethod
-    def parse(cls, name: str) -> ModelSize:
-        """A named size, or ``VOCABULARYxHIDDENxLAYERSxHEADS`` such as ``32000x1024x12x16``."""
-        if name in MODEL_SIZES:
-            return MODEL_SIZES[name]
-        parts = name.split("x")
-        if len(parts) == 4 and all(part.isdecimal() for part in parts):
-            return cls(*map(int, parts))
-        raise unknown("model size", name, MODEL_SIZES, "or VOCABULARYxHIDDENxLAYERSxHEADS")
-
-
-MODEL_SIZES = {
-    "tiny": ModelSize(1_000, 64, 2, 4),
-    "small": ModelSize(8_000, 256, 4, 8),
-    "medium": ModelSize(16_000, 512, 8, 8),
-    "1b": ModelSize(32_000, 2_048, 24, 32),
-}
+"""The parts of a step, in the order of tables."""
 
 
 def axis(
@@ -97,27 +51,25 @@ def axis(
     """A field of a case, one axis of a grid, with what its option says.
 
     Args:
-        help: for the options; ``{names}`` stands for the short names that the axis knows.
-        default: what it is unless it is said.
-        count: in words, what it counts, if it is a positive integer.
-        choices: what it is one of, if these are all.
+        help: for the options; ``{names}`` stands for the short names along the axis.
+        default: the value if none is given.
+        count: what a positive integer counts, in words; empty for other axes.
+        choices: all values that there are; empty if others are possible.
     """
     return field(default=default, metadata={"help": help, "count": count, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration to measure; each field is an axis, its metadata say what it means.
+    """One configuration to measure; each field is an axis, which its metadata describe.
 
-    Trainer, workload, model and optimizer are short names, with parameters or without
-    (``dpsgd:clip=per_layer``); `dpbench.registry.resolve` makes one of any other spelling. Whether
-    there is such a trainer or workload is for that to say: a case from a saved run may name what
-    this process does not know.
+    Trainer, workload, model and optimizer are short names, with or without parameters
+    (``dpsgd:clip=per_layer``). Other spellings become short names in `dpbench.registry.resolve`,
+    which also checks that they exist: the case of a saved run may name what is unknown here.
 
-    The transformer's parameters are fields of their own, empty for other workloads, whose
-    parameters are ``set``: a mapping or text. Both may be given as the workload's:
-    ``transformer:seq_len=128``, ``resnet:depth=50,image_size=64``. The batch size of a script may
-    be unknown, 0.
+    The transformer's parameters are fields, empty for other workloads, whose parameters are in
+    ``set``, a mapping or text. Both can also be given as parameters of the workload:
+    ``transformer:seq_len=128``, ``resnet:depth=50,image_size=64``.
     """
 
     trainer: str = axis("{names}, their class names, or package.module:Class")
@@ -145,21 +97,17 @@ class Case:
     )
 
     def __post_init__(self) -> None:
-        axes: dict[str, Any] = vars(self)
-        if self.workload == SCRIPT:  # nobody says how it trains
-            unsaid = {*AXES} - {"trainer", "batch_size", "workload"}
-            axes |= {axis: type(USUAL[axis])() for axis in unsaid}
-            if self.batch_size:
-                axes["batch_size"] = _positive(COUNTS["batch_size"], self.batch_size)
-            return
+        axes: dict[str, Any] = {**vars(self)}
         self._take_parameters(axes)
-        checked = {*AXES} - (set() if self.workload == TRANSFORMER else OF_TRANSFORMER.keys())
+        checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
         for axis, what in COUNTS.items():
             if axis in checked:
-                axes[axis] = _positive(what, axes[axis])
+                axes[axis] = positive(what, axes[axis])
         for axis, known in CHOICES.items():
             if axis in checked and axes[axis] not in known:
                 raise unknown(axis.replace("_", " "), axes[axis], known)
+        for axis, value in axes.items():
+            object.__setattr__(self, axis, value)
         if "model_size" in checked:
             ModelSize.parse(self.model_size)
         if self.batch_size % self.micro_batches:
@@ -178,9 +126,9 @@ class Case:
         if isinstance(self.workload, str):
             axes["workload"], text = parted(self.workload)
         axes["set"] = parameters_text([text, parameters_text(self.set)])
-        if self.workload != TRANSFORMER:
+        if axes["workload"] != TRANSFORMER:
             given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
-            check_belongs(given, [str(self.workload)])
+            check_belongs(given, [str(axes["workload"])])
             axes |= OF_TRANSFORMER
             return
         for axis, value in read_parameters(axes["set"]).items():
@@ -195,13 +143,13 @@ class Case:
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
         """The case that a row is about, made once however many rows it has."""
         known = {**ADDED, **row}
-        return _case(*(known[axis] for axis in AXES))
+        return _subject(**{axis: known[axis] for axis in AXES})
 
     @classmethod
     def from_report_path(cls, path: Path) -> Case:
         """The case whose `report_path` this is."""
         if path.parent.name == SCRIPT and path.stem.startswith("report_"):
-            return script_case(_from_path(path.stem.removeprefix("report_")))
+            return Script(_from_path(path.stem.removeprefix("report_")))
         name = re.fullmatch(r"report_(.+)_bs(\d+)(?:_seq(\d+))?", path.stem)
         folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
         if name is None or folder is None:
@@ -234,15 +182,22 @@ class Case:
     @property
     def baseline(self) -> Case:
         """The same configuration under the standard trainer."""
-        return replace(self, trainer=BASELINE_TRAINER)
+        return self.under(BASELINE_TRAINER)
+
+    def under(self, trainer: str) -> Case:
+        """The same configuration under another trainer."""
+        return replace(self, trainer=trainer)
 
     @property
     def id(self) -> str:
         """A name for test ids and messages, e.g. ``dpsgd-bs8-seq256-1b-fp32``."""
-        if self.workload == SCRIPT:
-            return self.trainer
         length = f"-seq{self.seq_len}" if self.seq_len else ""
         return f"{self.trainer}-bs{self.batch_size}{length}-{self.configuration}"
+
+    @property
+    def file_name(self) -> str:
+        """The id as the name of a file or folder."""
+        return self.id.replace("/", "@2F")
 
     @property
     def configuration(self) -> str:
@@ -258,21 +213,19 @@ class Case:
     @property
     def report_path(self) -> Path:
         """Where this case's report lies below the report directory."""
-        if self.workload == SCRIPT:
-            return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
         length = f"_seq{self.seq_len}" if self.seq_len else ""
         name = f"report_{_name_for_path(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
         return Path(self._configuration(_for_path, _name_for_path)) / name
 
 
 def own_axes(workload: str) -> Mapping[str, Any]:
-    """The axes that a workload's name says, if it is the transformer, or else that it has not."""
+    """The axes that a workload's name already gives; the transformer's for all other workloads."""
     name, parameters = parted(workload)
     return read_parameters(parameters) if name == TRANSFORMER else OF_TRANSFORMER
 
 
 def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
-    """Refuse axes that none of the workloads leaves to be given."""
+    """Refuse axes that cannot be given by themselves for any of the workloads."""
     for axis in given:
         if all(axis in own_axes(workload) for workload in workloads):
             raise ConfigurationError(
@@ -292,32 +245,30 @@ def trained_in(axes: Mapping[Any, Any]) -> str:
 AXES = tuple(f.name for f in fields(Case))
 
 USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
-"""What each axis is unless it is said; `MISSING` for those that have to be."""
+"""The default along each axis; `MISSING` for those that must be given."""
 
 DECLARED = {field.name: field.metadata for field in fields(Case)}
-"""What `axis` keeps of each."""
+"""What `axis` was given for each."""
 
 COUNTS: dict[str, str] = {name: said["count"] for name, said in DECLARED.items() if said["count"]}
-"""The axes that are whole numbers, in words."""
+"""The axes that are positive integers, and what each counts."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     name: said["choices"] for name, said in DECLARED.items() if said["choices"]
 }
-"""The axes that are one of a few names."""
-
-_case = cache(Case)
+"""The axes that have few values, and these values."""
 
 LATER = AXES[AXES.index("optimizer") :]
-"""Axes that only what is unusual about them names."""
+"""Axes that ids and titles name only where the value is not the default."""
 
 OF_TRANSFORMER = {
     axis: type(USUAL[axis])() for axis in ("seq_len", "model_size", "attention", "model")
 }
-"""The transformer's parameters, and what they are in the cases of other workloads."""
+"""The transformer's parameters, and their values in cases of other workloads."""
 
 
 def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
-    """What is known not to be as usual along `LATER`."""
+    """The values along `LATER` that are known and not the default."""
     known = {axis: axes[axis] for axis in LATER if axes.get(axis)}
     return {axis: str(value) for axis, value in known.items() if value != ADDED[axis]}
 
@@ -345,16 +296,55 @@ def lora_rank(trainable: str) -> int | None:
         return None
     if not rank.isdecimal():
         raise ConfigurationError(f"write lora:RANK, such as lora:8, not {trainable!r}")
-    return _positive("rank", int(rank))
+    return positive("rank", int(rank))
 
 
 ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
-"""Axes that files of older versions lack, and what they were then."""
+"""Axes that files of older versions lack, and the value that they had then."""
 
 SCRIPT = "script"
-"""The workload of a case that is somebody's script or loop: its name is known, no other axis."""
+"""What the rows of a `Script` have for their workload."""
 
 
-def script_case(name: str, batch_size: int = 0) -> Case:
-    """The case of a script or loop that is called so, and of its batch size if somebody says it."""
-    return Case(name, batch_size=batch_size, workload=SCRIPT)
+@dataclass(frozen=True, init=False)
+class Script(Case):
+    """A script, a loop or a step of one's own, by its name.
+
+    Its rows have the columns of a case: the name for the trainer, and nothing along the other
+    axes, for only who wrote it knows how it trains. The batch size is 0 unless it is given.
+    """
+
+    def __init__(self, name: str, batch_size: int = 0) -> None:
+        unknown = {axis: type(USUAL[axis])() for axis in AXES}
+        super().__init__(
+            **unknown | {"trainer": name, "batch_size": batch_size, "workload": SCRIPT}
+        )
+
+    def __post_init__(self) -> None:
+        if self.batch_size:
+            known = positive(COUNTS["batch_size"], self.batch_size)
+            object.__setattr__(self, "batch_size", known)
+
+    def under(self, trainer: str) -> Script:
+        """Another script with the same batch size."""
+        return Script(trainer, self.batch_size)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.trainer
+
+    @property
+    def report_path(self) -> Path:
+        """Where its report lies below the report directory."""
+        return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
+
+
+def subject(**axes: Any) -> Case:
+    """The case or the script that these axes are of."""
+    if axes.get("workload") == SCRIPT:
+        return Script(axes["trainer"], axes["batch_size"])
+    return Case(**axes)
+
+
+_subject = lru_cache(maxsize=None, typed=True)(subject)

@@ -36,12 +36,12 @@ COMMANDS = (
 the arguments, ``run(options)`` does it and returns the exit code."""
 
 TAKE_INSTRUMENTS = ("step", "run", "exec")
-"""Those that declare the options of instruments from outside."""
+"""The commands that declare the options of instruments from outside."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 PIPE_CLOSED = 141
-"""What a shell says of a program that SIGPIPE ended: whoever read its output has gone."""
+"""The exit status that shells give a program that SIGPIPE ended."""
 
 ENDED_BY_CTRL_C = 130
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_what_is_closed()
     try:
         try:
-            if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal knows ÷
+            if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal can print ÷
                 sys.stdout.reconfigure(errors="backslashreplace")
             options = _parsed(sys.argv[1:] if argv is None else argv)
             name += f" {options.command_name}"
@@ -78,9 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """Let a standard stream that is closed be nothing, or the next file gets its number.
+    """Open ``/dev/null`` for each closed standard stream.
 
-    What a measured process says would then be written into that file.
+    Otherwise the next file that is opened would get its number, and the output of measured
+    processes with it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -90,17 +91,17 @@ def _open_what_is_closed() -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what a stream still holds go nowhere: the interpreter tries again when it ends."""
+    """Discard what a stream still holds, which the interpreter would write again when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parsed(written: Sequence[str]) -> argparse.Namespace:
-    """What the arguments ask for."""
+    """The parsed arguments."""
     try:
         directory = str(Path.cwd())
     except FileNotFoundError as error:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
-    if directory not in sys.path:  # last, or a file there could pass for a library's module
+    if directory not in sys.path:  # last, or its files could hide modules of libraries
         sys.path.append(directory)
     words = [hyphenated(text) for text in written]
     options = build_parser("".join(written[:1]), words).parse_args(words)
@@ -113,7 +114,7 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
 
 @contextmanager
 def _ending_signals_as_ctrl_c() -> Iterator[None]:
-    """A batch system's signal ends the measured processes too, as Ctrl-C does; not nohup's."""
+    """Handle a batch system's signals as Ctrl-C, to end measured processes too; nohup's stay."""
     heard = [s for s in ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
     handlers = {s: signal.signal(s, signal.default_int_handler) for s in heard}
     try:
@@ -129,11 +130,11 @@ def hyphenated(text: str) -> str:
 
 
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of a command. Only this command is imported; without one, none is.
+    """The parser of a command. Only its module is imported; of others the docstrings are read.
 
-    Of the words of a command line only the instruments from outside are read, for their options.
-
-    The others are known by name and by what the first line of their help says.
+    Args:
+        command: its name; empty for none.
+        words: the command line; the instruments from outside that it names add their options.
     """
     parser = argparse.ArgumentParser(
         prog="dpbench",
@@ -167,6 +168,6 @@ def _declare_outside(parser: argparse.ArgumentParser, words: Sequence[str]) -> N
 
 
 def _help_of(command: str) -> str:
-    """The docstring of a command's module, which is not imported: some load pandas."""
+    """The docstring of a command's module, without importing it: some load pandas."""
     source = Path(__file__).with_name("commands") / f"{command}.py"
     return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 LISTED = 25
-"""Of more names than these only the nearest are listed."""
+"""Messages list at most so many names, those most similar to the one that was given."""
 
 
 class DpbenchError(Exception):
@@ -24,13 +24,13 @@ class DpbenchError(Exception):
 
 
 class ConfigurationError(DpbenchError):
-    """Something asked for does not exist or does not fit together."""
+    """Something that was asked for does not exist, or options contradict each other."""
 
     exit_code = 2
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
-    """The error for a name that is not in a list of names; of a long list with those like it."""
+    """The error for a name that is not in a list; of a long list it has similar names."""
     names = [*known]
     if len(names) > LISTED:
         longer = sorted((known for known in names if str(name) in known), key=len)
@@ -42,7 +42,7 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
 
 
 def own_line(trace: TracebackType | None) -> str:
-    """Of an error the innermost line that is neither installed nor dpbench's, to be appended."""
+    """The innermost line of an error's traceback that is in the user's own code, in brackets."""
     others = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent), "<")
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         file = frame.f_code.co_filename

@@ -15,21 +15,21 @@ from pathlib import Path
 from dpbench.errors import ConfigurationError
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that a terminal obeys instead of showing, those that turn the direction of writing
-among them; not tab and line feed."""
+"""Control characters of terminals, those that change the direction of writing included; not tab
+and line feed."""
 
 
 _OPEN_FILE = re.compile(r"/dev/std(out|err)|/(?:dev|proc/self)/fd/(\d+)")
-"""How a file that this process has open is named."""
+"""The names of files that this process has open."""
 
 
 def printable(text: str) -> str:
-    """A text from outside without the characters that a terminal would obey."""
+    """A text from outside with its control characters replaced."""
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def in_words(error: OSError) -> str:
-    """A line about a file that could not be read or written."""
+    """One line about a file that could not be read or written."""
     if error.errno == errno.ENXIO:
         return f"{error.filename}: no process reads this pipe"
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -50,7 +50,7 @@ def mode_of(path: Path) -> int:
 
 
 def check_is_file(path: Path) -> None:
-    """Refuse a file that was named and is not there, or has no end: a pipe, a device."""
+    """Refuse a file that does not exist, or is a directory, a pipe or a device."""
     mode = mode_of(path)
     if stat.S_ISDIR(mode):
         raise ConfigurationError(f"{path} is a directory; name a file")
@@ -61,20 +61,20 @@ def check_is_file(path: Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """What a file holds; of a pipe or a device, which may have no end, an `OSError`."""
+    """The content of a file; `OSError` for a pipe or a device, which may never end."""
     if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
     return path.read_bytes()
 
 
 def is_stream(path: Path) -> bool:
-    """Whether what is written to a path cannot be written anew: a pipe, a device, ``/dev/fd/3``."""
+    """Whether a path cannot be written twice: a pipe, a device, ``/dev/fd/3``."""
     mode = mode_of(path)
     return bool(_OPEN_FILE.fullmatch(str(path))) or bool(mode and not stat.S_ISREG(mode))
 
 
 def check_writable_file(path: Path) -> None:
-    """Find out before a GPU minute is spent whether a file can be written."""
+    """Refuse a file that cannot be written, before anything is measured."""
     check_is_path(path)
     if not path.name or stat.S_ISDIR(mode_of(path)):
         raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
@@ -85,14 +85,14 @@ def check_writable_file(path: Path) -> None:
 
 
 def check_is_path(path: Path) -> None:
-    """Refuse a URL, which would become a directory that is called ``file:``."""
+    """Refuse a URL, which would become a directory named ``file:``."""
     for part in path.parts:
         if re.fullmatch("[a-z][a-z0-9+]+:", part):
             raise ConfigurationError(f"{path} is a URL; name a path, without {part}//")
 
 
 def check_writable(directory: Path) -> None:
-    """Make a directory, and find out before a GPU minute is spent whether it can be written."""
+    """Make a directory, and refuse it if files in it cannot be written."""
     check_is_path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def check_writable(directory: Path) -> None:
 
 
 def check_distinct_files(files: Mapping[str, Path]) -> None:
-    """Refuse one file for two kinds of output; ``files`` is what each option names."""
+    """Refuse two options that name the same file; ``files`` has the file of each option."""
     options: dict[Path, str] = {}
     for option, path in files.items():
         first = options.setdefault(path.resolve(), option)
@@ -119,9 +119,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; an `OSError` has its name, also where the disk is full.
+    """Write a file completely or not at all; an `OSError` has its name, even if the disk is full.
 
-    A device or a pipe is written to, not replaced by a file, and so is what a link leads to.
+    Devices, pipes and the targets of links are written to, not replaced.
     """
     try:
         if is_stream(path):
@@ -141,10 +141,10 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def _write_stream(path: Path, data: bytes) -> None:
-    """Write to a pipe or device: unbuffered, so that a signal ends it wherever it waits."""
-    if named := _OPEN_FILE.fullmatch(str(path)):  # opened anew, a file would be written from 0 on
+    """Write to a pipe or device without a buffer, so that a signal can interrupt it."""
+    if named := _OPEN_FILE.fullmatch(str(path)):  # opened by name, it would be overwritten
         descriptor = os.dup(int(named[2] or {"out": 1, "err": 2}[named[1]]))
-    else:  # a pipe that nobody reads is an error, and not waited for
+    else:  # a pipe without a reader is an error at once
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         os.set_blocking(descriptor, True)
     rest = memoryview(data)
@@ -161,17 +161,16 @@ class Locked(Exception):
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
-    """Hold a lock file among processes; the system lets go of it if the process dies.
+    """Hold a lock file; the system releases it if the process dies.
 
-    Yields its descriptor, or None: some file systems know no locks (ENOLCK, EOPNOTSUPP, EIO), and
-    what has been measured on them is worth more than the lock. (Versions of filelock differ in
-    what they do then; some wait for ever.) Without ``wait``, `Locked` is raised if another has it,
-    with what that one wrote into the file.
+    Yields its descriptor. It is None on file systems without locks (ENOLCK, EOPNOTSUPP, EIO), where
+    measuring goes on unlocked. (Some versions of filelock wait there for ever.) Without ``wait``,
+    `Locked` is raised if another process holds the lock, with what that wrote into the file.
     """
     descriptor: int | None = None
     with ExitStack() as ending:
         try:
-            # Whoever held it may have removed it.
+            # Its last holder may have removed the file: then open it again.
             while descriptor is None or not os.fstat(descriptor).st_nlink:
                 descriptor = _open(path)
                 ending.callback(os.close, descriptor)
@@ -185,7 +184,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a file that every user may open, whatever the umask."""
+    """A descriptor of a file that every user can open, whatever the umask is."""
     try:
         return os.open(path, os.O_RDWR)  # without O_CREAT, which Linux may refuse for another's
     except FileNotFoundError:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,12 @@ from dpbench.case import (
     Case,
     check_belongs,
     own_axes,
+    subject,
 )
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.files import read_file
 from dpbench.names import Parameter, joined, parameter_grid, parted
+from dpbench.registry import NAMED, TRAINERS
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Grid:
     """Every combination of the values along each axis of a `Case`.
 
     Args:
-        name: what it is called.
-        axes: the values along the fields of a case; those that are not said are as usual.
+        name: of the grid, or of its file.
+        axes: the values along fields of a case; other fields have their default.
         baseline: the trainer whose numbers ratios divide by.
     """
 
@@ -42,7 +45,7 @@ class Grid:
         for axis in AXES:
             if not self.values(axis):
                 raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
-        self.cases()  # refuses values that no case can have
+        self.cases()  # refuses impossible values
 
     def values(self, axis: str) -> tuple[Any, ...]:
         """The values along an axis."""
@@ -50,14 +53,24 @@ class Grid:
         return self.axes.get(axis, () if usual is MISSING else (usual,))
 
     def cases(self) -> list[Case]:
-        """The cases, each once, those that share a baseline together, trainers in order."""
+        """The cases, each once; those with the same baseline are together, trainers in order."""
         _, *outer = AXES
         cells = [
             _cell(dict(zip(outer, values, strict=True)))
             for values in product(*map(self.values, outer))
         ]
         trainers = self.values("trainer")
-        return list(dict.fromkeys(Case(name, **cell) for cell in cells for name in trainers))
+        cases = (subject(trainer=name, **cell) for cell in cells for name in trainers)
+        return list(dict.fromkeys(cases))
+
+    def with_axes(self, baseline: object = None, **axes: Iterable[Any]) -> Grid:
+        """The grid with the values along these axes replaced, each once and by its short name."""
+        # First, because one of the trainers may be given by the short name of the baseline.
+        name = TRAINERS.canonical(self.baseline if baseline is None else baseline)
+        every = {**self.axes, **axes}
+        short = {a: map(known.canonical, every[a]) for a, known in NAMED.items() if a in every}
+        once = {axis: tuple(dict.fromkeys(values)) for axis, values in {**every, **short}.items()}
+        return replace(self, axes=once, baseline=name)
 
     def as_json(self) -> dict[str, Any]:
         """The grid as a saved run describes it: an entry for each axis."""
@@ -66,20 +79,23 @@ class Grid:
 
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
-        """A grid by name, or from TOML: one key per `Case` field, a value or a list."""
+        """A grid by name, or from TOML: one key per `Case` field, a value or a list.
+
+        Names of trainers and the like are the short ones, whichever spelling the file has.
+        """
         if name_or_file in GRIDS:
             return GRIDS[name_or_file]
         if not name_or_file.endswith(".toml"):
             raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
         path = Path(name_or_file)
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            table = tomllib.loads(read_file(path).decode())
             baseline = table.pop("baseline", BASELINE_TRAINER)
             if not isinstance(baseline, str):
                 raise ConfigurationError(
                     f"baseline must be the name of a trainer, not {baseline!r}"
                 )
-            return cls(path.stem, _axes(table), baseline)
+            return cls(path.stem, _axes(table), baseline).with_axes()
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
         except (ConfigurationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -87,13 +103,9 @@ class Grid:
 
 
 def _cell(axes: dict[str, Any]) -> dict[str, Any]:
-    """A cell without the axes that its workload has not, or that its workload's name says."""
+    """A cell, with the default along axes that its workload lacks or gives in its name."""
     own = own_axes(axes["workload"])
     return axes | {axis: USUAL[axis] for axis in own if axis in OF_TRANSFORMER}
-
-
-NAMES_AND_TABLES = ("trainer", "workload", "model", "optimizer")
-"""The axes that take a table of a name and its parameters, too."""
 
 
 def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -106,7 +118,7 @@ def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
             raise unknown("key", key, (*AXES, "baseline"))
         if key == "set":
             values = [*_parameters("set", value)]
-        elif key in NAMES_AND_TABLES:
+        elif key in NAMED:
             values = [name for each in values for name in _names(key, each)]
         if not values or any(type(v) is not wanted for v in values):
             raise ConfigurationError(
@@ -122,7 +134,7 @@ def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _names(key: str, entry: object) -> list[Any]:
-    """The names with parameters that a table such as ``{name = "dpsgd", clip = […]}`` means."""
+    """The names with parameters in a table such as ``{name = "dpsgd", clip = […]}``."""
     if not isinstance(entry, dict):
         return [entry]
     if not isinstance(name := entry.get("name"), str):
@@ -173,3 +185,13 @@ GRIDS["opacus-layers"] = Grid(  # as ``benchmarks/`` of Opacus's repository does
         "workload": tuple(f"layer:layer={layer}" for layer in _LAYERS.split()),
     },
 )
+
+
+def chosen_grid(name_or_file: str, baseline: object = None, **axes: Iterable[Any]) -> Grid:
+    """A grid of `Grid.named`, with the values along the named axes replaced."""
+    given = {axis: tuple(values) for axis, values in axes.items()}
+    if "set" in given:
+        given["set"] = parameter_grid(given["set"])
+    grid = Grid.named(name_or_file).with_axes(baseline, **given)
+    check_belongs(given, grid.values("workload"))
+    return grid

@@ -12,23 +12,23 @@ from dpbench.errors import ConfigurationError
 Parameter = int | float | bool | str
 
 _PARAMETERS = re.compile(r":(?=[^:=]*=)")
-"""Where the parameters of a name begin: a colon whose next sign is ``=``. That of an import target
-has none, in ``mine=package.module:Class:depth=2``."""
+"""Where the parameters of a name begin: at a colon that is followed by ``=`` before another colon.
+In ``mine=package.module:Class:depth=2`` it is the second colon."""
 
 
 def parted(spelling: str) -> tuple[str, str]:
-    """A name such as ``dpsgd:clip=per_layer`` without its parameters, and these, as text."""
+    """The name and the parameters in a spelling such as ``dpsgd:clip=per_layer``."""
     name, *parameters = _PARAMETERS.split(spelling, maxsplit=1)
     return name, "".join(parameters)
 
 
 def joined(name: str, parameters: str | Iterable[str]) -> str:
-    """The inverse of `parted`, with the parameters as `parameters_text` writes them."""
+    """The inverse of `parted`; the parameters are written as by `parameters_text`."""
     return ":".join(filter(None, (name, parameters_text(parameters))))
 
 
 def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
-    """Parameters as one text, the same however they were given; each may be given once."""
+    """Parameters as one text, sorted; the same parameter with two values is refused."""
     if isinstance(given, Mapping):
         pairs = [(str(name), _written(value).strip()) for name, value in given.items()]
     else:
@@ -54,7 +54,7 @@ def _pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
 
 
 def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
-    """Every combination of parameters; one that is given several values takes each in turn."""
+    """Every combination of parameters, some of which are given several times."""
     values: dict[str, list[str]] = {}
     for name, value in _pairs(given):
         values.setdefault(name, []).append(value)

@@ -22,8 +22,8 @@ def option(
 ) -> Any:
     """A field that is an option.
 
-    Commands call it ``--NAME``, pytest ``--dpbench-NAME`` unless the name begins with ncu, or as
-    is given here; who has it not gives the empty name. It takes what its default is.
+    Commands call it ``--NAME``, pytest ``--dpbench-NAME`` (``--NAME`` if that begins with ncu), or
+    as given here; an empty name leaves it out there. Its type is that of its default.
     """
     if default is not None and not isinstance(default, bool | tuple):
         help += " (default %(default)s)"
@@ -40,7 +40,7 @@ SHORT_FORMS = {"json": "json", "markdown": "md", "csv": "csv", "html": "html"}
 
 
 def axis_help(name: str) -> str:
-    """What the option of an axis of `Case` says of it."""
+    """The help of an axis of `Case`."""
     names = NAMED.get(name) or CHOICES.get(name, ())
     help: str = DECLARED[name]["help"]
     return help.format(names=", ".join(names))
@@ -64,7 +64,7 @@ def of_pytest(help: str, **names: Any) -> Any:
 
 
 def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
-    """How pytest or the commands call an option; empty if they do not."""
+    """The name of an option in pytest or the commands; empty if they lack it."""
     given: str | None = described["pytest" if of_pytest else "command"]
     if given is not None:
         return given
@@ -82,7 +82,7 @@ def below(directory: Path, value: Any) -> Any:
 # --- options that instruments from outside declare -------------------------------------------
 
 _OWN = "own option "
-"""What the names of their values begin with, among those of all options."""
+"""The prefix of their values' names among those of all options."""
 
 
 def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
@@ -99,12 +99,12 @@ def declare_own(add: Callable[..., object], instrument: type, *, of_pytest: bool
 
 
 def own_values(options: Namespace) -> dict[str, Any]:
-    """What a command line has for such options, by their fields."""
+    """The values of such options in a command line, by field."""
     return {n.removeprefix(_OWN): v for n, v in vars(options).items() if n.startswith(_OWN)}
 
 
 def own_arguments(instrument: object) -> list[str]:
-    """An instrument's own options as a command line has them."""
+    """An instrument's own options, as arguments of a command line."""
     words: list[str] = []
     for name, described in own_fields(type(instrument)).items():
         option, value = spelled(name, described, of_pytest=False), getattr(instrument, name)

@@ -1,4 +1,4 @@
-"""The pytest plugin: its options and hooks, and that of xdist's which is asked before any session.
+"""The pytest plugin: its options and hooks, and the hook of xdist that chooses ``-n auto``.
 
 Everything heavy is imported inside functions: ``pytest --help`` loads no torch and no pandas.
 """
@@ -13,8 +13,8 @@ from dpbench.errors import DpbenchError
 from dpbench.files import printable
 from dpbench.instruments import declare_outside
 from dpbench.plugin import hooks
-from dpbench.plugin.each_test import MARKER
 from dpbench.plugin.fixtures import verify  # noqa: F401 (a fixture: pytest finds it here)
+from dpbench.plugin.marker import MARKER
 from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
 from dpbench.settings import declare
 
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     declare(group.addoption, of_pytest=True)
 
 
-@pytest.hookimpl(trylast=True)  # when conftest.py has said where modules are
+@pytest.hookimpl(trylast=True)  # after conftest.py, which may extend sys.path
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
     """Declare the options of instruments from outside."""
     group = parser.getgroup
@@ -41,7 +41,7 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check what was asked for before anything runs, and say so in one line if it can't."""
+    """Check the settings before anything runs; an error is one line."""
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     config.addinivalue_line("markers", MARKER)
     try:
@@ -54,11 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """What ``-n auto`` means where cases are measured; None leaves it to xdist."""
+    """The number of workers of ``-n auto`` where cases are measured; None leaves it to xdist."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
         settings = read_settings(config)
         return useful_workers(settings.chosen_grid()) or None if settings.measures else None
-    except DpbenchError:  # asked before `pytest_configure`, which will say what is wrong
+    except DpbenchError:  # `pytest_configure`, which comes later, reports it
         return None

@@ -22,10 +22,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import OF_TRANSFORMER, SCRIPT, USUAL, Case, check_belongs
+from dpbench.case import OF_TRANSFORMER, USUAL, Case, Script
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.grid import Grid
-from dpbench.names import joined, parameter_grid, parted, read_parameters
+from dpbench.names import joined, parted, read_parameters
 
 
 class Registry(Mapping[str, Any]):
@@ -33,9 +32,10 @@ class Registry(Mapping[str, Any]):
 
     A class can be named in five ways: its short name (``dpsgd``), its class name
     (``DPSGDTrainer``), an import target (``package.module:Class``), a target with the short
-    name it shall have (``mine=package.module:Class``), or by itself; so can an object that a
-    module has at its top level. Each can be followed by parameters (``dpsgd:clip=per_layer``),
-    arguments of the class; those that are ``given`` are none, for whoever calls it gives them.
+    name it shall have (``mine=package.module:Class``), or by itself. An object can be named so too,
+    by itself if it is at the top level of the module that defines its class. Each can be followed
+    by parameters (``dpsgd:clip=per_layer``): arguments of the class, except those that are
+    ``given``, which its caller passes.
     """
 
     def __init__(self, kind: str, targets: Mapping[str, str], given: Iterable[str] = ()) -> None:
@@ -72,10 +72,7 @@ class Registry(Mapping[str, Any]):
                 self.register(entry.name, entry.value)
 
     def canonical(self, spelling: object) -> str:
-        """The short name for any of the accepted spellings, with the parameters in order.
-
-        Import targets are registered.
-        """
+        """The short name of any spelling, parameters in order; import targets are registered."""
         if not isinstance(spelling, str):
             spelling = self._target(spelling)
         name, parameters = parted(spelling)
@@ -108,20 +105,20 @@ class Registry(Mapping[str, Any]):
                 return target
         if hasattr(named, "__qualname__"):
             return f"{named.__module__}:{named.__qualname__}"
-        for name, known in list(sys.modules.items()):
-            for attribute, value in list(getattr(known, "__dict__", {}).items()):
-                if value is named and name != "__main__":
-                    return f"{name}:{attribute}"
+        module = type(named).__module__
+        for attribute, value in getattr(sys.modules.get(module), "__dict__", {}).items():
+            if value is named:
+                return f"{module}:{attribute}"
         raise ConfigurationError(
-            f"{self.kind} {named!r} has no name in a module: assign it at the top level of one, so "
-            f"that the process that measures can import it"
+            f"{self.kind} {named!r} is not at the top level of {module}, which defines its class: "
+            f"assign it there, or name it package.module:NAME, for the process that measures"
         )
 
     def __contains__(self, name: object) -> bool:
         return name in self._targets  # the mapping's own would import the class
 
     def __getitem__(self, spelling: object) -> Any:
-        """What a name means; with parameters, a call of it that has these arguments."""
+        """The class of a name; with parameters, a partial call with these arguments."""
         with self._importing(spelling) as (module, attribute):
             imported = import_module(module)
         try:
@@ -144,7 +141,7 @@ class Registry(Mapping[str, Any]):
         return partial(named, **parameters)
 
     def locate(self, spelling: str) -> None:
-        """Refuse a class whose module is not there; packages around it are imported, it is not."""
+        """Refuse a class whose module is missing; imports only the packages around it."""
         if self.is_builtin(spelling):  # around some lies torch
             return
         with self._importing(spelling) as (module, _):
@@ -153,7 +150,7 @@ class Registry(Mapping[str, Any]):
 
     @contextmanager
     def _importing(self, spelling: object) -> Iterator[tuple[str, str]]:
-        """The module and the attribute that a spelling means; says what helps if it is absent."""
+        """The module and attribute of a spelling; if it is missing, an error with a remedy."""
         module, _, attribute = self._targets[self._name(spelling)].partition(":")
         try:
             yield module, attribute
@@ -176,22 +173,22 @@ class Registry(Mapping[str, Any]):
         return len(self._targets)
 
     def rank(self, name: str) -> int:
-        """The place of a name in tables: in the order of registration, what is unknown last."""
+        """The place of a name in tables: by registration, unknown names last."""
         name = parted(name)[0]
         return [*self._targets, name].index(name)
 
     def is_builtin(self, name: str) -> bool:
-        """Whether a name came with dpbench."""
+        """Whether a name is built in."""
         return self._name(name) in self._builtin
 
     def argument(self, name: str) -> str:
-        """The spelling that a process with nothing registered understands."""
+        """The spelling that a process understands in which nothing was registered."""
         name, parameters = parted(self.canonical(name))
         named = name if name in self._builtin else f"{name}={self._targets[name]}"
         return joined(named, parameters)
 
     def import_path(self, name: str) -> Path | None:
-        """The directory from which this process imported what a name means, if it has."""
+        """The directory that a named class was imported from; None if it was not imported."""
         module = self._targets[self._name(name)].partition(":")[0]
         if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
             return None
@@ -204,7 +201,7 @@ _PACKAGES = {
     "plotly": "Plotly: pip install 'dpbench[report]'",
     "jinja2": "Jinja: pip install 'dpbench[report]'",
 }
-"""What can be missing, and what helps."""
+"""Packages that may be missing, and how to install them."""
 
 
 def _class_name(target: str) -> str:
@@ -212,7 +209,7 @@ def _class_name(target: str) -> str:
 
 
 def _keywords(named: Any) -> list[str] | None:
-    """The keyword arguments of a class, with those that it hands on; None if it takes any."""
+    """The keyword arguments of a class and of the bases it hands others on to; None if any."""
     classes = getattr(named, "__mro__", ())[:-1]  # without object
     inits = [init for each in classes if (init := vars(each).get("__init__"))]
     taken: list[str] = []
@@ -313,13 +310,13 @@ def output_of(path: Path) -> str:
 
 
 NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
-"""The axes of a case that name something, and where the names are known."""
+"""The axes of a case that are names, and the registry of each."""
 
 
 def _named(case: Case) -> Iterator[tuple[str, Registry, str]]:
-    """What a case names: along which axis, where such names are known, and the name."""
+    """Each name in a case: its axis, its registry, the name."""
     for axis, registry in NAMED.items():
-        if case.workload != SCRIPT and (axis != "model" or case.model):
+        if not isinstance(case, Script) and (axis != "model" or case.model):
             name = getattr(case, axis)
             if axis == "workload" and case.set:
                 name = joined(registry.canonical(name), str(case.set))
@@ -327,46 +324,22 @@ def _named(case: Case) -> Iterator[tuple[str, Registry, str]]:
 
 
 def resolve(case: Case) -> Case:
-    """The case with the short names of all that it names, whichever spelling it has."""
+    """The case with short names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in _named(case)}
-    case = replace(case, **names)
+    case = replace(case, **names) if names else case
     _check_parameters(case)
     return case
 
 
 def _check_parameters(case: Case) -> None:
-    """Refuse parameters that what the case names does not have; imports what has some."""
+    """Refuse parameters that a named class does not take; imports the classes that have some."""
     for _, registry, name in _named(case):
         if parted(name)[1]:
             registry[name]
 
 
-def chosen_grid(name_or_file: str, baseline: Any = None, **axes: Iterable[Any]) -> Grid:
-    """A grid, with the values along the named axes replaced, each once and by its short name."""
-    grid = Grid.named(name_or_file)
-    try:
-        grid = _resolved(grid, grid.axes, grid.baseline)
-    except ConfigurationError as error:  # the built-in grids have none
-        raise ConfigurationError(f"grid file {name_or_file}: {error}") from error
-    given: dict[str, Any] = {axis: tuple(values) for axis, values in axes.items()}
-    if "set" in given:
-        given["set"] = parameter_grid(given["set"])
-    baseline = grid.baseline if baseline is None else baseline
-    grid = _resolved(grid, {**grid.axes, **given}, baseline)
-    check_belongs(given, grid.values("workload"))
-    return grid
-
-
-def _resolved(grid: Grid, axes: Mapping[str, Iterable[Any]], baseline: object) -> Grid:
-    """The grid with these axes, in short names, and each value once."""
-    name = TRAINERS.canonical(baseline)  # first: the trainers may have its short name
-    short = {a: map(known.canonical, axes[a]) for a, known in NAMED.items() if a in axes}
-    once = {axis: tuple(dict.fromkeys(values)) for axis, values in {**axes, **short}.items()}
-    return replace(grid, axes=once, baseline=name)
-
-
 def locate(cases: Iterable[Case]) -> None:
-    """Refuse cases of which a module is not there, or with parameters that are not taken."""
+    """Refuse cases that name a missing module, or parameters that a class does not take."""
     for case in cases:
         for _, registry, name in _named(case):
             registry.locate(name)
@@ -374,13 +347,13 @@ def locate(cases: Iterable[Case]) -> None:
 
 
 def import_named(case: Case) -> None:
-    """Import all that a case names."""
+    """Import the classes that a case names."""
     for _, registry, name in _named(case):
         registry[name]
 
 
 def is_builtin(case: Case) -> bool:
-    """Whether all that a case names came with dpbench."""
+    """Whether every name in a case is built in."""
     return all(registry.is_builtin(name) for _, registry, name in _named(case))
 
 
@@ -397,10 +370,10 @@ def arguments(case: Case) -> list[str]:
 
 
 def python_path(case: Case) -> str | None:
-    """``PYTHONPATH`` with which a child imports what this process can; None of dpbench's own.
+    """``PYTHONPATH`` for a child to import what the case names; None if all of it is built in.
 
-    It is what was put before the standard library: pytest, for one, extends ``sys.path``. And it is
-    where what the case names came from, be that at the end of ``sys.path``, or nowhere in it.
+    It has the entries of ``sys.path`` before the standard library, where pytest, for one, adds
+    some, and the directories that named classes came from, which may be elsewhere or not in it.
     """
     if is_builtin(case):
         return None

@@ -179,7 +179,7 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
         # Each once, and in order, or a session would wait for itself, or two for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
             directory.mkdir(parents=True, exist_ok=True)
-            lock = directory / f".{case.id}.lock"
+            lock = directory / f".{case.file_name}.lock"
             try:
                 held.enter_context(locked(lock, wait=False))
             except Locked:

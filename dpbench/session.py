@@ -1,23 +1,21 @@
-"""One session: cases × instruments → a run. ``pytest`` and ``dpbench run`` both are one.
+"""One session: a plan of subjects and instruments becomes a run, for pytest and the commands.
 
-It measures each case once, however many processes ask; writes its files as it goes; goes on with
-a run that broke off; and at its end compares, and says what is wrong.
+It measures each case once, however many processes ask for it, writes its files on the way, can
+resume an interrupted run, and compares at its end.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import SCRIPT, Case
+from dpbench.case import Case, Script
 from dpbench.files import printable
+from dpbench.findings import Asked, Findings
 from dpbench.registry import OUTPUTS
-from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, OutcomeStore, each_once
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.reference import Reference
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from dpbench.grid import Grid
     from dpbench.instruments.base import Instrument
     from dpbench.results.compare import Threshold
-    from dpbench.results.gate import CasesAsked, Verdict
+    from dpbench.results.gate import Verdict
     from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
@@ -37,18 +35,18 @@ if TYPE_CHECKING:
 class Session:
     """A session, in each process that takes part in it.
 
-    The first process begins and finishes it. Others (xdist workers) join it by what it has
-    `shared`; all know what any of them has measured, and what tests tell.
+    The first process begins and finishes it. Others (xdist workers) join it with what the first
+    has `shared`. What one of them has measured, or reports of a test, is known to all of them.
 
     Args:
         plan: what is measured, each case by an instrument, as far as it is known.
         settings: what was asked for.
-        gpu: where, if on a GPU.
-        instruments: what measures a case that the plan does not have; of a plan, all that it has.
-        grid: the cases that the session is about, if they are not those of its settings.
-        workers: how many other processes there are.
-        shared: what the process that began the session has `shared`, in any other one.
-        on_environment: called once with what the run says of software and machine.
+        gpu: the GPU that measures, if one does.
+        instruments: what measures cases that are not planned; by default all those of the plan.
+        grid: the cases that the session is about; by default those that the settings choose.
+        workers: the number of other processes.
+        shared: what the first process has `shared`; None in the first process itself.
+        on_environment: called once with the run's description of software and machine.
         on_document: called with the run's document each time before it is written.
     """
 
@@ -73,21 +71,20 @@ class Session:
         self.grid = grid or settings.chosen_grid()
         self.view = View.of(settings, self.grid.baseline)
         self.sources = sources(self.instruments, settings, gpu)
-        self.limits = limits_of(settings.compare_fail)
+        self.limits = read_limits(settings.compare_fail)
         """Those of the command line; tests may have their own."""
         self.notes: list[str] = []
-        """Lines that the end of the session says."""
+        """Lines that are printed at the end of the session."""
         self.problems: list[str] = []
-        """Lines about how the session went; with a problem it has not succeeded."""
+        """Lines that are printed as errors; a session with one has failed."""
         self.tables: list[Table] = []
         """What changed since the reference."""
-        self._asked = [(case, instrument.name) for case, instrument in plan]
-        self._names: list[str] = []
+        self._planned = [(case, instrument.name) for case, instrument in plan]
         self._on_environment = on_environment
         self._not_measured: Mapping[str, str] = {}
-        self._joined, shared = shared is not None, shared or {}
-        self._directory = Path(shared["directory"]) if shared else None
-        self.began: float = shared.get("began", time.monotonic())  # the clock that nobody sets
+        shared = shared or {}
+        self.findings = Findings(shared.get("directory"))
+        self.began: float = shared.get("began", time.monotonic())
         self.files = Files(
             settings, self.view, self.notes, self.problem, on_document, shared.get("path")
         )
@@ -98,42 +95,27 @@ class Session:
     # --- before anything is measured ---------------------------------------------------------
 
     def begin(self) -> None:
-        """Check the instruments, choose references, take a number in the storage."""
+        """Check the instruments, find references, take a number in the storage."""
         for kind, _ in self.settings.files.values():
             OUTPUTS[kind]  # what it needs may not be installed
         for instrument in self.instruments:
             instrument.check()
         if self.settings.compares:
             first_run_ok = self.settings.compare_first_run_ok
-            self._reference.find(self._asked, must_exist=bool(self.limits) and not first_run_ok)
-        if self.settings.saves:  # last: takes a number only if all else is well
+            self._reference.find(self._planned, must_exist=bool(self.limits) and not first_run_ok)
+        if self.settings.saves:  # last: no number is taken if anything else fails
             device = device_of(self.instruments, self.settings, self.gpu)
             self.begun = self.files.open(device, self.begun, self._stands(()))
             self.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
 
-    def expect(self, asked: Sequence[tuple[Case, str]], tests: Sequence[str]) -> None:
-        """Plan what tests are known to ask for, and know those that ask by name.
-
-        A reference should have both. A process that collects tests tells the one that does not.
-        """
-        self._asked, self._names = [*asked], [*tests]
-        if self._joined:
-            self.store.tell(asked=asked, asks_by_name=self._names)
-
     @property
-    def path(self) -> Path | None:
-        """The run's file in the storage, whole at any moment."""
-        return self.files.path
-
-    @property
-    def asked(self) -> list[tuple[Case, str]]:
-        """What the session is known to ask for, each case by an instrument."""
-        told = next((told["asked"] for told in self._told if "asked" in told), ())
-        return self._asked or [(Case(**case), name) for case, name in told]
+    def asked(self) -> Asked:
+        """What the session is known to ask for."""
+        return [*self._planned, *(key for asked in self.findings.tests.values() for key in asked)]
 
     @cached_property
     def begun(self) -> Run:
-        """The session before its first case; asks git, so only where it is needed."""
+        """The run before its first case; computed only if needed, because it calls git."""
         from dpbench.results.conditions import begun, environment
 
         tools = {name: version for i in self.instruments for name, version in i.versions.items()}
@@ -150,74 +132,52 @@ class Session:
     # --- for other processes of the session --------------------------------------------------
 
     def shared(self) -> dict[str, Any]:
-        """What another process needs to take part in the session, as plain JSON types."""
-        writes = self.path or self.settings.files
+        """What another process needs to join the session, as plain JSON types."""
+        writes = self.files.path or self.settings.files
         return {
-            "directory": str(self.store.directory),
+            "directory": str(self.findings.store.directory),
             "began": self.began,
-            "path": str(self.path) if self.path else None,
+            "path": str(self.files.path) if self.files.path else None,
             "begun": [self.begun.environment, self.begun.session] if writes else None,
             "reference": self._reference.files,
         }
 
-    @cached_property
-    def store(self) -> OutcomeStore:
-        """What all processes have found, in a directory that is made when it is needed."""
-        self._directory = self._directory or Path(tempfile.mkdtemp(prefix="dpbench-"))
-        return OutcomeStore(self._directory)
-
-    @property
-    def _told(self) -> list[dict[str, Any]]:
-        return self.store.told() if self._directory else []
-
     # --- measuring ---------------------------------------------------------------------------
 
     def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
-        """The outcome of a case, by these instruments or the session's; it is written at once."""
+        """The outcome of a case by these instruments or the session's, written at once."""
         from dpbench.runner import measure
 
         chosen = self.instruments if instruments is None else instruments
         on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
-        checks = on_gpu and case.workload != SCRIPT and not self.settings.try_anyway
-        gpu = self.gpu if checks else None  # what it must fit
+        checks = on_gpu and not isinstance(case, Script) and not self.settings.try_anyway
+        gpu = self.gpu if checks else None  # whose memory the case must fit
         fresh: list[Outcome] = []
 
         def measure_now(case: Case) -> Outcome:
             fresh.append(measure(case, chosen, gpu=gpu))
             return fresh[0]
 
-        outcome = self.store.once(case, measure_now, by=[i.name for i in chosen])
+        outcome = self.findings.store.once(case, measure_now, by=[i.name for i in chosen])
         if fresh:
-            self.write()  # at once, so that a killed session keeps what it has
+            self.write()
         return outcome
 
     def keep(self, outcomes: Iterable[Outcome]) -> None:
-        """Take over what was measured elsewhere."""
+        """Take over outcomes of another process or run."""
         for outcome in outcomes:
-            self.store.keep(outcome)
-
-    def outcomes(self) -> list[Outcome]:
-        """What the session has measured and counted, by any of its processes."""
-        if self._directory is None:
-            return []
-        of_tests = [Outcome.from_json(each) for told in self._told for each in told.get("of", ())]
-        return [*each_once([*self.store.outcomes(), *of_tests])]
+            self.findings.store.keep(outcome)
 
     # --- judging -----------------------------------------------------------------------------
 
     @property
     def reference(self) -> Run:
-        """What the session is compared with; without rows if there is nothing."""
-        names = self._names or self._of_all("asks_by_name")
-        return self._reference.run(self.asked, names, self._chosen)
+        """The run that the session is compared with; without rows if there is none."""
+        by_name = [test for test, asked in self.findings.tests.items() if not asked]
+        return self._reference.run(self.asked, by_name, self.findings.reference)
 
-    @property
-    def _chosen(self) -> str | None:
-        """The reference that a test, of whatever process, was judged by."""
-        return next((told["reference"] for told in self._told if told.get("reference")), None)
-
-    def judge(self, after: Run, limits: Sequence[Threshold], asked: CasesAsked) -> Verdict:
-        """What was measured against the reference, by these limits. Only here is judged."""
+    def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
+        """The verdict of these limits on a run, compared with the reference."""
         from dpbench.results.gate import Gate
 
         across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
@@ -225,38 +185,17 @@ class Session:
 
     @property
     def remedy(self) -> str:
-        """What helps where there is nothing to compare with."""
+        """Words about the option that helps if there is no reference."""
         if not self.reference.frame.empty:
             return ""
         option = self.settings.option("compare_first_run_ok")
         return f" (if this is the first run, say {option})"
 
-    @property
-    def regressions(self) -> list[dict[str, Any]]:
-        """What got worse by more than it may, as plain rows."""
-        return self._of_all("regressions")
-
-    @property
-    def unjudged(self) -> list[dict[str, Any]]:
-        """What limits could not judge, as plain rows."""
-        return self._of_all("unjudged")
-
-    @property
-    def limited(self) -> list[tuple[Case, str]] | None:
-        """What tests without limits of their own have asked for; None if there is no such test."""
-        told = [told["limited"] for told in self._told if "limited" in told]
-        return [(Case(**case), name) for keys in told for case, name in keys] if told else None
-
-    def _of_all(self, name: str) -> list[Any]:
-        """What the processes have told under this name, each once."""
-        known: list[Any] = []
-        for entry in (entry for told in self._told for entry in told.get(name, ())):
-            known += [entry] if entry not in known else []
-        return known
-
-    def _compare(self, outcomes: Sequence[Outcome], limited: CasesAsked, complete: bool) -> None:
-        """Show the session beside its reference, and hold to limits what they are for."""
-        from_tests = self._chosen or self.unjudged  # which may have limits of their own
+    def _compare(self, outcomes: Sequence[Outcome], limited: Asked, complete: bool) -> None:
+        """Make the tables of changes, and judge by the limits what they apply to."""
+        from_tests = (
+            self.findings.reference or self.findings.unjudged
+        )  # which may have limits of their own
         if not ((self.settings.compares or from_tests) and (outcomes or self.limits)):
             return
         from dpbench.show.comparison import comparison_tables
@@ -276,19 +215,18 @@ class Session:
                 f"the session ended early, so {self.settings.option('compare_fail')} has not "
                 f"judged all that was asked for"
             )
-        self.store.tell(regressions=verdict.regressions, unjudged=unjudged)
+        self.findings.share(regressions=verdict.regressions, unjudged=unjudged)
         for missing in unjudged:
             self.problem(f"{missing}{self.remedy}")
 
     # --- files -------------------------------------------------------------------------------
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Bring the run and the files up to date; at the last also the page, and pipes."""
-        if not (self.files.wanted(last=last) and self._directory):
+        """Write the run and the files; pages and pipes only the last time."""
+        if not (self.files.wanted(last=last) and self.findings.outcomes()):
             return
-        with self.store.lock():
-            if not (outcomes := self.outcomes()):
-                return
+        with self.findings.store.lock():
+            outcomes = self.findings.outcomes()
             session, before = self._stands(outcomes, complete=complete), None
             with reporting(self.problem):
                 if last and self.settings.histogram is not None and self.settings.compares:
@@ -296,25 +234,25 @@ class Session:
             self.files.write(outcomes, self.begun.environment, session, last=last, before=before)
 
     def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
-        """The session so far; it says ``interrupted`` until it is over."""
-        began, regressions, unjudged = self.begun.session, self.regressions, self.unjudged
+        """The run's description of the session so far: ``interrupted`` until it is complete."""
+        began, findings = self.begun.session, self.findings
         return began | {
             "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
             "seconds": round(began["seconds"] + time.monotonic() - self.began, 1),
             "status": COMPLETE if complete else INTERRUPTED,
-            "regressed": bool(regressions or unjudged),
-            "regressions": regressions,
-            "unjudged": unjudged,
+            "regressed": bool(findings.regressions or findings.unjudged),
+            "regressions": findings.regressions,
+            "unjudged": findings.unjudged,
             "not_measured": self._not_measured,
         }
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
-        """How many cases are asked for, as far as is known, or are of the grid and measured."""
+        """The number of cases that are asked for, or are in the grid and measured."""
         measured = {outcome.case for outcome in outcomes}.intersection(self.grid.cases())
         return len(measured.union(case for case, _ in self.asked))
 
     def problem(self, text: str) -> None:
-        """Something that the session must not hide; said once."""
+        """Add a problem, once."""
         if printable(text) not in self.problems:
             self.problems.append(printable(text))
 
@@ -324,15 +262,14 @@ class Session:
         self,
         *,
         complete: bool,
-        limited: CasesAsked | None = None,
+        limited: Asked | None = None,
         not_measured: Mapping[str, str] | None = None,
     ) -> None:
-        """Compare, write everything for the last time, let go of the file.
+        """Compare, write everything for the last time, release the run's file.
 
         Args:
             complete: whether every case that was asked for has an outcome, or a reason why not.
-            limited: what the command line's limits are for; None if nothing was asked for that
-                they are for.
+            limited: what the limits of the command line apply to; None if they apply to nothing.
             not_measured: why cases that were asked for have no outcome, by id.
         """
         self._not_measured = not_measured or {}
@@ -340,10 +277,10 @@ class Session:
             self.limits = []
             option = self.settings.option("compare_fail")
             self.notes.append(f"{option} judged nothing: no test it is for measures")
-        outcomes = self.outcomes()
+        outcomes = self.findings.outcomes()
         with reporting(self.problem):
             self._compare(outcomes, limited or (), complete)
-        if self.path is not None:  # a run that it resumes may have been asked for more
+        if self.files.path is not None:  # a run that it resumes may have been asked for more
             complete = complete and self._cases_of(outcomes) >= self.begun.cases_asked
         self.write(complete=complete, last=True)
         self.files.let_go()
@@ -352,22 +289,21 @@ class Session:
         """Every table of the session, the comparison's last."""
         from dpbench.show.export import summary_tables
 
-        return [*summary_tables(self.outcomes(), self.view), *self.tables]
+        return [*summary_tables(self.findings.outcomes(), self.view), *self.tables]
 
     @property
     def failed(self) -> bool:
         """Whether a case failed, something got worse, or there is a problem."""
-        broken = any(o.error and not o.skipped for o in self.outcomes())
-        return bool(broken or self.regressions or self.problems)
+        broken = any(o.error and not o.skipped for o in self.findings.outcomes())
+        return bool(broken or self.findings.regressions or self.problems)
 
     def close(self) -> None:
-        """Remove the outcomes that its processes shared."""
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        """Remove what its processes shared."""
+        self.findings.close()
 
 
 def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None) -> str | None:
-    """What these instruments measure on; None without hardware."""
+    """The device that these instruments measure on; None without hardware."""
     if not any(instrument.hardware for instrument in instruments):
         return None
     return gpu.name if gpu and settings.device == "cuda" else "cpu"
@@ -381,8 +317,8 @@ def sources(
     return list(dict.fromkeys([*pairs, *([(NO_HARDWARE, "logical")] * settings.of_pytest)]))
 
 
-def limits_of(texts: Sequence[str]) -> list[Threshold]:
-    """Limits as their user wrote them."""
+def read_limits(texts: Sequence[str]) -> list[Threshold]:
+    """The limits that a user wrote."""
     if not texts:
         return []
     from dpbench.results.compare import Threshold  # loads pandas

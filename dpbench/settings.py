@@ -17,9 +17,9 @@ from dpbench import options
 from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
-from dpbench.grid import GRIDS, Grid
+from dpbench.grid import GRIDS, Grid, chosen_grid
 from dpbench.options import SHORT_FORMS, below, own_values
-from dpbench.registry import INSTRUMENTS, OUTPUTS, chosen_grid, output_of
+from dpbench.registry import INSTRUMENTS, OUTPUTS, output_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Settings:
 
     of_pytest: bool = False
     directory: Path = Path()
-    """Where relative paths begin."""
+    """The directory of relative paths."""
 
     # what is measured
     ncu: bool = options.of_pytest("measure cases under NVIDIA Nsight Compute")
@@ -48,9 +48,9 @@ class Settings:
         f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID"
     )
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """The values along an axis of `Case` that replace the grid's, each an option of its own."""
+    """Values along axes of `Case` that replace the grid's; each axis is an option."""
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The values of options that instruments from outside declare, by their fields."""
+    """The values of options of instruments from outside, by field."""
     baseline: str | None = options.option(
         "the trainer whose numbers ratios divide by, measured along the same axes: a name or "
         "package.module:Class (default standard)",
@@ -213,7 +213,7 @@ class Settings:
     def read(
         cls, options: Namespace, *, of_pytest: bool = False, directory: Path = Path()
     ) -> Settings:
-        """What a command line asked for; relative paths become paths below a directory."""
+        """The settings of a command line; relative paths become paths below a directory."""
         given: dict[str, Any] = {}
         for name in OPTIONS:
             if called := _name(name, of_pytest):
@@ -265,17 +265,17 @@ class Settings:
 
     @property
     def profiles_kernels(self) -> bool:
-        """Whether kernels are profiled one by one; any option about them means that."""
+        """Whether kernels are profiled one by one; each option about kernels implies it."""
         return bool(self.kernels or self.kernels_phase)
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases whose kernels are profiled; every one if there is none."""
+        """The phases whose kernels are profiled; empty for all phases."""
         return self._listed("kernels_phase", "phase, such as clip")
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
-        """What ncu counts; None for all that a chip has."""
+        """The metrics that ncu counts; None for all that the chip has."""
         return self._listed("ncu_metrics", "metric; try dram_read_bytes") or None
 
     def _listed(self, name: str, what: str) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ class Settings:
         return tuple(listed)
 
     def check(self) -> None:
-        """Refuse what contradicts itself, and files that cannot be written."""
+        """Refuse settings that contradict each other, and files that cannot be written."""
         if self.save is not None and self.autosave:
             raise ConfigurationError(
                 f"{self.option('autosave')} names the run itself: drop {self.option('save')}"
@@ -299,7 +299,7 @@ class Settings:
                 "--dpbench-disable measures nothing that --dpbench-compare-fail could judge: "
                 "drop one"
             )
-        for name in ("compare", "histogram"):  # of which the value may be left out
+        for name in ("compare", "histogram"):  # options with an optional value
             value, option = getattr(self, name), self.option(name)
             if value and self._names_tests(value):
                 raise ConfigurationError(
@@ -330,7 +330,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 
 
 def _name(option: str, of_pytest: bool) -> str:
-    """How pytest or the commands call an option; empty if they do not."""
+    """The name of an option in pytest or the commands; empty if they lack it."""
     return options.spelled(option, OPTIONS[option], of_pytest=of_pytest)
 
 

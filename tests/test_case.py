@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import ATTENTIONS, MODEL_SIZES, PRECISIONS, Case, ModelSize
+from dpbench.case import ATTENTIONS, PRECISIONS, Case
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.errors import ConfigurationError
+from dpbench.model_size import MODEL_SIZES, ModelSize
 from dpbench.names import joined, parted
 from dpbench.registry import MODELS, TRAINERS, arguments, import_named, resolve
 

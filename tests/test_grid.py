@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import prod
@@ -14,8 +15,7 @@ from hypothesis import strategies as st
 
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.grid import GRIDS, Grid
-from dpbench.registry import chosen_grid
+from dpbench.grid import GRIDS, Grid, chosen_grid
 from dpbench.workloads.layer import LAYERS
 from tests.test_case import ALL_TRAINERS, VALUES, quickly, refusal
 
@@ -251,6 +251,12 @@ def test_grid_file_that_is_a_directory_is_refused_by_name(tmp_path: Path) -> Non
     path = tmp_path / "directory.toml"
     path.mkdir()
     assert str(path) in refusal(lambda: Grid.named(str(path)))
+
+
+def test_grid_file_that_is_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.toml"
+    os.mkfifo(path)
+    assert refusal(lambda: Grid.named(str(path))) == f"grid file {path}: it is a pipe or a device"
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import pytest
 import dpbench
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
+from dpbench.grid import chosen_grid
 from dpbench.registry import (
     MODELS,
     TRAINERS,
     Registry,
-    chosen_grid,
     locate,
     python_path,
     resolve,
@@ -202,6 +202,17 @@ def test_own_class_does_not_take_over_the_class_name_of_a_builtin(registry: Regi
     message = refusal(lambda: registry.canonical("elsewhere:Counter"))
     assert "NAME=elsewhere:Counter" in message
     assert registry.canonical("Counter") == "count"
+
+
+def test_object_is_named_by_the_module_that_defines_its_class(
+    registry: Registry, write_module: Callable[..., Path]
+) -> None:
+    write_module("own_module.py", "class Mine:\n    pass\n\nfound = Mine()\n")
+    found = registry["own_module:found"]
+    assert registry.canonical(found) == "found"
+    message = refusal(lambda: registry.canonical(type(found)()))
+    assert "is not at the top level of own_module, which defines its class" in message
+    assert "name it package.module:NAME" in message
 
 
 # --- what a child process could not import ---------------------------------------------------

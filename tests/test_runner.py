@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,7 +34,7 @@ class Writing(Instrument):
         """It works anywhere."""
 
     def start(self, case: Case) -> Running:
-        file = self.directory / case.id
+        file = self.directory / case.file_name
         file.touch()
         return Written(file)
 
@@ -92,6 +92,12 @@ def test_a_case_waits_for_the_session_that_writes_the_same_files(
             assert not (tmp_path / CASE.id).exists()
         assert outcome.result().error is None
     assert (tmp_path / CASE.id).exists()
+
+
+def test_a_case_whose_id_has_a_slash_is_locked_in_its_directory_too(tmp_path: Path) -> None:
+    case = replace(CASE, trainable="encoder/*")
+    assert measure(case, [Writing(tmp_path)]).error is None
+    assert (tmp_path / f".{CASE.id}-trainable=encoder@2F*.lock").exists()
 
 
 def test_a_case_waits_for_no_other_case_and_no_other_directory(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def begin(tmp_path: Path, storage: Storage) -> Iterator[Begin]:
 
 
 def file_of(session: Session) -> Path:
-    assert session.path is not None
-    return session.path
+    assert session.files.path is not None
+    return session.files.path
 
 
 def broken_off(begin: Begin) -> Run:
@@ -103,14 +103,14 @@ def test_file_is_interrupted_until_its_session_is_over(begin: Begin) -> None:
     session.finish(complete=True)
     assert saved(session) == ("complete", [DONE])
     assert Run.load(file_of(session)).session["grid"]["batch_size"] == [8, 16]
-    assert session.notes == [f"saved {session.path}"]
+    assert session.notes == [f"saved {session.files.path}"]
 
 
 def test_resumed_run_goes_on_with_what_did_not_fail_and_adds_up_its_time(begin: Begin) -> None:
     run = broken_off(begin)
     session = begin(resume=True)
-    assert session.path == run.path
-    assert [outcome.case for outcome in session.outcomes()] == [DONE]
+    assert session.files.path == run.path
+    assert [outcome.case for outcome in session.findings.outcomes()] == [DONE]
     with pytest.raises(ConfigurationError, match="is being written"):
         begin(resume=True)
     session.finish(complete=True)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench import gpu
-from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case, script_case
+from dpbench.case import AXES, BASELINE_TRAINER, Case, Script
 from dpbench.commands.options import saved_run
 from dpbench.commands.run import show
 from dpbench.commands.step import write_profile
@@ -71,28 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
         "default cupti, without a GPU logical",
     )
-    measuring.add_argument(
-        "--skip",
-        type=int,
-        default=3,
-        metavar="N",
-        help="steps that come before those that count (default %(default)d)",
-    )
-    measuring.add_argument(
-        "--steps", type=int, default=5, metavar="N", help="steps that count (default %(default)d)"
-    )
+    for name, default, help in (
+        ("--skip", 3, "steps that come before those that count (default %(default)d)"),
+        ("--steps", 5, "steps that count (default %(default)d)"),
+        ("--batch-size", 0, "examples in a step, for samples per second: nothing else says it"),
+    ):
+        measuring.add_argument(name, type=int, default=default, metavar="N", help=help)
     measuring.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
         help="let the script go on after these, instead of ending it",
-    )
-    measuring.add_argument(
-        "--batch-size",
-        type=int,
-        default=0,
-        metavar="N",
-        help="examples in a step, which nothing else says: what samples per second are made of",
     )
     measuring.add_argument(
         "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
@@ -129,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         baseline = saved_run(options.baseline, options.storage)
         here = sources(scripts, settings, card)
         standards = _standards(options.baseline, baseline, case, here)
-        # A ratio to another script's is another ratio.
+        # Ratios to different scripts must not be compared.
         scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
     axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
     cases = [case, *([case.baseline] if standards else [])]
@@ -140,10 +129,10 @@ def run(options: argparse.Namespace) -> int:
         session.keep(map(_as_standard, standards))
         try:
             _measure(session, case, scripts)
-        finally:  # what was counted until an interruption is kept and shown
-            outcomes = session.outcomes()
+        finally:  # an interrupted session keeps and shows what it has
+            outcomes = session.findings.outcomes()
             measured = {outcome.case for outcome in outcomes}
-            failed = any(outcome.error for outcome in outcomes)  # no reference for others
+            failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
             complete = {*cases} <= measured and not failed
             session.finish(complete=complete, limited=session.asked)
             if baseline:
@@ -153,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None:
-    """Run the script by one instrument after the other, and say why it failed."""
+    """Run the script once for each instrument, and print why it failed."""
     for script in scripts:
         outcome = session.measure(case, [script])
         if outcome.error:
@@ -161,7 +150,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
             if outcome.error == ScriptInterrupted.__name__:
                 raise KeyboardInterrupt  # and not the script once more
         elif isinstance(script.instrument, TorchProfiler):
-            folder = script.instrument.directory.absolute() / case.id
+            folder = script.instrument.directory.absolute() / case.file_name
             record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
             write_profile(case, record, folder, session.settings.profile_threshold)
             report = f"{folder / REPORT}; a trace of each step beside it"
@@ -171,7 +160,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
 def _chosen(
     options: argparse.Namespace, settings: Settings, usual: str
 ) -> tuple[Case, list[ScriptRun]]:
-    """The case of the script, and how it is run for each instrument."""
+    """The script as a subject, and how it runs for each instrument."""
     program = options.module or options.program
     if not program:
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
@@ -183,7 +172,7 @@ def _chosen(
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
         )
-    case = script_case(name, options.batch_size)
+    case = Script(name, options.batch_size)
     scripts = [
         ScriptRun(
             instrument,
@@ -203,11 +192,11 @@ def _chosen(
 def _standards(
     named: str, run: Run, case: Case, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
-    """What a saved run has of its script on these devices by these instruments."""
+    """The outcomes of a saved run's script on these devices by these instruments."""
     scripts = [
         outcome
         for outcome in run.outcomes
-        if outcome.case.workload == SCRIPT and outcome.case.trainer != BASELINE_TRAINER
+        if isinstance(outcome.case, Script) and outcome.case.trainer != BASELINE_TRAINER
     ]
     shared = [
         replace(outcome, rows=tuple(rows))
@@ -243,7 +232,7 @@ def _as_standard(outcome: Outcome) -> Outcome:
 
 
 def _about_baseline(baseline: Run, here: Run) -> Iterator[str]:
-    """Which run the baseline is of, and how that differs from this one but for its script."""
+    """Notes: the run of the baseline, and how it differs from this one except in its script."""
     yield f"baseline: {baseline.name}, {baseline.path}"
     differences = [
         difference

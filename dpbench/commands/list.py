@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         print(printable(f"dpbench list: {line}"), file=sys.stderr)
     headers = ["number", "name", "device", "started (UTC)", "cases ok", "status"]
     table = Table(f"Runs in {options.storage}", headers, list(map(_cells, runs)))
-    # One line a run, however long its name, so that other programs can read it.
+    # Lines are not wrapped, so that other programs can read them.
     print(table.as_text(width=1000) if runs else f"no runs in {options.storage}")
     return 0
 

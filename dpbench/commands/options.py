@@ -1,4 +1,4 @@
-"""What several commands take and do."""
+"""Options and look-ups that several commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpbench.results.storage import Storage
 from dpbench.settings import declare
 
 USUAL = {"batch_size": 8, "seq_len": 256}
-"""What `Case` has no default for, but for the trainer."""
+"""Defaults of the commands where `Case` has none."""
 
 
 def add_case(
@@ -46,7 +46,7 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
     name, text = parted(registry.WORKLOADS.canonical(given.get("workload", TRANSFORMER)))
     given["workload"] = workload = joined(name, [text, *given.pop("set", ())])
     check_belongs(given, [workload])
-    # Unasked for, the transformer's are left out of other workloads' cases.
+    # Defaults of the transformer's axes do not apply to other workloads.
     defaults = {**USUAL, **usual}
     given = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | given
     return registry.resolve(Case(**given))

@@ -53,7 +53,7 @@ GROUPS = {
     "output": "files",
     "save": "saved runs, which dpbench list and dpbench compare read",
 }
-"""What the help calls the options from each of these on."""
+"""The titles of groups in the help, by the first option of each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
-            complete = {*cases} <= {outcome.case for outcome in session.outcomes()}
+            complete = {*cases} <= {outcome.case for outcome in session.findings.outcomes()}
             session.finish(complete=complete, limited=session.asked)
             show(session, "run")
         return 1 if session.failed else 0
@@ -99,13 +99,13 @@ def _of_shard(shard: str, cases: Sequence[Case]) -> list[Case]:
 
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
-    """Measure the cases in order, and say why one failed; on all cores if without hardware."""
+    """Measure the cases in order, on all cores if without hardware; print why one failed."""
     from dpbench.runner import Forks, cores
 
-    known = {outcome.case for outcome in session.outcomes()}
+    known = {outcome.case for outcome in session.findings.outcomes()}
     at_once = not any(i.hardware for i in session.instruments) and cores() > 1
     ahead = [case for case in cases if case not in known] if at_once else []
-    tqdm.monitor_interval = 0  # no thread of tqdm's, whose locks a fork would inherit
+    tqdm.monitor_interval = 0  # a fork would inherit the locks of tqdm's thread
     with (
         closing(Forks(ahead, session.instruments)) as forks,
         tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress,
@@ -113,7 +113,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.store.keep(forks.measure(case))
+                session.keep([forks.measure(case)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:
@@ -121,7 +121,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
 
 
 def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ...]:
-    """Hardware where there is any, or where it was asked for; logical counting elsewhere."""
+    """The default instruments: those of a GPU if there is one or options need one."""
     if card or settings.ncu_path or settings.ncu_metrics or settings.profiles_kernels:
         return ON_GPU
     print("dpbench run: no CUDA GPU here, so logical bytes are counted instead", file=sys.stderr)
@@ -129,7 +129,7 @@ def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ..
 
 
 def show(session: Session, command: str) -> None:
-    """Print the tables and what there is to say; on GitHub they go into the step's summary, too."""
+    """Print tables, notes and problems; on GitHub also into the step's summary."""
     from dpbench.show.comparison import grown_text  # pandas, once there is something to show
     from dpbench.show.export import append_step_summary
 
@@ -143,5 +143,5 @@ def show(session: Session, command: str) -> None:
     for line in lines:
         print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
     print(as_text(tables, terminal_width()))
-    if grown := grown_text(session.regressions):
+    if grown := grown_text(session.findings.regressions):
         print(f"\n{grown}")

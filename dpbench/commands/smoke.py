@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             short, parameters = parted(name)
             name = joined(TRAINERS[short].__name__, parameters)
             smoke_test(case, device=options.device)
-        except Exception as error:  # a smoke test reports whatever broke
+        except Exception as error:  # whatever broke is reported
             failed += 1
             where = own_line(error.__traceback__)
             print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}{where}")

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     declare(parser.add_argument, "warmup", "active", "profile_schedule", "profile_threshold")
     for name, help in (
         ("nvtx", "mark phases as NVTX ranges for a profiler, and take no times"),
-        ("nsys", "under nsys profile: have some steps recorded after the timed ones"),
+        ("nsys", "under nsys profile: record some steps after the timed ones"),
         ("logical", "count a step on tensors without data instead"),
     ):
         parser.add_argument(f"--{name}", action="store_true", help=help)
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "counters, separated by commas, or of everything",
     )
     parser.add_argument(
-        "--instrument", metavar="NAME", help="have the recorder of this instrument hear the steps"
+        "--instrument", metavar="NAME", help="record the steps as this instrument does"
     )
     parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
@@ -63,28 +63,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 WAYS = ("nvtx", "cupti", "nsys", "logical", "profile", "instrument")
-"""The options of which each is a way to observe the steps."""
+"""The options that exclude each other: each is a way to observe the steps."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Take the steps, and print what was observed, or why not."""
+    """Take the steps, and print their record, or the error."""
     case = chosen_case(options)
     steps = Steps(options.warmup, options.active)
     ways = [way for way in WAYS if getattr(options, way) not in (None, False)]
     if len(ways) > 1:
         raise ConfigurationError(f"--{ways[0]} excludes --{ways[1]}: choose one")
-    # With "cuda", as Nsight is told to run it, the step itself says so.
+    # With --device cuda, as instruments start it, the step itself reports a missing GPU.
     elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
     if elsewhere and ways and ways[0] in ("nvtx", "cupti", "nsys"):
-        raise ConfigurationError(f"--{ways[0]} is about a GPU's work, and there is none: drop it")
+        raise ConfigurationError(f"--{ways[0]} needs a GPU, and there is none: drop it")
     try:
         record = _observed(case, steps, options)
-    except Exception as error:  # whoever started this process learns why from the record
+    except Exception as error:  # the record tells the parent process why
         kind = type(error).__name__
         first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
         first_line += own_line(error.__traceback__)
         message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
-        message = message.removeprefix(f"{case.id}: ")  # the parent says whose it is
+        message = message.removeprefix(f"{case.id}: ")  # the parent adds it
         print_record(error={"kind": kind, "message": message})
         raise
     print_record(**record)
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
-    """The record of a case, observed in the way that was asked for."""
+    """The record of a case, observed as the options say."""
     if options.logical:
         from dpbench.instruments.logical.instrument import Logical
 
@@ -111,11 +111,11 @@ def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str
 
 
 def _recorder(case: Case, steps: int, options: argparse.Namespace) -> Recorder:
-    """What hears the steps, in the way that was asked for."""
+    """The recorder that the options choose."""
     if options.instrument:
         settings = Settings(own=own_values(options))
         recorder = choose([options.instrument], settings, "step")[0].recorder(case, steps)
-        recorder.wanted = recorder.wanted or steps  # an end, if it wants all that there are
+        recorder.wanted = recorder.wanted or steps  # where it would record all that there are
         return recorder
     if options.profile:
         from dpbench.instruments.torch_profiler.recorder import ScheduledRecorder
@@ -138,7 +138,7 @@ def _recorder(case: Case, steps: int, options: argparse.Namespace) -> Recorder:
 
 
 def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
-    """Make what a person reads of what the profiler recorded: summary, report, TensorBoard."""
+    """Write the summary, the report and the TensorBoard log of a profile."""
     from dpbench.show.profile import profile_report  # which imports pandas
 
     profile = write_summary(case, record, directory)

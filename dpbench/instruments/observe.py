@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-from dpbench.case import Case, script_case
+from dpbench.case import Case, Script
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments import choose
 from dpbench.instruments.base import CaseFailed, Instrument, Running
@@ -86,7 +86,7 @@ def observe(
     """
     if skip < 0 or (steps is not None and steps < 1):
         raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")
-    chosen, case = instrument, script_case(name)
+    chosen, case = instrument, Script(name)
     if isinstance(chosen, str):
         [chosen] = choose([chosen], Settings(), "step")
     recorder = chosen.recorder(case, steps)

@@ -333,6 +333,6 @@ def unpacked(task: Mapping[str, Any]) -> tuple[ScriptRun, Case]:
     path = [*sys.path]
     sys.path += task["path"]
     try:
-        return pickle.loads(b64decode(task["script"])), Case(**task["case"])
+        return pickle.loads(b64decode(task["script"])), Case.from_row(task["case"])
     finally:
         sys.path[:] = path

@@ -1,4 +1,4 @@
-"""Around a test: its fixtures measure, and what they measured is judged and told its session."""
+"""The hooks around each test: its fixtures measure; what they measured is judged and shared."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import pytest
 
-from dpbench.case import AXES, SCRIPT, Case, script_case
+from dpbench.case import AXES, Case, Script
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.instruments.terminal import shown_past
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
+from dpbench.plugin.marker import limits_of
 from dpbench.process.messages import Steps
 from dpbench.registry import resolve
-from dpbench.session import Session, limits_of
+from dpbench.session import Session
 
 if TYPE_CHECKING:
+    from dpbench.findings import Asked
     from dpbench.instruments.base import Instrument
     from dpbench.results.compare import Threshold
-    from dpbench.results.gate import CasesAsked, Verdict
+    from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
 
@@ -30,17 +32,11 @@ if TYPE_CHECKING:
 Step = Callable[[], object]
 """One training step, of a test's own."""
 
-MARKER = (
-    "dpbench(compare_fail=[...]): limits for what this test measures, instead of those of "
-    "--dpbench-compare-fail; none if the list is empty. Without --dpbench-compare it is compared "
-    "with the latest complete run, as with --dpbench-compare-fail"
-)
-
 NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 
 
 class Unmeasured:
-    """What fixtures return with ``--dpbench-disable``: a test that asks it for a number ends."""
+    """What fixtures return with ``--dpbench-disable``: it skips a test that reads a number."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -53,7 +49,7 @@ class Unmeasured:
 
 
 class EachTest:
-    """A plugin of its own, in each process that runs tests; the controller judges the whole."""
+    """The fixtures, and the judging of what a test measured, in each process that runs tests."""
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
         self.session = session
@@ -64,10 +60,10 @@ class EachTest:
         self._test = ""
         self._steps: list[Step] = []
         self._runs = False
-        """Whether it still does: its subtests have reports, too."""
+        """Whether its body runs: subtests have their reports meanwhile."""
         self._measured: list[Measured] = []
-        self._told = 0
-        """How many of these its reports have told of."""
+        self._shared = 0
+        """How many of these have been shared with the session."""
 
     # --- its fixtures ------------------------------------------------------------------------
 
@@ -115,7 +111,7 @@ class EachTest:
 
     def _measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
         if not (self.session.instruments or self.session.settings.disable):
-            pytest.skip(f"needs {NEEDS['ncu']}")  # it was taken by its name, while the test ran
+            pytest.skip(f"needs {NEEDS['ncu']}")  # asked for by name, so no mark could skip it
         return self._report(case, fields, self.session.instruments)
 
     def _count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
@@ -128,7 +124,7 @@ class EachTest:
     ) -> CaseReport:
         """The report of a case, or of a step of the test's own, by these instruments."""
         step = asked if _is_step(asked, fields) else None
-        case = self._case_of_step(step) if step else _case(asked, fields)
+        case = self._subject(step) if step else _case(asked, fields)
         if self.session.settings.disable:
             self._try_out(case, step)
             return cast("CaseReport", Unmeasured(case))
@@ -147,23 +143,23 @@ class EachTest:
             pytest.fail(f"{outcome.error}: {outcome.message}{tail}", pytrace=False)
         return report
 
-    def _case_of_step(self, step: Step) -> Case:
-        """The case of a step that the running test has defined, named after both."""
+    def _subject(self, step: Step) -> Script:
+        """A step of the running test as a subject, named after the test and the function."""
         if step not in self._steps:
             self._steps.append(step)
         names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
         place = self._steps.index(step)
         again = names[:place].count(names[place])
-        return script_case(f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}")
+        return Script(f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}")
 
     def _of_step(self, step: Step, instruments: Sequence[Instrument]) -> list[Instrument]:
-        """What measures a step in this process as these instruments measure a case."""
+        """Instruments that measure a step in this process, as the given ones measure a case."""
         from dpbench.instruments.observe import OwnStep
 
         if wrong := [i.name for i in instruments if not i.measures("step")]:
             pytest.fail(
-                f"dpbench: {', '.join(wrong)} cannot measure a step of this process, for it starts "
-                f"one of its own: take logical_io(step), --cupti without --ncu, or "
+                f"dpbench: {', '.join(wrong)} cannot measure a step of this process, because it "
+                f"starts one of its own: use logical_io(step), --cupti without --ncu, or "
                 f"--dpbench-instrument=timing",
                 pytrace=False,
             )
@@ -173,7 +169,7 @@ class EachTest:
         return [OwnStep(i, step, steps if i.hardware else once) for i in instruments]
 
     def _try_out(self, case: Case, step: Step | None) -> None:
-        """Take a step once; that of a case on tensors without data, as any machine can."""
+        """Take one step; that of a case on tensors without data, which works on any machine."""
         from dpbench.instruments.logical.instrument import Logical
         from dpbench.runner import measure
 
@@ -188,91 +184,98 @@ class EachTest:
     # --- judging it --------------------------------------------------------------------------
 
     def asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
-        """What a test asks for according to its parameters and fixtures."""
+        """The cases that a test asks for, as its parameters and fixtures say, by instruments."""
         case = case_of(item)
         return [(case, name) for name in self._instruments_of(item)] if case else []
 
     def _instruments_of(self, item: pytest.Item) -> list[str]:
-        """What the fixtures that a test takes measure by."""
+        """The instruments of the fixtures that a test takes."""
         measures = takes(item, measuring(self.session.settings))
         names = [i.name for i in self.session.instruments] if measures else []
         return names + (["logical"] if takes(item, ["logical_io"]) else [])
 
-    def _asked_before(self, item: pytest.Item, call: pytest.CallInfo[None]) -> CasesAsked:
-        """What a test that ended before it could ask for it has asked for in the reference."""
+    def _asked_before(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Asked:
+        """What a test that failed or was skipped had asked for in the reference."""
         if not (call.excinfo and self.session.limits):
             return []
-        every = [name for _, name in self.session.sources]  # a test may get a fixture by name
+        every = [name for _, name in self.session.sources]  # a test may request a fixture by name
         return self.session.reference.asked_by(
             item.nodeid, self._instruments_of(item) if takes(item) else every
         )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """What a test asks for, its fixtures included, belongs to it, each time that it runs."""
+        """Begin anew with each run of a test: what its fixtures measure belongs to it."""
         self._test = item.nodeid
         self._steps.clear()
         self._measured.clear()
-        self._told = 0
+        self._shared = 0
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """A wrong marker fails its test before anything is measured."""
-        _limits_of(item)
+        """Fail a test with a wrong marker before it measures anything."""
+        limits_of(item)
         self._runs = True
         try:
             return (yield)
         finally:
             self._runs = False
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which knows xfail
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which handles xfail
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Judge what a test has measured, however it ends, and tell the session.
+        """Judge what a test has measured, however it ends, and share it with the session.
 
-        What its fixtures measured before it belongs to its own report, if it runs.
+        What its fixtures measured during setup is judged with the test itself, if it runs.
         """
-        fresh = self._measured[self._told :]
-        over = {"setup": call.excinfo, "call": not self._runs, "teardown": fresh}[call.when]
+        fresh = self._measured[self._shared :]
+        is_due = {"setup": call.excinfo, "call": not self._runs, "teardown": fresh}[call.when]
         marked = item.get_closest_marker("dpbench") is not None
         before = [] if marked else self._asked_before(item, call)
-        if not (over and (takes(item) or self._measured or marked or before)):
+        if not (is_due and (takes(item) or self._measured or marked or before)):
             return (yield)
-        self._told = len(self._measured)
-        told: dict[str, Any] = {}
+        self._shared = len(self._measured)
+        payload: dict[str, Any] = {}
         judged = pytest.CallInfo.from_call(
-            lambda: self._judge(item, call, told),
+            lambda: self._judge(item, call, payload),
             call.when,
             reraise=(pytest.exit.Exception, KeyboardInterrupt),
         )
         if not marked:
             asked = [key for outcome, *_ in fresh for key in outcome.asked]
-            told["limited"] = [*self.asked_by(item), *before, *asked]
-        self.session.store.tell(of=self._of_test(item, fresh), **told)
+            payload["limited"] = [*self.asked_by(item), *before, *asked]
+        self.session.findings.share(outcomes=self._of_test(item, fresh), **payload)
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
-        if unwritten := self.session.store.unwritten:  # goes with the report to the controller
+        if (
+            unwritten := self.session.findings.store.unwritten
+        ):  # goes with the report to the controller
             vars(report)["dpbench"] = unwritten
         if judged.excinfo and not (_is_skip(judged) or report.failed):
-            # Also where an xfail mark, or another plugin, expects another failure.
+            # An xfail mark or another plugin may have expected a failure, but not this one.
             report.outcome, report.longrepr = "failed", item.repr_failure(judged.excinfo)
             vars(report).pop("wasxfail", None)
         return report
 
-    def _judge(self, item: pytest.Item, call: pytest.CallInfo[None], told: dict[str, Any]) -> None:
-        """Fail a test if what it measured got worse by more than it may, or was not judged."""
-        failure = call.excinfo or getattr(item, "_excinfo", None)  # where a TestCase has its own
+    def _judge(
+        self, item: pytest.Item, call: pytest.CallInfo[None], payload: dict[str, Any]
+    ) -> None:
+        """Fail a test if what it measured got worse by more than a limit, or was not judged.
+
+        What was found is added to the payload that the session's other processes get.
+        """
+        failure = call.excinfo or getattr(item, "_excinfo", None)  # of a unittest.TestCase
         passed = call.when == "call" and not failure
         if not (self._measured or passed):
             return
-        own = _limits_of(item)
+        own = limits_of(item)
         if own and self.session.settings.disable:
             pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
         chosen = self.session.limits if own is None else own
-        # The marker of its class or module may be there for others.
+        # A marker of its class or module may be meant for other tests.
         is_meant = takes(item) or "dpbench" in [marker.name for marker in item.own_markers]
         if not (chosen and (self._measured or (own and is_meant))):
             return
@@ -281,9 +284,9 @@ class EachTest:
         verdict = self._verdict(chosen)
         reference = self.session.reference
         unjudged = [u for u in verdict.unjudged if u.cases or (own and not _is_skip(call))]
-        told["regressions"] = verdict.regressions
-        told["unjudged"] = unjudged
-        told["reference"] = None if reference.frame.empty else str(reference.path)
+        payload["regressions"] = verdict.regressions
+        payload["unjudged"] = unjudged
+        payload["reference"] = None if reference.frame.empty else str(reference.path)
         reasons = [f"{missing}{self.session.remedy}" for missing in unjudged]
         if worse := len(verdict.regressions):
             text = regression_text(verdict.regressions)
@@ -295,24 +298,24 @@ class EachTest:
             pytest.fail("\n".join(f"dpbench: {reason}" for reason in reasons), pytrace=False)
 
     def _verdict(self, chosen: Sequence[Threshold]) -> Verdict:
-        """What the running test asked for; a ratio needs its baseline, measured if it is not."""
+        """The verdict on the running test; measures the baselines that limits of ratios need."""
         from dpbench.results.run import Run
 
         outcomes = [outcome for outcome, *_ in self._measured]
         asked, baseline = [key for o in outcomes for key in o.asked], self.session.grid.baseline
         for outcome, instruments, _ in self._measured if any(limit.of for limit in chosen) else ():
-            if not outcome.error and outcome.case.workload != SCRIPT:  # nobody says what its is
-                case = replace(outcome.case, trainer=baseline)
+            if not (outcome.error or isinstance(outcome.case, Script)):  # scripts have no baseline
+                case = outcome.case.under(baseline)
                 outcomes.append(self.session.measure(case, instruments))
         each = {(outcome.case, outcome.instruments): outcome for outcome in outcomes}.values()
         run = Run.of("this session", each, session={"grid": {"baseline": baseline}})
         return self.session.judge(run, chosen, asked)
 
     def _of_test(self, item: pytest.Item, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-        """What the test asked for and added to it: outcomes without what was measured."""
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        said = {name: v.id if isinstance(v, Case) else str(v) for name, v in params.items()}
-        test = {"test": item.nodeid, "params": said}
+        """Outcomes without rows: which test asked for each case, and what it added."""
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        params = {name: v.id if isinstance(v, Case) else str(v) for name, v in given.items()}
+        test = {"test": item.nodeid, "params": params}
         return [
             {
                 **vars(outcome.case),
@@ -324,32 +327,17 @@ class EachTest:
         ]
 
 
-def _limits_of(item: pytest.Item) -> list[Threshold] | None:
-    """A test's own limits, if it has a marker; a wrong marker fails the test."""
-    marker = item.get_closest_marker("dpbench")
-    if marker is None:
-        return None
-    texts = marker.kwargs.get("compare_fail")
-    reason = "write the marker as dpbench(compare_fail=['METRIC:5%'])"
-    if not marker.args and set(marker.kwargs) == {"compare_fail"} and isinstance(texts, list):
-        try:
-            return limits_of(texts)
-        except ConfigurationError as error:
-            reason = str(error)
-    pytest.fail(f"dpbench: {reason}", pytrace=False)
-
-
 def _is_skip(call: pytest.CallInfo[None]) -> bool:
     return call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
 
 
 def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[Step]:
-    """Whether a fixture was given a function; a class, or what has fields, is a case's."""
+    """Whether a fixture was called with a function that takes a step."""
     return callable(asked) and not isinstance(asked, type) and not fields
 
 
 def _case(asked: Any, fields: dict[str, Any]) -> Case:
-    """A case, given as one, as its fields, or as one of which some fields are others."""
+    """The case that a fixture was called with: a case, its fields, or a case with other fields."""
     if wrong := [name for name in fields if name not in AXES]:
         raise unknown("field of a case", wrong[0], AXES)
     if isinstance(asked, Case):

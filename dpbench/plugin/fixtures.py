@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,9 +87,3 @@ def case_of(item: pytest.Item) -> Case | None:
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("dpbench_case") if callspec else None
     return case if isinstance(case, Case) else None
-
-
-def case_in_name(test: str, cases: Iterable[str]) -> str:
-    """The id of the case that a test of this id is parametrised with; empty if it is with none."""
-    parameters = f"-{test.partition('[')[2].removesuffix(']')}-"
-    return max((case for case in cases if f"-{case}-" in parameters), key=len, default="")

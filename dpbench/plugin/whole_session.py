@@ -1,4 +1,4 @@
-"""The hooks of a session: what it begins with, what its workers are told, what its end says."""
+"""The hooks of a session: its beginning, its workers, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from dpbench.files import printable
 from dpbench.gpu import visible_gpus
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
-from dpbench.plugin.fixtures import NEEDS, case_in_name, case_of, measuring, takes
+from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
+    from dpbench.findings import Asked
     from dpbench.grid import Grid
     from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"
-"""What an xdist worker is told is under this name."""
+"""The key of what the controller passes to xdist workers."""
 
 CRASHED = "???"
-"""When a test ended, in xdist's own report of one whose worker died."""
+"""The phase in xdist's report of a test whose worker died."""
 
 WORKERS_PER_GPU = 2
-"""One sets up while the other measures; a third would only wait for the GPU's lock."""
+"""One prepares a case while the other measures; a third would only wait for the GPU."""
 
 RUNS_NO_TEST = (
     *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
     *("collectonly", "setuponly", "setupplan"),
 )
-"""Options of pytest with which no test runs, so that there is nothing to measure."""
+"""Options of pytest with which no test runs."""
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -93,19 +94,19 @@ class WholeSession:
         )
         self.each_test = EachTest(config, self.session)
         self.ended: dict[str, pytest.TestReport] = {}
-        """The report of how each test ended, by its id; until then that of its latest subtest."""
+        """The latest report of each test, by its id; at first those of its subtests."""
         self.over: set[str] = set()
-        """The ids of the tests that have come to their end, what they tear down included."""
+        """The ids of the tests that have ended, their teardown included."""
         self.skipped: set[str] = set()
-        """The ids of modules that were skipped while they were collected."""
+        """The ids of modules that were skipped during collection."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
             if self.measures:
-                # A batch system's signal must end the measured processes too, as Ctrl-C does.
+                # A batch system's SIGTERM must end the measured processes too, as Ctrl-C does.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def _instruments(self) -> list[str]:
-        """The names of what the fixtures measure with; where CUPTI counts, its process is timed."""
+        """The instruments of the fixtures; where CUPTI counts, its process gives the times too."""
         settings = self.settings
         names = [*(settings.instrument or ()), *(["cupti"] if settings.cupti else [])]
         if settings.ncu:
@@ -117,13 +118,13 @@ class WholeSession:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run a test that takes ``dpbench_case`` once for each case of the grid.
 
-        Only now is ``sys.path`` as it will be. A case that names a module which is not there is an
-        error before anything is measured.
+        ``sys.path`` is complete only now, so missing modules are found here, before anything is
+        measured.
         """
         if "dpbench_case" not in metafunc.fixturenames:
             return
         cases = self.session.grid.cases()
-        with pytest.MonkeyPatch.context() as patch:  # as for the process that measures it
+        with pytest.MonkeyPatch.context() as patch:  # as in the process that measures
             patch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
             try:
                 locate(cases)
@@ -132,10 +133,10 @@ class WholeSession:
         metafunc.parametrize("dpbench_case", cases, ids=[case.id for case in cases])
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Skip what measures unless ``--ncu`` or ``--cupti`` was given: it takes minutes of a GPU.
+        """Skip tests that measure unless ``--ncu`` or ``--cupti`` was given, and order the others.
 
-        Tests of one case come one after the other, so that workers measure different ones, and for
-        workers the cases that take longest come first: no GPU has to wait for another at the end.
+        Tests of one case run one after the other, so that workers measure different cases. For
+        workers the longest cases come first, so that no GPU waits for another at the end.
         """
         cases = self.session.grid.cases()
         if self.is_worker:
@@ -152,54 +153,58 @@ class WholeSession:
                 if takes(item, [fixture]):
                     item.add_marker(pytest.mark.skip(reason=f"needs {NEEDS[fixture]}"))
 
-    @pytest.hookimpl(tryfirst=True)  # before an xdist worker says what it collected
+    @pytest.hookimpl(tryfirst=True)  # before an xdist worker sends what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Plan what the tests are known to ask for."""
-        asked = [key for item in session.items for key in self.each_test.asked_by(item)]
-        by_name = [i.nodeid for i in session.items if takes(i) and case_of(i) is None]
-        self.session.expect(asked, [*by_name, *self.skipped])
+        """Share what the tests are known to ask for; nothing yet of those that ask by name."""
+        tests: dict[str, list[tuple[Case, str]]] = {module: [] for module in self.skipped}
+        for item in session.items:
+            asked = self.each_test.asked_by(item)
+            if asked or (takes(item) and case_of(item) is None):
+                tests[item.nodeid] = asked
+        if tests:
+            self.session.findings.share(tests=tests)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note a module that was skipped as a whole: its tests measured something before."""
+        """Note a module that was skipped as a whole: a reference may have cases of its tests."""
         if report.skipped:
             self.skipped.add(report.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which tests have come to their end, and keep what a worker could not write."""
+        """Note which tests have ended, and store what a worker could not write."""
         if report.when in ("teardown", CRASHED):
             self.over.add(report.nodeid)
         if report.when != "teardown" and (report.when == "call" or not report.passed):
             self.ended[report.nodeid] = report
         if unwritten := getattr(report, "dpbench", None):
-            self.session.store.take(unwritten)
+            self.session.findings.store.take(unwritten)
 
     # --- xdist -------------------------------------------------------------------------------
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell an xdist worker of the session."""
+        """Pass to an xdist worker what it needs to join the session."""
         node.workerinput[SHARED] = self.session.shared()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Give each worker on this machine one GPU; a replacement of a crashed one keeps it."""
+        """Give each worker on this machine a GPU; the replacement of a crashed one keeps it."""
         names = visible_names() if self.measures else []
         for number, spec in enumerate(spec for spec in specs if names and spec.popen):
             spec.env["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """Deal out whole cases, unless the user chose a way to group tests."""
+        """Give workers whole cases, unless the user chose another distribution."""
         if not (self.measures and config.getvalue("dist") in ("load", "worksteal")):
             return None
         from dpbench.plugin.scheduling import CaseScheduling
 
-        return CaseScheduling(config, log, self.session.grid.cases())
+        return CaseScheduling(config, log, self.session.findings)
 
     # --- the end -----------------------------------------------------------------------------
 
     def pytest_report_header(self) -> list[str]:
-        """Say what will be measured, and with what."""
+        """Print what will be measured, and on which GPUs."""
         if self.settings.disable:
             return [f"dpbench: {NOTHING_MEASURED}"]
         if not self.session.instruments:
@@ -216,56 +221,56 @@ class WholeSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the files; a ``--ncu`` session that measured nothing must not look green."""
+        """Compare and write the files; a session that measured nothing in vain must not pass."""
         if self.is_worker or not self.runs_tests:
             return
-        asked = {case.id for case, _ in self.session.asked}
-        lacking = asked - {outcome.case.id for outcome in self.session.outcomes()}
-        ended = [(case_in_name(test, asked), report) for test, report in self.ended.items()]
+        measured = {outcome.case for outcome in self.session.findings.outcomes()}
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
-        died = {case for case, report in ended if report.when == CRASHED} or None
         self.session.finish(
             complete=len(self.over) >= session.testscollected and not stopped,
-            limited=self._limited(died),
-            not_measured={case: _how_it_ended(how) for case, how in ended if case in lacking},
+            limited=self._limited(),
+            not_measured={
+                case.id: _how_it_ended(report)
+                for test, report in self.ended.items()
+                for case, _ in self.session.findings.tests.get(test, ())
+                if case not in measured
+            },
         )
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
-        # What was judged for a test stands also where it is no failure of pytest's: one that was
-        # skipped while another measured its case, or whose outcome a plugin has changed.
-        worse = {Case.from_row(row).id for row in self.session.regressions}
+        # A regression fails the session even if no test failed: its test may have been skipped
+        # while another measured the case, or a plugin may have changed the test's outcome.
+        worse = {Case.from_row(row).id for row in self.session.findings.regressions}
         if worse:
             self.session.problem(f"{', '.join(sorted(worse))} got worse by more than it may")
-        if self.session.unjudged:
+        if self.session.findings.unjudged:
             from dpbench.results.gate import Unjudged  # loads pandas
 
-            for row in self.session.unjudged:
+            for row in self.session.findings.unjudged:
                 self.session.problem(f"{Unjudged(**row)}{self.session.remedy}")
         if self.measures and not self.session.problems:
             self._check_measured()
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
-    def _limited(self, died: set[str] | None) -> list[tuple[Case, str]] | None:
-        """What the command line's limits are for; None if no test that they are for is known.
-
-        Args:
-            died: cases of tests whose process died; None if none did.
-        """
-        limited = self.session.limited
-        if died is not None:  # it has not said what its test asked for, and had measured of it
-            untold = [outcome for outcome in self.session.outcomes() if not outcome.tests]
-            named = [key for key in self.session.asked if key[0].id in died]
-            limited = [*(limited or ()), *named, *(key for o in untold for key in o.asked)]
+    def _limited(self) -> Asked | None:
+        """What the command line's limits are for; None if no test that they are for is known."""
+        findings = self.session.findings
+        limited = findings.limited
+        died = [test for test, report in self.ended.items() if report.when == CRASHED]
+        if died:  # before their processes could share what these tests measured
+            planned = [key for test in died for key in findings.tests.get(test, ())]
+            of_no_test = [outcome for outcome in findings.outcomes() if not outcome.tests]
+            limited = [*(limited or ()), *planned, *(key for o in of_no_test for key in o.asked)]
         names = [name for _, name in self.session.sources]
         for module in self.skipped if self.session.limits else ():
             limited = [*(limited or ()), *self.session.reference.asked_by(module, names)] or limited
         return limited
 
     def _check_measured(self) -> None:
-        """A session that was to measure has measured something; others need not."""
+        """Refuse a session that was asked to measure and has measured nothing."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
-        outcomes = self.session.outcomes()
+        outcomes = self.session.findings.outcomes()
         if not any(o.rows and o.instruments == instruments for o in outcomes):
             asked = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
             option = self.settings.option(asked)
@@ -276,7 +281,7 @@ class WholeSession:
             )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """One table for the whole session; workers are silent."""
+        """Print the tables, notes and problems of the whole session."""
         if self.is_worker:
             return
         say = terminalreporter.write_line
@@ -286,7 +291,7 @@ class WholeSession:
             if waiting := sum(f"Skipped: needs {options}'" in reason for reason in skipped):
                 test = "tests measure" if waiting > 1 else "test measures"
                 say(f"dpbench: {waiting} {test} with {options}")
-        outcomes = session.outcomes()
+        outcomes = session.findings.outcomes()
         if not outcomes and self.runs_tests:
             for _, path in self.settings.files.values():
                 named = os.path.relpath(path, self.settings.directory)
@@ -315,14 +320,14 @@ class WholeSession:
             summary = summarise(to_frame(row for outcome in outcomes for row in outcome.rows))
             hook(config=self.config, summary=summary, tables=tables)
         for line in as_text(tables, terminal_width()).splitlines():
-            # One by one: of what a terminal's encoding lacks a sign for, pytest escapes all,
-            # the ends of lines too.
+            # Line by line: if the terminal's encoding lacks a character, pytest escapes the whole
+            # text, line ends included.
             terminalreporter.write_line(line)
         if warning := append_step_summary(tables):
             terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
 
     def pytest_unconfigure(self) -> None:
-        """Leave nothing behind."""
+        """Remove what the processes shared."""
         if not self.is_worker:
             self.session.close()
 

@@ -9,7 +9,7 @@ all use `Gate`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -300,7 +300,7 @@ def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
 
 
 def _baseline(run: Run, case: Case) -> Case:
-    return replace(case, trainer=run.baseline)
+    return case.under(run.baseline)
 
 
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:

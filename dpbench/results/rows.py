@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from dpbench.case import AXES, COUNTS, SCRIPT, Case
+from dpbench.case import AXES, COUNTS, Case, Script
 from dpbench.metrics import METRICS
 
 SCHEMA = 2
@@ -110,7 +110,7 @@ def checked(case: Case, rows: Sequence[Measurement]) -> list[Measurement]:
         if times > 1:
             where = f"{row.metric}@{row.phase} of step {row.repeat} by {row.instrument}"
             raise ValueError(f"the instrument has returned {times} rows for {where}")
-    return [*rows, *(() if case.workload == SCRIPT else _zeros(rows))]
+    return [*rows, *(() if isinstance(case, Script) else _zeros(rows))]
 
 
 def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:

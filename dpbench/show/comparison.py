@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import BASELINE_TRAINER, SCRIPT, Case
+from dpbench.case import BASELINE_TRAINER, Case, Script
 from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
@@ -41,7 +41,7 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
         what = f"{case.configuration}, batch {case.batch_size}"
         what += f", sequence {case.seq_len}" if case.seq_len else ""
-        what = "steps of a script" if case.workload == SCRIPT else what
+        what = "steps of a script" if isinstance(case, Script) else what
         with_what = f", against {against}" if against else ""
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpbench.case import ATTENTIONS, ModelSize
+from dpbench.case import ATTENTIONS
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.model_size import ModelSize
 from dpbench.registry import MODELS
 from dpbench.workloads.base import Batch, Workload
 

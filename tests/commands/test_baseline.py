@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.cli import main
-from dpbench.registry import chosen_grid
+from dpbench.grid import chosen_grid
 from dpbench.results.run import Run
 
 pytestmark = pytest.mark.usefixtures("counted_once")

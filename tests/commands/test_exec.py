@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import ALL_PHASES, Case, script_case
+from dpbench.case import ALL_PHASES, Case, Script
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
@@ -144,7 +144,7 @@ def script_here() -> Iterator[Callable[..., dict[str, Any]]]:
     def run_here(*program: str, instrument: str = "timing", **how: Any) -> dict[str, Any]:
         [chosen] = choose([instrument], Settings(device="cpu"), "script")
         script = ScriptRun(chosen, program, **how)
-        run(script, script_case("mine"), Path("record.json"))
+        run(script, Script("mine"), Path("record.json"))
         found: dict[str, Any] = json.loads(Path("record.json").read_text())
         return found
 
@@ -394,7 +394,7 @@ def test_script_that_profiles_itself_is_not_profiled(
 
 
 def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:
-    case = script_case("private 100%")
+    case = Script("private 100%")
     assert (case.id, case.baseline.id) == ("private 100%", "standard")
     known = {axis: value for axis, value in asdict(case).items() if value}
     assert known == {"trainer": "private 100%", "workload": "script"}
@@ -409,7 +409,7 @@ def test_batch_size_that_is_said_makes_samples_per_second_of_times() -> None:
         "device": "cpu",
         "torch": "2",
     }
-    found = [timing_rows(script_case("mine", size), record) for size in (0, 8)]
+    found = [timing_rows(Script("mine", size), record) for size in (0, 8)]
     assert [{r.metric: r.value for r in rows}.get("samples_per_second") for rows in found] == [
         None,
         pytest.approx(40),

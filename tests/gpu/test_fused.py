@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
-from dpbench.case import ModelSize
 from dpbench.instruments.logical.counter import RunningCounter
+from dpbench.model_size import ModelSize
 from dpbench.process.step import peak_memory
 from dpbench.training.base import Batch, Momentum
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import script_case
+from dpbench.case import Script
 from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptRun
 from dpbench.settings import Settings
@@ -32,7 +32,7 @@ def test_a_script_that_ends_within_a_step_has_the_steps_before_it(tmp_path: Path
     script.write_text(SHORT)
     [ncu] = choose(["ncu"], Settings(ncu_dir=tmp_path), "script")
     run = ScriptRun(ncu, (str(script),), skip=0, steps=5)
-    rows = run.measure(script_case("short"))
+    rows = run.measure(Script("short"))
     phases = {(row.repeat, row.phase) for row in rows}
     parts = ("forward", "backward", "optimizer", "outside", "step")
     assert phases == {(step, part) for step in (0, 1) for part in parts}

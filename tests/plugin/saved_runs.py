@@ -68,3 +68,13 @@ def values(document: dict[str, Any], trainer: str, instrument: str = "ncu") -> l
     """What a document says of a trainer, by an instrument."""
     rows = [row for row in document["rows"] if row["instrument"] == instrument]
     return [row["value"] for row in rows if row["trainer"] == trainer]
+
+
+def command_in(log: Path) -> str:
+    """The command of a measured process, in its log's first line."""
+    return log.read_text().splitlines()[0]
+
+
+def phases(rows: list[dict[str, Any]], metric: str) -> set[str]:
+    """The phases of which rows have a metric."""
+    return {row["phase"] for row in rows if row["metric"] == metric}

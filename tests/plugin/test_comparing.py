@@ -1,4 +1,4 @@
-"""The marker, and what can't be compared; what the options do is in `test_modes.py`."""
+"""The marker, and what can't be compared."""
 
 from __future__ import annotations
 

@@ -7,20 +7,6 @@ import pytest
 from tests.plugin.conftest import RunSuite
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--ncu-kernels-phase=cake"], "unknown phase 'cake'; choose from forward"),
-    ],
-)
-def test_bad_values_are_named_before_anything_runs(
-    project: RunSuite, arguments: list[str], words: str
-) -> None:
-    result = project(*arguments)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert words in result.stderr.str()
-
-
 def test_a_phase_in_which_a_trainer_launches_nothing_is_no_failure(project: RunSuite) -> None:
     result = project("-n0", "--ncu-kernels-phase=clip")
     result.assert_outcomes(passed=4)

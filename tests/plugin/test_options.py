@@ -1,13 +1,24 @@
-"""What a bad value, a missing GPU or ``ncu``, and no ``--ncu`` at all lead to.
-
-What each option does: `test_modes.py`.
-"""
+"""What a bad value, a missing GPU or ``ncu``, and no ``--ncu`` at all lead to."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from dpbench.results.storage import Storage
 from tests.plugin.conftest import RunSuite
+
+
+def test_every_option_is_given_in_some_test(pytester: pytest.Pytester) -> None:
+    text = pytester.runpytest_inprocess("--help").stdout.str()
+    group = text.partition("(dpbench):\n")[2].partition("\n\n")[0]
+    declared = set(re.findall(r"^  (--[a-z-]+)", group, re.MULTILINE))
+    assert len(declared) > 40
+    tests = (path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    tried = {option for text in tests for option in re.findall("[\"'](--[a-z-]+)", text)}
+    assert declared - tried == set()
 
 
 @pytest.mark.parametrize(
@@ -23,6 +34,7 @@ from tests.plugin.conftest import RunSuite
         (["--dpbench-seq-len=-1"], "sequence length must be a positive integer, not -1"),
         (["--ncu-metrics=dram"], "unknown metric 'dram'; choose from dram_read_bytes"),
         (["--ncu-active=0"], "active >= 1"),
+        (["--ncu-kernels-phase=cake"], "unknown phase 'cake'; choose from forward"),
         (["--ncu-dir=/dev/null/x"], "directory /dev/null/x cannot be written"),
         (["--dpbench-columns=nope"], "unknown column 'nope'; choose from dram_read_bytes"),
         (["--dpbench-csv=/dev/null/x.csv"], "directory /dev/null cannot be written"),
@@ -87,6 +99,14 @@ def test_a_grid_is_chosen_by_its_name(project: RunSuite) -> None:
     listed.stdout.fnmatch_lines(["*dpsgd_fgc-bs8-seq1024-1b-fp32*"])
 
 
+def test_axes_replace_those_of_the_grid(project: RunSuite) -> None:
+    axes = ["--dpbench-optimizer=adamw", "--dpbench-micro-batches=2", "--dpbench-trainable=lora:8"]
+    axes += ["--dpbench-activation-checkpointing=on"]
+    listed = project("--collect-only", "-q", *axes, replayed=False)
+    words = "optimizer=adamw-micro_batches=2-trainable=lora:8-activation_checkpointing=on"
+    listed.stdout.fnmatch_lines([f"*standard-bs4-seq64-tiny-fp32-{words}*"])
+
+
 @pytest.mark.parametrize("question", ["--collect-only", "--fixtures"])
 def test_what_runs_no_test_needs_no_ncu_and_writes_nothing(
     project: RunSuite, pytester: pytest.Pytester, question: str
@@ -113,3 +133,18 @@ def test_a_case_that_cannot_fit_is_skipped(
     result.stdout.fnmatch_lines(
         ["*does not fit: needs about * GB of * GB*", "*nothing was measured*"]
     )
+
+
+def test_a_trainer_whose_module_is_nowhere_is_refused_once(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    result = project("-n1", "--dpbench-trainer=nowhere:Trainer", "--dpbench-save=none")
+    result.assert_outcomes(errors=1)
+    assert result.ret != 0
+    said = [line for line in result.outlines + result.errlines if "dpbench: trainer" in line]
+    assert said[0] == (
+        "dpbench: trainer 'Trainer': no module named 'nowhere'; "
+        "run from its directory or put that on PYTHONPATH"
+    )
+    assert "nothing was measured" not in result.stdout.str()
+    assert not Storage(pytester.path / ".dpbench").paths()

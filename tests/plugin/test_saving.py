@@ -1,4 +1,4 @@
-"""Where runs are saved, and a storage that breaks down; the rest is in `test_modes.py`."""
+"""Where runs are saved, and a storage that breaks down."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from dpbench.results.storage import Storage
 from tests.plugin.conftest import RunSuite
-from tests.plugin.saved_runs import recorded_document, save, saved
+from tests.plugin.saved_runs import recorded_document, save
 
 
 def test_runs_of_counted_cases_lie_in_a_folder_of_their_own(
@@ -52,29 +52,3 @@ def test_storage_that_breaks_down_is_one_error_and_leaves_earlier_runs(
     kept = json.loads((pytester.path / "moved/0002_first.json").read_text())
     assert {row["trainer"] for row in kept["rows"]} == {"standard"}
     assert len(json.loads((pytester.path / "run.json").read_text())["cases"]) == 2
-
-
-def test_a_run_that_was_resumed_for_some_of_its_cases_is_still_interrupted(
-    project: RunSuite, pytester: pytest.Pytester
-) -> None:
-    pytester.makepyfile(
-        test_suite="""
-        import pathlib
-        def test_measures(dpbench_case, ncu, logical_io):
-            logical_io("standard", batch_size=1, seq_len=1, model_size="tiny")  # not of the grid
-            ncu(dpbench_case)
-            assert pathlib.Path("failed").exists() or pathlib.Path("failed").touch()
-        """
-    )
-    seen = []
-    for arguments in (
-        ["-x", "--dpbench-save=first"],
-        ["--dpbench-resume", "-k", "standard"],
-        ["--dpbench-resume", "no_such_file.py"],
-        ["--dpbench-resume", "-k", "neither"],
-        ["--dpbench-resume", "-k", "dpsgd"],  # the rest of them
-    ):
-        project("-n0", *arguments)
-        session = saved(pytester.path, 1).session
-        seen.append((session["status"], session["cases_asked"]))
-    assert seen == [*[("interrupted", 2)] * 4, ("complete", 2)]

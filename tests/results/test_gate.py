@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import AXES, PHASES, Case, script_case
+from dpbench.case import AXES, PHASES, Case, Script
 from dpbench.metrics import unit
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate, Verdict
@@ -279,9 +279,9 @@ def test_baseline_that_moved_is_said_beside_a_ratio(limit: str) -> None:
 def of_script(name: str, asked: int, counted: int) -> Run:
     """A run of a script of which some of the steps that were asked for were counted."""
     where = ("logical", STEP, "logical_read_bytes", 8.0, "B")
-    rows = [Measurement(script_case("train"), *where, n, "no hardware", "") for n in range(counted)]
+    rows = [Measurement(Script("train"), *where, n, "no hardware", "") for n in range(counted)]
     session = {"status": "complete", "settings": {"logical": {"steps": asked}}}
-    outcomes = [Outcome(script_case("train"), tuple(rows), 1.0)]
+    outcomes = [Outcome(Script("train"), tuple(rows), 1.0)]
     document = {"session": session, "rows": [row.as_row() for row in rows]}
     document["cases"] = [{**o.as_json(), "instruments": ["logical"]} for o in outcomes]
     return replace(GRID1, path=Path(name), document=document)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case, script_case
+from dpbench.case import Case, Script
 from dpbench.metrics import unit
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate, Verdict
@@ -31,11 +31,11 @@ SUBJECTS: dict[str, tuple[Case, str, str]] = {
     "kernels of a case": (Case("dpsgd", 8, 256), "ncu_kernels", "kernel_dram_read_bytes"),
     "counters of a case": (Case("dpsgd", 8, 256), "cupti", "dram_read_bytes"),
     "operators of a step function": (
-        script_case("tests/test_own.py::test_own:step"),
+        Script("tests/test_own.py::test_own:step"),
         "logical",
         "logical_read_bytes",
     ),
-    "times of a script": (script_case("train"), "timing", "step_time_seconds"),
+    "times of a script": (Script("train"), "timing", "step_time_seconds"),
 }
 """What is measured, by which instrument, and one of its metrics."""
 
@@ -55,7 +55,7 @@ def run(name: str, subject: str, factor: float = 1.0, **session: Any) -> Run:
             instruments=(by,),
             tests=({"test": "test_it", "params": {}},),
         )
-        for each, more in ((case, factor), (replace(case, trainer="standard"), 1.0))
+        for each, more in ((case, factor), (case.under("standard"), 1.0))
     ]
     return of_rows(name, document(outcomes, {}, {"status": "complete", **session}))
 
@@ -258,7 +258,7 @@ CLIP = Measurement(RESNET, "timing", "clip", "step_time_seconds", 1.0, "s", 0, "
     [
         ([CLIP, CLIP], "2 rows for step_time_seconds@clip of step 0 by timing"),
         ([CLIP, replace(CLIP, value=2.0)], "2 rows for step_time_seconds@clip of step 0 by timing"),
-        ([replace(CLIP, case=script_case("loop"))], "the instrument has returned rows of loop"),
+        ([replace(CLIP, case=Script("loop"))], "the instrument has returned rows of loop"),
     ],
 )
 def test_what_cannot_be_one_cases_rows_is_refused_when_it_is_recorded(
@@ -277,5 +277,5 @@ def test_a_phase_of_a_case_that_did_nothing_in_a_step_is_recorded_as_zero() -> N
         replace(CLIP, metric="peak_memory_bytes", unit="B"),
     ]
     assert checked(RESNET, rows) == [*rows, replace(CLIP, value=0.0, repeat=1)]
-    of_script = [replace(row, case=script_case("train")) for row in rows]
-    assert checked(script_case("train"), of_script) == of_script
+    of_script = [replace(row, case=Script("train")) for row in rows]
+    assert checked(Script("train"), of_script) == of_script

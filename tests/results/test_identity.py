@@ -9,7 +9,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from dpbench.case import script_case
+from dpbench.case import Script
 from dpbench.errors import ConfigurationError
 from dpbench.metrics import METRICS, Counters, Metric
 from dpbench.results.compare import Threshold
@@ -187,7 +187,7 @@ def test_every_kind_says_how_steps_and_ranks_become_one() -> None:
 def test_metric_whose_name_ends_like_a_ratio_is_judged_as_what_it_is() -> None:
     """Of a script nothing is a ratio to a baseline; the metric is one of its own."""
     own = Metric("compression_ratio", by=("zip",))
-    case = script_case("train.py")
+    case = Script("train.py")
 
     def run(name: str, value: float) -> Run:
         row = Measurement(case, "zip", STEP, own.name, value, "1", 0, "cpu", "zip 1")

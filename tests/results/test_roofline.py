@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.case import script_case
+from dpbench.case import Script
 from dpbench.results.frame import to_frame
 from dpbench.results.roofline import (
     COUNTED_BYTES,
@@ -94,7 +94,7 @@ def test_the_precision_chooses_the_arithmetic_roof(precision: str, seconds: floa
 
 
 def test_a_script_of_unknown_precision_has_no_roofline() -> None:
-    script = logical(script_case("train"), forward=(1e12, 1e12))
+    script = logical(Script("train"), forward=(1e12, 1e12))
     assert {*of(script, logical(forward=(1e12, 1e12))).trainer} == {"dpsgd"}
     with pytest.raises(ConfigurationError, match="the precision of a script is unknown"):
         of(script)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import ATTENTIONS, AXES, MODEL_SIZES, PHASES, PRECISIONS, Case
+from dpbench.case import ATTENTIONS, AXES, PHASES, PRECISIONS, Case
 from dpbench.errors import ConfigurationError
+from dpbench.model_size import MODEL_SIZES
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows
 from tests.results.figures import any_text

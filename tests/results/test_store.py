@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import Case, script_case
+from dpbench.case import Case, Script
 from dpbench.results.outcome import Outcome, OutcomeStore
 from dpbench.results.rows import STEP, Measurement
 
@@ -65,7 +65,7 @@ def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, objec
 def test_any_name_has_an_outcome_of_its_own(tmp_path: Path) -> None:
     store = OutcomeStore(tmp_path)
     names = ["test_it[a/b]", "test_it[a_b]", "x" * 1000, f"{'x' * 1000}y", "\0", "../up"]
-    cases = [script_case(name) for name in names]
+    cases = [Script(name) for name in names]
     assert [store.once(case, measured).case for case in cases] == cases
     assert {outcome.case for outcome in OutcomeStore(tmp_path).outcomes()} == {*cases}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import script_case
+from dpbench.case import Script
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import Measurement
@@ -262,7 +262,7 @@ def test_script_has_a_table_of_times_by_phase_and_its_place_alone_as_title() -> 
         "phase_seconds": [{"forward": 0.001, "backward": 0.003, "outside": 0.0005}],
         "peak_memory_bytes": None,
     }
-    listed = tables(to_frame(timing_rows(script_case("private"), record)))
+    listed = tables(to_frame(timing_rows(Script("private"), record)))
     step = listed[0]
     assert step.title == "cpu: per step"
     assert step.headers == ["trainer", "step\nms"]  # no bytes were counted

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
-from dpbench.case import Case, ModelSize
+from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
+from dpbench.grid import chosen_grid
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.instruments.timing import TimingRecorder
+from dpbench.model_size import ModelSize
 from dpbench.process.build import build, smoke_test
 from dpbench.process.step import run_case
-from dpbench.registry import arguments, chosen_grid, resolve
+from dpbench.registry import arguments, resolve
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.refusals import CannotTrain
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable

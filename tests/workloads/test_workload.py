@@ -17,10 +17,11 @@ from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
+from dpbench.grid import chosen_grid
 from dpbench.instruments.base import CaseRefused
 from dpbench.instruments.logical.instrument import Logical
 from dpbench.process.build import build, smoke_test
-from dpbench.registry import arguments, chosen_grid, resolve
+from dpbench.registry import arguments, resolve
 from dpbench.runner import check_fits
 from tests.workloads import digits
 
@@ -107,7 +108,7 @@ def test_an_object_is_named_by_itself_and_has_its_parameters() -> None:
 
 
 def test_an_object_without_a_name_cannot_be_measured_elsewhere() -> None:
-    assert "assign it at the top level" in refusal(lambda: case_of(digits.Digits()))
+    assert "assign it there" in refusal(lambda: case_of(digits.Digits()))
 
 
 def test_parameters_are_part_of_id_report_and_row() -> None:

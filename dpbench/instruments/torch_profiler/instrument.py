@@ -56,19 +56,19 @@ class TorchProfiler(Instrument):
     def command(self, case: Case) -> list[str]:
         return [
             *step_command(case, device=self.device),
-            *("--profile", str(self.directory / case.id)),
+            *("--profile", str(self.directory / case.file_name)),
             *("--profile-schedule", str(self.schedule)),
             *("--profile-threshold", f"{self.threshold:g}"),
         ]
 
     def start(self, case: Case) -> Child:
-        log = self.directory / case.id / "step.log"
+        log = self.directory / case.file_name / "step.log"
         return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
 
-        return ProfileRecorder(self.directory / case.id, steps)
+        return ProfileRecorder(self.directory / case.file_name, steps)
 
     def check_script(self) -> None:
         check_place(self.directory, on_gpu=False)
@@ -76,4 +76,4 @@ class TorchProfiler(Instrument):
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are times, memory and copies, by phase and for the step."""
         process.record()
-        return read_rows(self.directory / process.case.id)
+        return read_rows(self.directory / process.case.file_name)

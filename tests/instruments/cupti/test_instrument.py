@@ -216,7 +216,7 @@ def test_too_little_memory_is_told_as_by_every_instrument(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--device=cpu"], "--cupti is about a GPU's work, and there is none: drop it"),
+        (["--device=cpu"], "--cupti needs a GPU, and there is none: drop it"),
         (["--nvtx"], "--nvtx excludes --cupti: choose one"),
     ],
 )

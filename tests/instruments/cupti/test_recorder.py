@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import script_case
+from dpbench.case import Script
 from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.cupti import steps
 from dpbench.instruments.cupti.recorder import CuptiRecorder
@@ -24,7 +24,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, scales: list[float], device: str) 
     for scale in scales:
         with observed_step(recorder), phase("backward"):
             cupti.work(scale * GB)
-    record: dict[str, Any] = recorder.timing.record(script_case("mine"))
+    record: dict[str, Any] = recorder.timing.record(Script("mine"))
     monkeypatch.setattr(recorder.timing, "record", lambda case: record | {"device": device})
     return recorder
 
@@ -33,7 +33,7 @@ def test_unlike_steps_are_timed_and_then_counted_by_phase_and_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = recorded(monkeypatch, [1, 1, 2, 3, 4, 6], "H200")
-    rows = recorder.rows(script_case("mine"))
+    rows = recorder.rows(Script("mine"))
     recorder.close()
     assert recorder.finished
     assert {row.instrument for row in rows} == {"cupti"}
@@ -48,7 +48,7 @@ def test_what_was_counted_until_the_script_ended_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = recorded(monkeypatch, [1, 1, 2], "H200")
-    found = {(row.metric, row.phase): row.value for row in recorder.rows(script_case("mine"))}
+    found = {(row.metric, row.phase): row.value for row in recorder.rows(Script("mine"))}
     recorder.close()
     assert found["dram_read_bytes", "backward"] == 2 * GB
     assert not recorder.finished
@@ -58,4 +58,4 @@ def test_what_was_counted_until_the_script_ended_is_there(
 def test_steps_on_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch, [1, 1], "cpu")
     with pytest.raises(InstrumentError, match="the steps ran on the CPU"):
-        recorder.rows(script_case("mine"))
+        recorder.rows(Script("mine"))

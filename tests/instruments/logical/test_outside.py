@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench import phase
-from dpbench.case import ModelSize
 from dpbench.instruments.base import CaseFailed
 from dpbench.instruments.logical import stand_ins
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.instrument import Logical
+from dpbench.model_size import ModelSize
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch
 from dpbench.training.refusals import CannotTrain

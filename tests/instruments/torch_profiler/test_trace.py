@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import MODEL_SIZES, OUTSIDE, Case
+from dpbench.case import OUTSIDE, Case
 from dpbench.instruments.torch_profiler import trace
 from dpbench.instruments.torch_profiler.files import profile_rows
 from dpbench.instruments.torch_profiler.trace import Trace, TraceUnreadable, read
+from dpbench.model_size import MODEL_SIZES
 
 DATA = Path(__file__).parents[2] / "data" / "profile"
 BATCH, FLOAT = 4, 4
