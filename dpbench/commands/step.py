@@ -26,8 +26,10 @@ from typing import Any
 from dpbench import gpu
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
 from dpbench.instruments import choose
+from dpbench.instruments.base import CaseOutOfMemory, CaseRefused
+from dpbench.instruments.child import name_of
 from dpbench.instruments.recorder import Recorder
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.instruments.torch_profiler.files import REPORT, write_summary
@@ -66,6 +68,13 @@ WAYS = ("nvtx", "cupti", "nsys", "logical", "profile", "instrument")
 """The options of which each is a way to observe the steps."""
 
 
+MEANT: dict[type[Exception], type[Exception]] = {
+    ConfigurationError: CaseRefused,
+    OutOfMemory: CaseOutOfMemory,
+}
+"""What errors of this process are to the one that started it, if not what they are here."""
+
+
 def run(options: argparse.Namespace) -> int:
     """Take the steps, and print what was observed, or why not."""
     case = chosen_case(options)
@@ -80,12 +89,13 @@ def run(options: argparse.Namespace) -> int:
     try:
         record = _observed(case, steps, options)
     except Exception as error:  # whoever started this process learns why from the record
-        kind = type(error).__name__
-        first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
-        first_line += own_line(error.__traceback__)
-        message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
+        message = str(error)
+        if not isinstance(error, DpbenchError):
+            first_line = message.partition("\n")[0]  # PyTorch appends its C++ stack
+            message = f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}"
         message = message.removeprefix(f"{case.id}: ")  # the parent says whose it is
-        print_record(error={"kind": kind, "message": message})
+        kind = next((to for of, to in MEANT.items() if isinstance(error, of)), type(error))
+        print_record(error={"kind": name_of(kind), "message": message})
         raise
     print_record(**record)
     return 0

@@ -31,7 +31,7 @@ from dpbench.instruments.counters.metrics import ALWAYS, on_chip
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
-from dpbench.instruments.programs import version_of
+from dpbench.instruments.processes import version_of
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings

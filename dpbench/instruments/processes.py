@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 POLL_SECONDS = 0.05
+ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
 GRACE_SECONDS = 5.0  # how long a process group has to end by itself before it is killed
 GUARD = f"""
 read -r group || exit
@@ -87,3 +90,11 @@ def run(command: Sequence[str], *, timeout: float) -> tuple[int, str]:
     finally:
         group.end()
     return group.process.returncode, output
+
+
+@cache
+def version_of(path: str) -> str:
+    """The version that an ``ncu`` or ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
+    code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
+    match = None if code else re.search(r"[Vv]ersion (\d+\.\d+\.\d+)", answer)
+    return match[1] if match else "unknown"  # made for another machine, say, or it hangs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -12,7 +11,6 @@ import pytest
 
 from dpbench.case import AXES, SCRIPT, Case, script_case
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.instruments.terminal import shown_past
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
 from dpbench.process.messages import Steps
 from dpbench.registry import resolve
@@ -55,10 +53,8 @@ class Unmeasured:
 class EachTest:
     """A plugin of its own, in each process that runs tests; the controller judges the whole."""
 
-    def __init__(self, config: pytest.Config, session: Session) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
-        capture = config.pluginmanager.getplugin("capturemanager")
-        self._uncaught = capture.global_and_fixture_disabled if capture else nullcontext
         self._tried_out: set[Case] = set()
         # of the test that is running:
         self._test = ""
@@ -134,8 +130,7 @@ class EachTest:
             return cast("CaseReport", Unmeasured(case))
         if step:
             instruments = self._of_step(step, instruments)
-        with shown_past(self._uncaught):
-            outcome = self.session.measure(case, instruments)
+        outcome = self.session.measure(case, instruments)
         from dpbench.results.report import CaseReport
 
         report = CaseReport.of_outcome(outcome)

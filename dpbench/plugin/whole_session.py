@@ -91,7 +91,7 @@ class WholeSession:
                 config=config, output_json=document
             ),
         )
-        self.each_test = EachTest(config, self.session)
+        self.each_test = EachTest(self.session)
         self.ended: dict[str, pytest.TestReport] = {}
         """The report of how each test ended, by its id; until then that of its latest subtest."""
         self.over: set[str] = set()

@@ -7,7 +7,6 @@ from typing import ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.child import Child
-from dpbench.instruments.cupti import errors  # noqa: F401  # of which its process can fail
 from dpbench.instruments.cupti.rows import INSTRUMENT, cupti_rows
 from dpbench.instruments.recorder import Recorder
 from dpbench.instruments.timing import Timing

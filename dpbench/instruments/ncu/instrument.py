@@ -27,7 +27,7 @@ from dpbench.instruments.ncu.report import (
     read,
     read_kernels,
 )
-from dpbench.instruments.programs import version_of
+from dpbench.instruments.processes import version_of
 from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN, Steps

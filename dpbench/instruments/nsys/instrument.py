@@ -17,8 +17,7 @@ from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, InstrumentError
 from dpbench.instruments.child import Child, log_lines
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
-from dpbench.instruments.processes import run
-from dpbench.instruments.programs import version_of
+from dpbench.instruments.processes import run, version_of
 from dpbench.instruments.timing import Timing
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record

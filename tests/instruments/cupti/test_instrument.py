@@ -15,6 +15,7 @@ from dpbench.cli import main
 from dpbench.instruments import choose
 from dpbench.instruments import recorder as recorders
 from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentError
+from dpbench.instruments.child import name_of
 from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.chip import MAX_RANGES
 from dpbench.instruments.cupti.errors import CuptiUnusable
@@ -197,7 +198,7 @@ def test_rows_come_from_what_the_process_printed(
 def test_an_error_of_the_process_is_raised_here_with_its_remedy_once(
     raised: Exception, kind: type[InstrumentError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = {"kind": type(raised).__name__, "message": str(raised)}
+    error = {"kind": name_of(type(raised)), "message": str(raised)}
     with pytest.raises(InstrumentError) as caught:
         measure(said({"error": error}), tmp_path, monkeypatch)
     assert type(caught.value) is kind
@@ -208,7 +209,7 @@ def test_an_error_of_the_process_is_raised_here_with_its_remedy_once(
 def test_too_little_memory_is_told_as_by_every_instrument(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
+    error = {"kind": name_of(CaseOutOfMemory), "message": "CUDA out of memory"}
     with pytest.raises(CaseOutOfMemory, match="out of memory; use a smaller batch size"):
         measure(said({"error": error}), tmp_path, monkeypatch)
 

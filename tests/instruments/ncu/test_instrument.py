@@ -14,7 +14,7 @@ from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
-from dpbench.instruments.programs import version_of
+from dpbench.instruments.processes import version_of
 from dpbench.process.messages import Steps
 from dpbench.runner import measure
 from dpbench.settings import Settings
