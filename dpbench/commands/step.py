@@ -18,8 +18,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import faulthandler
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,14 @@ from dpbench import gpu
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
-from dpbench.instruments import choose
-from dpbench.instruments.base import CaseOutOfMemory, CaseRefused
+from dpbench.instruments import built_in, choose
+from dpbench.instruments.base import CaseOutOfMemory, CaseRefused, Instrument
 from dpbench.instruments.child import name_of
-from dpbench.instruments.recorder import Recorder
-from dpbench.instruments.timing import TimingRecorder
+from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.files import REPORT, write_summary
+from dpbench.instruments.torch_profiler.instrument import TorchProfiler
 from dpbench.options import own_values
-from dpbench.process.messages import Schedule, Steps, print_record
+from dpbench.process.messages import Steps, print_record
 from dpbench.settings import Settings, declare
 
 
@@ -42,30 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser, device="auto")
     declare(parser.add_argument, "warmup", "active", "profile_schedule", "profile_threshold")
-    for name, help in (
-        ("nvtx", "mark phases as NVTX ranges for a profiler, and take no times"),
-        ("nsys", "under nsys profile: have some steps recorded after the timed ones"),
-        ("logical", "count a step on tensors without data instead"),
-    ):
-        parser.add_argument(f"--{name}", action="store_true", help=help)
-    parser.add_argument(
-        "--cupti",
-        nargs="?",
-        const="",
-        metavar="NAMES",
-        help="read hardware counters in this process, after the timed steps: of these metrics or "
-        "counters, separated by commas, or of everything",
-    )
+    for option, (_, declared) in _own_options().items():
+        parser.add_argument(option, **declared)
     parser.add_argument(
         "--instrument", metavar="NAME", help="have the recorder of this instrument hear the steps"
     )
-    parser.add_argument(
-        "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
-    )
-
-
-WAYS = ("nvtx", "cupti", "nsys", "logical", "profile", "instrument")
-"""The options of which each is a way to observe the steps."""
 
 
 MEANT: dict[type[Exception], type[Exception]] = {
@@ -78,16 +58,11 @@ MEANT: dict[type[Exception], type[Exception]] = {
 def run(options: argparse.Namespace) -> int:
     """Take the steps, and print what was observed, or why not."""
     case = chosen_case(options)
-    steps = Steps(options.warmup, options.active)
-    ways = [way for way in WAYS if getattr(options, way) not in (None, False)]
-    if len(ways) > 1:
-        raise ConfigurationError(f"--{ways[0]} excludes --{ways[1]}: choose one")
-    # With "cuda", as Nsight is told to run it, the step itself says so.
-    elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
-    if elsewhere and ways and ways[0] in ("nvtx", "cupti", "nsys"):
-        raise ConfigurationError(f"--{ways[0]} is about a GPU's work, and there is none: drop it")
+    instrument = _chosen(options)
     try:
-        record = _observed(case, steps, options)
+        record = instrument.observe(case)
+        if isinstance(instrument, TorchProfiler):
+            write_profile(case, record, instrument.directory, instrument.threshold)
     except Exception as error:  # whoever started this process learns why from the record
         message = str(error)
         if not isinstance(error, DpbenchError):
@@ -101,50 +76,40 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
-    """The record of a case, observed in the way that was asked for."""
-    if options.logical:
-        from dpbench.instruments.logical.instrument import Logical
+def _chosen(options: argparse.Namespace) -> Instrument:
+    """The instrument that was asked for, by its own option or by name; timing if none was."""
+    Steps(options.warmup, options.active)
+    settings = Settings(
+        device=options.device,
+        warmup=options.warmup,
+        active=options.active,
+        profile_schedule=options.profile_schedule,
+        profile_threshold=options.profile_threshold,
+        own=own_values(options),
+    )
+    given = {option: getattr(options, option.removeprefix("--")) for option in _own_options()}
+    asked = [option for option, value in given.items() if value not in (None, False)]
+    by_name = ["--instrument"] * (options.instrument is not None)
+    if len(both := [*asked, *by_name]) > 1:
+        raise ConfigurationError(f"{both[0]} excludes {both[1]}: choose one")
+    # With "cuda", as Nsight is told to run it, the step itself says so.
+    elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
+    for option in asked:
+        kind, _ = _own_options()[option]
+        if elsewhere and kind.needs_gpu:
+            raise ConfigurationError(f"{option} is about a GPU's work, and there is none: drop it")
+        return kind.in_step(settings, given[option])
+    return choose([options.instrument or Timing.name], settings, "step")[0]
 
-        faulthandler.enable(2)  # what crashes in here is in the log, with its line
-        return Logical().count(case).as_json()
-    from dpbench.process.step import run_case
 
-    recorder = _recorder(case, steps.active, options)
-    if options.profile:
-        schedule = Schedule.parse(options.profile_schedule)
-        steps = Steps(schedule.steps - schedule.active, schedule.active)
-    record = run_case(case, recorder, device=options.device, **asdict(steps))
-    if options.profile:
-        write_profile(case, record, options.profile, options.profile_threshold)
-    return record
-
-
-def _recorder(case: Case, steps: int, options: argparse.Namespace) -> Recorder:
-    """What hears the steps, in the way that was asked for."""
-    if options.instrument:
-        settings = Settings(own=own_values(options))
-        recorder = choose([options.instrument], settings, "step")[0].recorder(case, steps)
-        recorder.wanted = recorder.wanted or steps  # an end, if it wants all that there are
-        return recorder
-    if options.profile:
-        from dpbench.instruments.torch_profiler.recorder import ScheduledRecorder
-
-        return ScheduledRecorder(options.profile, Schedule.parse(options.profile_schedule))
-    if options.nvtx:
-        from dpbench.instruments.ncu.recorder import NvtxRecorder
-
-        return NvtxRecorder(steps)
-    if options.nsys:
-        from dpbench.instruments.nsys.recorder import NsysRecorder
-
-        return NsysRecorder(steps)
-    if options.cupti is not None:
-        from dpbench.instruments.cupti.recorder import CuptiRecorder
-
-        names = list(filter(None, options.cupti.split(","))) or None
-        return CuptiRecorder(steps, names, alike=True)
-    return TimingRecorder(steps)
+def _own_options() -> dict[str, tuple[type[Instrument], Mapping[str, Any]]]:
+    """The options that choose an instrument: which one, and how they are declared."""
+    found: dict[str, tuple[type[Instrument], Mapping[str, Any]]] = {}
+    for kind in built_in():
+        if kind.step_option:
+            option, declared = kind.step_option
+            found.setdefault(option, (kind, declared))  # a subclass has its parent's
+    return found
 
 
 def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:

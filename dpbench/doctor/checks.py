@@ -132,7 +132,8 @@ def counters(settings: Settings) -> Iterator[Finding]:
         return
     case, chip = largest_work(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
-    instrument = Ncu(folder, path, STEPS, settings.timeout, metrics=tuple(metrics.values()))
+    asked = tuple(metrics.values())
+    instrument = Ncu(folder, steps=STEPS, timeout=settings.timeout, path=path, metrics=asked)
     instrument.check()
     rows = instrument.measure(case)
     without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)

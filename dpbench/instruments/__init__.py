@@ -41,6 +41,11 @@ def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> l
     return [instrument.from_settings(settings) for instrument in chosen]
 
 
+def built_in() -> list[type[Instrument]]:
+    """The instruments that came with dpbench."""
+    return [_class(name) for name in INSTRUMENTS if INSTRUMENTS.is_builtin(name)]
+
+
 def declare_outside(
     group: Callable[[str, str], Callable[..., object]],
     words: Sequence[str],

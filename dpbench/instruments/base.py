@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
-from dpbench.files import check_writable
-from dpbench.gpu import require_gpu
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -26,13 +24,18 @@ class Instrument(ABC):
     Attributes:
         name: what its rows say as ``instrument``.
         hardware: whether its numbers are those of a machine; what is counted is the same on all.
+        needs_gpu: whether it measures what a GPU does, and nothing on the CPU.
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
+        step_option: the option of ``dpbench step`` that chooses it, and how that is declared;
+            without one it is named there by ``--instrument``.
     """
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
+    needs_gpu: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
+    step_option: ClassVar[tuple[str, Mapping[str, Any]] | None] = None
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -59,6 +62,15 @@ class Instrument(ABC):
 
         ``case`` is what they are of: a script, or a step of one's own.
         """
+        raise NotImplementedError
+
+    @classmethod
+    def in_step(cls, settings: Settings, value: Any) -> Self:
+        """The instrument as its `step_option` chooses it, by a value; see `observe`."""
+        return cls.from_settings(settings)
+
+    def observe(self, case: Case) -> dict[str, Any]:
+        """Take the steps of a case in this process; returns what it prints, plain JSON types."""
         raise NotImplementedError
 
     @classmethod
@@ -115,13 +127,6 @@ class Running(ABC):
 
     def cancel(self) -> None:  # noqa: B027
         """End it, with all its processes, if it has not ended."""
-
-
-def check_place(directory: Path, *, on_gpu: bool) -> None:
-    """Refuse to begin without a GPU, if it needs one, or a directory that can be written."""
-    if on_gpu:
-        require_gpu()
-    check_writable(directory)
 
 
 class InstrumentError(DpbenchError):

@@ -16,7 +16,7 @@ from dpbench.doctor import checks
 from dpbench.doctor.checks import Check
 from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.gpu import Gpu
-from dpbench.instruments import programs
+from dpbench.instruments import processes
 from dpbench.instruments.ncu.program import NcuNotFound
 from dpbench.settings import Settings
 from tests.programs import program
@@ -155,7 +155,7 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     path = tmp_path / "ncu"
     path.write_text(f"#!/bin/sh\nexec 9>'{tmp_path}/alive'\nsleep 100\n")
     path.chmod(0o755)
-    monkeypatch.setattr(programs, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "ANSWER_SECONDS", 0.3)
     assert only(checks.ncu, Settings(ncu_path=str(path))).status == FAILED
     readable, _, _ = select.select([alive], [], [], 30)
     assert readable, "a process still holds the pipe open"

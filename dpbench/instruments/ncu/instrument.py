@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
-from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.base import CaseFailed, InstrumentError
+from dpbench.instruments.child import Child
 from dpbench.instruments.counters.metrics import counters, resolve
 from dpbench.instruments.ncu.program import diagnose, find_ncu
 from dpbench.instruments.ncu.report import (
@@ -28,6 +28,7 @@ from dpbench.instruments.ncu.report import (
     read_kernels,
 )
 from dpbench.instruments.processes import version_of
+from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN, Steps
@@ -37,7 +38,7 @@ from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
-class Ncu(Instrument):
+class Ncu(Recorded):
     """Re-executes a case under Nsight Compute, and reads its report: each metric by phase and step.
 
     One active step is enough: from step to step DRAM bytes differ by less than 0.2 %, and each
@@ -46,28 +47,37 @@ class Ncu(Instrument):
 
     name: ClassVar[str] = "ncu"
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
+    needs_gpu: ClassVar[bool] = True
+    step_option = (
+        "--nvtx",
+        {
+            "action": "store_true",
+            "help": "mark phases as NVTX ranges for a profiler, and take no times",
+        },
+    )
     replay: ClassVar[str] = "app-range"  # ncu's mode
     folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
 
-    directory: Path  # where reports and logs go, one folder a configuration
-    path: str  # the ncu program
     steps: Steps = Steps(warmup=1, active=1)
-    timeout: float = Settings.timeout  # seconds after which a case is ended
+    path: str = "ncu"  # the program
     phases: tuple[str, ...] = ()  # profile these only; every one if there is none
     metrics: tuple[Metric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        return cls(
-            settings.ncu_dir,
-            find_ncu(settings.ncu_path),
-            Steps(settings.ncu_warmup, settings.ncu_active),
-            settings.timeout,
-            metrics=tuple(resolve(settings.metric_names, gpu.chip_here())),
-        )
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        own: dict[str, Any] = {
+            "steps": Steps(settings.ncu_warmup, settings.ncu_active),
+            "path": find_ncu(settings.ncu_path),
+            "metrics": tuple(resolve(settings.metric_names, gpu.chip_here())),
+        }
+        return super().from_settings(settings, **own | chosen)
 
-    def check(self) -> None:
-        check_place(self.directory, on_gpu=True)
+    @classmethod
+    def in_step(cls, settings: Settings, value: Any) -> Self:
+        return super().from_settings(settings)  # which ncu has started
+
+    def check_script(self) -> None:
+        self.check()
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -82,8 +92,7 @@ class Ncu(Instrument):
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
-        step = step_command(case, self.steps, device="cuda")
-        return [*self.before_program(case), *step, "--nvtx"]
+        return [*self.before_program(case), *super().command(case)]
 
     def before_program(self, case: Case, *more: str) -> list[str]:
         """The arguments before those of the profiled program, caches and clocks left alone.
@@ -112,10 +121,8 @@ class Ncu(Instrument):
         ]
 
     def start(self, case: Case) -> Child:
-        report = self.report(case)
-        report.unlink(missing_ok=True)  # or a failed run would leave the last one's numbers
-        log = self.log(case)
-        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
+        self.report(case).unlink(missing_ok=True)  # or a failed run would leave the last one's
+        return super().start(case)
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process, and make rows of its report."""
@@ -183,14 +190,13 @@ class NcuKernels(Ncu):
     metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        return cls(
-            settings.ncu_dir,
-            find_ncu(settings.ncu_path),
-            timeout=settings.timeout,
-            phases=settings.phases,
-            metrics=kernel_metrics(gpu.chip_here()),
-        )
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        own: dict[str, Any] = {
+            "steps": cls.steps,
+            "phases": settings.phases,
+            "metrics": kernel_metrics(gpu.chip_here()),
+        }
+        return super().from_settings(settings, **own | chosen)
 
     def read(self, process: Child) -> list[Measurement]:
         case = process.case

@@ -8,17 +8,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, InstrumentError
 from dpbench.instruments.child import Child, log_lines
 from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.instruments.processes import run, version_of
-from dpbench.instruments.timing import Timing
+from dpbench.instruments.recorded import Recorded
+from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
 from dpbench.results.rows import STEP, Measurement
@@ -67,7 +68,7 @@ class ExportFailed(InstrumentError):
 
 
 @dataclass(frozen=True)
-class Nsys(Timing):
+class Nsys(Recorded):
     """Records some steps of a case under ``nsys profile``, after those that are timed.
 
     Reports and exports lie beside the log.
@@ -75,12 +76,29 @@ class Nsys(Timing):
 
     name: ClassVar[str] = "nsys"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
+    needs_gpu: ClassVar[bool] = True
+    step_option = (
+        "--nsys",
+        {
+            "action": "store_true",
+            "help": "under nsys profile: have some steps recorded after the timed ones",
+        },
+    )
 
     path: str = "nsys"  # the program
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        return replace(super().from_settings(settings), device="cuda", path=find_nsys())
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        return super().from_settings(settings, **{"path": find_nsys()} | chosen)
+
+    @classmethod
+    def in_step(cls, settings: Settings, value: Any) -> Self:
+        return super().from_settings(settings)  # which nsys has started
+
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        from dpbench.instruments.nsys.recorder import NsysRecorder
+
+        return NsysRecorder(steps or self.steps.active)
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -100,7 +118,6 @@ class Nsys(Timing):
             "--force-overwrite=true",
             f"--output={str(self.report(case)).replace('%', '%%')}",
             *super().command(case),
-            "--nsys",
         ]
 
     def start(self, case: Case) -> Child:

@@ -20,8 +20,7 @@ from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.chip import MAX_RANGES
 from dpbench.instruments.cupti.errors import CuptiUnusable
 from dpbench.instruments.cupti.instrument import Cupti
-from dpbench.instruments.cupti.recorder import CuptiRecorder, Target
-from dpbench.instruments.cupti.rows import cupti_rows
+from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
 from dpbench.process.step import run_case
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP

@@ -11,14 +11,14 @@ from dpbench import Case, ConfigurationError
 from dpbench.instruments import choose
 from dpbench.instruments.torch_profiler import instrument as torch_profiler
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
-from dpbench.process.messages import Schedule
+from dpbench.process.messages import Schedule, Steps
 from dpbench.settings import Settings
 
 CASE = Case("dpsgd", 4, 64, "tiny")
 
 
 def test_the_whole_argument_list() -> None:
-    instrument = TorchProfiler(Path("runs"), "cuda", Schedule(active=3), threshold=2.5)
+    instrument = TorchProfiler(Path("runs"), schedule=Schedule(active=3), threshold=2.5)
     assert instrument.command(CASE) == [
         *(sys.executable, "-m", "dpbench", "step"),
         *("--trainer", "dpsgd"),
@@ -41,7 +41,7 @@ def test_options_reach_the_instrument() -> None:
         profile_threshold=1.0,
     )
     assert choose(["torch_profiler"], settings) == [
-        TorchProfiler(Path("x"), "cpu", Schedule(wait=2), 1.0, 7.0)
+        TorchProfiler(Path("x"), "cpu", Steps(4, 1), 7.0, Schedule(wait=2), 1.0)
     ]
 
 
