@@ -18,7 +18,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser, device="auto")
     declare(parser.add_argument, "warmup", "active", "profile_schedule", "profile_threshold")
-    for option, (_, declared) in _own_options().items():
-        parser.add_argument(option, **declared)
+    for option, kind in _own_options().items():
+        parser.add_argument(option, help=kind.step_option[1], **kind.step_value)
     parser.add_argument(
         "--instrument", metavar="NAME", help="have the recorder of this instrument hear the steps"
     )
@@ -95,20 +94,19 @@ def _chosen(options: argparse.Namespace) -> Instrument:
     # With "cuda", as Nsight is told to run it, the step itself says so.
     elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
     for option in asked:
-        kind, _ = _own_options()[option]
+        kind = _own_options()[option]
         if elsewhere and kind.needs_gpu:
             raise ConfigurationError(f"{option} is about a GPU's work, and there is none: drop it")
         return kind.in_step(settings, given[option])
     return choose([options.instrument or Timing.name], settings, "step")[0]
 
 
-def _own_options() -> dict[str, tuple[type[Instrument], Mapping[str, Any]]]:
-    """The options that choose an instrument: which one, and how they are declared."""
-    found: dict[str, tuple[type[Instrument], Mapping[str, Any]]] = {}
+def _own_options() -> dict[str, type[Instrument]]:
+    """The instruments that have an option of their own here, by that option."""
+    found: dict[str, type[Instrument]] = {}
     for kind in built_in():
-        if kind.step_option:
-            option, declared = kind.step_option
-            found.setdefault(option, (kind, declared))  # a subclass has its parent's
+        found.setdefault(kind.step_option[0], kind)  # a subclass has its parent's
+    del found[""]
     return found
 
 

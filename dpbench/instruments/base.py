@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -24,18 +25,29 @@ class Instrument(ABC):
     Attributes:
         name: what its rows say as ``instrument``.
         hardware: whether its numbers are those of a machine; what is counted is the same on all.
+        preference: where several instruments have the same number, that of the one with the
+            smallest preference is shown; one without shares no numbers.
+        by_phase: whether it says what each phase did, which `CaseReport.phases` lists.
+        in_tables: whether its metrics are columns of the tables of cases.
+        own_table: the title of a table of its own, of what each phase of a case took.
         needs_gpu: whether it measures what a GPU does, and nothing on the CPU.
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
-        step_option: the option of ``dpbench step`` that chooses it, and how that is declared;
-            without one it is named there by ``--instrument``.
+        step_option: the option of ``dpbench step`` that chooses it, and its help; without one it
+            is named there by ``--instrument``.
+        step_value: what else declares that option.
     """
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
+    preference: ClassVar[int | None] = None
+    by_phase: ClassVar[bool] = False
+    in_tables: ClassVar[bool] = True
+    own_table: ClassVar[str] = ""
     needs_gpu: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
-    step_option: ClassVar[tuple[str, Mapping[str, Any]] | None] = None
+    step_option: ClassVar[tuple[str, str]] = ("", "")
+    step_value: ClassVar[Mapping[str, Any]] = MappingProxyType({"action": "store_true"})
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -104,6 +116,25 @@ class Instrument(ABC):
             return running.rows()
         finally:
             running.cancel()
+
+
+@dataclass(frozen=True, eq=False)
+class Delegating(Instrument):
+    """An instrument that measures by another, as its rows say."""
+
+    instrument: Instrument
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.instrument.name
+
+    @property
+    def hardware(self) -> bool:  # type: ignore[override]
+        return self.instrument.hardware
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self.instrument.versions
 
 
 class Running(ABC):

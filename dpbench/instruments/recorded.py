@@ -63,8 +63,8 @@ class Recorded(Instrument):
 
     def step_arguments(self, case: Case) -> list[str]:
         """The options of ``dpbench step`` with which it observes as this instrument does."""
-        if self.step_option:
-            return [self.step_option[0]]
+        if option := self.step_option[0]:
+            return [option]
         named = INSTRUMENTS.argument(INSTRUMENTS.canonical(type(self)))
         return ["--instrument", named, *own_arguments(self)]
 

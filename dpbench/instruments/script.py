@@ -28,7 +28,7 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, Running
+from dpbench.instruments.base import CaseFailed, Delegating, InstrumentError, Running
 from dpbench.instruments.child import describe_exit
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorder import Recorder
@@ -59,28 +59,15 @@ class ScriptInterrupted(CaseFailed):
 
 
 @dataclass(frozen=True)
-class ScriptRun(Instrument):
+class ScriptRun(Delegating):
     """Runs a script, unmodified, and has an instrument's recorder hear some of its steps."""
 
-    instrument: Instrument
     program: tuple[str, ...]  # a script or module, and its arguments
     is_module: bool = False
     skip: int = 3  # steps that come before those that count
     steps: int = 5  # that count
     go_on: bool = False  # after them, instead of being ended
     baseline: str | None = None  # the script by whose numbers those of this one are divided
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.instrument.name
-
-    @property
-    def hardware(self) -> bool:  # type: ignore[override]
-        return self.instrument.hardware
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        return self.instrument.versions
 
     def check(self) -> None:
         """There are a script and a number of steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -18,17 +19,15 @@ class Cupti(Recorded):
     """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
     name: ClassVar[str] = INSTRUMENT
+    preference: ClassVar[int | None] = 3
+    by_phase: ClassVar[bool] = True
     needs_gpu: ClassVar[bool] = True
     step_option = (
         "--cupti",
-        {
-            "nargs": "?",
-            "const": "",
-            "metavar": "NAMES",
-            "help": "read hardware counters in this process, after the timed steps: of these "
-            "metrics or counters, separated by commas, or of everything",
-        },
+        "read hardware counters in this process, after the timed steps: of these metrics or "
+        "counters, separated by commas, or of everything",
     )
+    step_value: ClassVar[Mapping[str, Any]] = {"nargs": "?", "const": "", "metavar": "NAMES"}
 
     names: tuple[str, ...] = ()  # beside DRAM bytes, time, busy shares; everything if empty
 

@@ -58,10 +58,8 @@ class Logical(Instrument):
 
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
-    step_option = (
-        "--logical",
-        {"action": "store_true", "help": "count a step on tensors without data instead"},
-    )
+    by_phase: ClassVar[bool] = True
+    step_option = "--logical", "count a step on tensors without data instead"
 
     timeout: float = 600.0  # seconds that such a process may take
     directory: Path | None = None  # where its log goes, if it is kept

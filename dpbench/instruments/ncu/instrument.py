@@ -46,15 +46,11 @@ class Ncu(Recorded):
     """
 
     name: ClassVar[str] = "ncu"
+    preference: ClassVar[int | None] = 1
+    by_phase: ClassVar[bool] = True
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     needs_gpu: ClassVar[bool] = True
-    step_option = (
-        "--nvtx",
-        {
-            "action": "store_true",
-            "help": "mark phases as NVTX ranges for a profiler, and take no times",
-        },
-    )
+    step_option = "--nvtx", "mark phases as NVTX ranges for a profiler, and take no times"
     replay: ClassVar[str] = "app-range"  # ncu's mode
     folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
 
@@ -183,6 +179,9 @@ class NcuKernels(Ncu):
     """
 
     name: ClassVar[str] = "ncu_kernels"
+    preference: ClassVar[int | None] = None
+    by_phase: ClassVar[bool] = False
+    in_tables: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case",)
     replay: ClassVar[str] = "kernel"  # tens of ms a kernel
     folder: ClassVar[str] = KERNELS

@@ -75,15 +75,11 @@ class Nsys(Recorded):
     """
 
     name: ClassVar[str] = "nsys"
+    in_tables: ClassVar[bool] = False
+    own_table: ClassVar[str] = "Nsight Systems"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
     needs_gpu: ClassVar[bool] = True
-    step_option = (
-        "--nsys",
-        {
-            "action": "store_true",
-            "help": "under nsys profile: have some steps recorded after the timed ones",
-        },
-    )
+    step_option = "--nsys", "under nsys profile: have some steps recorded after the timed ones"
 
     path: str = "nsys"  # the program
 

@@ -8,6 +8,7 @@ and memsets moved, which kernel-by-kernel counting misses.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,15 +30,11 @@ class TorchProfiler(Recorded):
     """Runs ``dpbench step --profile``."""
 
     name: ClassVar[str] = INSTRUMENT
+    in_tables: ClassVar[bool] = False
+    own_table: ClassVar[str] = "PyTorch profiler"
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
-    step_option = (
-        "--profile",
-        {
-            "type": Path,
-            "metavar": "DIR",
-            "help": "run under the PyTorch profiler, output here",
-        },
-    )
+    step_option = "--profile", "run under the PyTorch profiler, output here"
+    step_value: ClassVar[Mapping[str, Any]] = {"type": Path, "metavar": "DIR"}
 
     directory: Path = Settings.profile_dir  # gets a folder a case; TensorBoard's log directory
     schedule: Schedule = Schedule()
