@@ -276,36 +276,6 @@ INSTRUMENTS = Registry(
 by an entry point; see `dpbench.instruments.choose`."""
 
 
-TRAITS: Mapping[str, Any] = {
-    "hardware": True,
-    "preference": None,
-    "by_phase": False,
-    "in_tables": True,
-    "own_table": "",
-}
-"""What results and tables ask of an instrument, and what is usual; see `dpbench.Instrument`."""
-
-_known_traits: dict[str, Mapping[str, Any]] = {}
-
-
-def trait(instrument: str, name: str) -> Any:
-    """One of `TRAITS` of an instrument: of dpbench's own, one that measures here, or of a run."""
-    if instrument in INSTRUMENTS and INSTRUMENTS.is_builtin(instrument):
-        return getattr(INSTRUMENTS[instrument], name)
-    return _known_traits.get(instrument, {}).get(name, TRAITS[name])
-
-
-def traits_of(instrument: str) -> dict[str, Any]:
-    """What is unusual about an instrument, as plain JSON types."""
-    every = {name: trait(instrument, name) for name in TRAITS}
-    return {name: value for name, value in every.items() if value != TRAITS[name]}
-
-
-def remember(instrument: str, traits: Mapping[str, Any]) -> None:
-    """Have `trait` know an instrument that is not dpbench's own; who says it first is right."""
-    _known_traits.setdefault(instrument, traits)
-
-
 NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
 """The axes of a case that name something, and where the names are known."""
 

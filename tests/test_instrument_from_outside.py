@@ -275,20 +275,3 @@ def test_what_has_no_recorder_is_refused_for_scripts(capsys: pytest.CaptureFixtu
     Path("training.py").touch()
     assert main(["exec", "--instrument=meter:Power", "training.py"]) == 2
     assert "power cannot measure a script: choose an instrument that can" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("pace")
-def test_what_it_says_of_its_tables_is_kept_with_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("dpbench.registry._known_traits", {})
-    own = '    name: ClassVar[str] = "pace"\n    own_table: ClassVar[str] = "Pace of a step"\n'
-    Path("pace.py").write_text(PACE.replace('    name: ClassVar[str] = "pace"\n', own))
-    run = ["run", "--instrument=pace:Pace", "--device=cpu", "--active=1", *CELL]
-    assert main([*run, "--trainer=standard", "--json=run.json"]) == 0
-    assert "Pace of a step, per step" in capsys.readouterr().out
-    session = json.loads(Path("run.json").read_text())["session"]
-    assert session["instruments"] == {"pace": {"own_table": "Pace of a step"}}
-    monkeypatch.setattr("dpbench.registry._known_traits", {})  # as in another process
-    assert main(["show", "run.json"]) == 0
-    assert "Pace of a step, per step" in capsys.readouterr().out

@@ -184,7 +184,7 @@ def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
     """The phases of the runs under the roofs of the card that was named, or of their own."""
     frame = _together(runs, options)
-    measured_on = sorted(set(frame.device) - {NO_HARDWARE})
+    measured_on = sorted(set(frame[frame.instrument != "logical"].device))
     for device, rows in intensities(frame).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
         if options.roofline.endswith(".json"):

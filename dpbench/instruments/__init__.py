@@ -13,7 +13,7 @@ from dpbench.instruments.counters.metrics import resolve
 from dpbench.metrics import METRICS
 from dpbench.options import declare_own
 from dpbench.process.messages import Schedule, Steps
-from dpbench.registry import INSTRUMENTS, TRAITS, remember
+from dpbench.registry import INSTRUMENTS
 from dpbench.settings import Settings
 
 ON_GPU = ("timing", "ncu")
@@ -38,8 +38,6 @@ def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> l
             f"{wrong[0]} cannot measure a {subject}: choose an instrument that can, such as "
             f"timing, cupti or logical"
         )
-    for instrument in chosen:
-        remember(instrument.name, {name: getattr(instrument, name) for name in TRAITS})
     return [instrument.from_settings(settings) for instrument in chosen]
 
 

@@ -25,11 +25,6 @@ class Instrument(ABC):
     Attributes:
         name: what its rows say as ``instrument``.
         hardware: whether its numbers are those of a machine; what is counted is the same on all.
-        preference: where several instruments have the same number, that of the one with the
-            smallest preference is shown; one without shares no numbers.
-        by_phase: whether it says what each phase did, which `CaseReport.phases` lists.
-        in_tables: whether its metrics are columns of the tables of cases.
-        own_table: the title of a table of its own, of what each phase of a case took.
         needs_gpu: whether it measures what a GPU does, and nothing on the CPU.
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
@@ -40,10 +35,6 @@ class Instrument(ABC):
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
-    preference: ClassVar[int | None] = None
-    by_phase: ClassVar[bool] = False
-    in_tables: ClassVar[bool] = True
-    own_table: ClassVar[str] = ""
     needs_gpu: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
     step_option: ClassVar[tuple[str, str]] = ("", "")

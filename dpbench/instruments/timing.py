@@ -23,7 +23,6 @@ class Timing(Recorded):
     """Runs ``dpbench step`` by itself."""
 
     name: ClassVar[str] = "timing"
-    preference: ClassVar[int | None] = 2
 
     def step_arguments(self, case: Case) -> list[str]:
         return []

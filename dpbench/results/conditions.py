@@ -19,7 +19,6 @@ from typing import Any
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.grid import Grid
-from dpbench.registry import traits_of
 from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 
@@ -38,14 +37,12 @@ def begun(
     It holds what it measures, with what and where, as it comes back from a file; what JSON does
     not know becomes text.
     """
-    names = [getattr(instrument, "name", str(instrument)) for instrument in instruments]
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "workers": workers,
         "cases_asked": 0,
         "grid": grid.as_json(),
-        "instruments": {name: traits_of(name) for name in names},
-        "settings": dict(zip(names, map(_settings, instruments), strict=True)),
+        "settings": {getattr(i, "name", str(i)): _settings(i) for i in instruments},
         "seconds": 0.0,
     }
     environment, session = json.loads(json.dumps([environment, session], default=str))

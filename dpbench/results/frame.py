@@ -12,11 +12,13 @@ from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.errors import ConfigurationError
 from dpbench.metric import DERIVED, Kind, Share, derived_name
 from dpbench.metrics import LARGEST_SPREAD, METRICS, OTHER_COPIES
-from dpbench.registry import trait
 from dpbench.results.rows import COLUMNS, STEP, Measurement, as_rows, identity, summed
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
+
+PREFERRED = ("ncu", "timing", "cupti")
+"""Whose numbers are shown where several instruments have the same."""
 
 IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
@@ -164,20 +166,9 @@ def _is_partial(summary: pd.DataFrame) -> pd.Series[bool]:
     return (summary.came < summary.steps) & ~summary.metric.isin(whole)
 
 
-def on_hardware(rows: pd.DataFrame) -> pd.Series[bool]:
-    """Whether each row is of an instrument whose numbers are those of a machine."""
-    names = {name: bool(trait(name, "hardware")) for name in rows.instrument.unique()}
-    return rows.instrument.map(names).astype(bool)
-
-
-def of_one_instrument(summary: pd.DataFrame, first: Sequence[str] = ()) -> pd.DataFrame:
-    """The summary with one number a case, device, phase and metric.
-
-    It is that of the ``first`` instruments, or else of the one with the smallest preference.
-    """
-    names = summary.instrument.unique()
-    preferences: dict[str, float | None] = {name: trait(name, "preference") for name in names}
-    places = summary.instrument.map(preferences | dict.fromkeys(first, -1.0)).astype(float)
+def of_one_instrument(summary: pd.DataFrame, preferred: Sequence[str] = PREFERRED) -> pd.DataFrame:
+    """The summary with one number a case, device, phase and metric: the first ``preferred``."""
+    places = summary.instrument.map({name: place for place, name in enumerate(preferred)})
     best_first = summary.loc[places.sort_values(kind="stable").index]
     return best_first.drop_duplicates(summed("instrument")).sort_index()
 
@@ -263,7 +254,7 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     the hardware moves what such a step moves once. NaN where nothing was counted, where that is
     0, and in the rows of logical counting itself.
     """
-    by_hardware = on_hardware(summary)
+    by_hardware = summary.instrument != "logical"
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
     wanted = summary.metric.map(said).where(by_hardware).astype(object)
     counted = summary[~by_hardware]

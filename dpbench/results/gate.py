@@ -17,7 +17,6 @@ import pandas as pd
 
 from dpbench.case import AXES, SCRIPT, Case
 from dpbench.metrics import METRICS
-from dpbench.registry import trait
 from dpbench.results.compare import CHANGES, Threshold, grown, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import as_tuples
@@ -213,9 +212,7 @@ class Gate:
             for run in (self.before, self.after)
         )
         fresh = sorted(note for note in after - before if note.startswith(NOT_COUNTED))
-        if not fresh or trait(instrument, "hardware"):
-            return ""
-        return f"{fresh[0]} in {self.after.name}"
+        return f"{fresh[0]} in {self.after.name}" if fresh and instrument == "logical" else ""
 
     def _notes(self, limited: bool) -> Iterator[str]:
         """What was not asked for, what stands in one of the two alone, and what else differs."""

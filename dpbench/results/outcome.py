@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import BASELINE_TRAINER, Case
 from dpbench.files import locked, write_text
 from dpbench.metrics import METRICS
-from dpbench.registry import TRAINERS, trait
+from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import SCHEMA, Measurement, summed
 
@@ -198,8 +198,8 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         skipped = sum(outcome.skipped for outcome in group)
         tried, ok = len(group) - skipped, len(group) - len(failures)
         rows = [r for o in group for r in o.rows if r.metric == "peak_memory_bytes"]
-        measured = [row.value for row in rows if trait(row.instrument, "hardware")]
-        counted = [row.value for row in rows if not trait(row.instrument, "hardware")]
+        measured = [row.value for row in rows if row.instrument in ("timing", "cupti")]
+        counted = [row.value for row in rows if row.instrument == "logical"]
         lines.append(
             {
                 "trainer": trainer,

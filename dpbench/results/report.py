@@ -11,11 +11,13 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.registry import trait
-from dpbench.results.frame import of_one_instrument, on_hardware, summarise, to_frame
+from dpbench.results.frame import PREFERRED, of_one_instrument, summarise, to_frame
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement, summed
+
+BY_PHASE = ("ncu", "cupti", "logical")
+"""Instruments whose metrics have values by phase that add up to the step."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class CaseReport:
                 f"{self.case.id}: {metric!r} was not measured for {phase!r}; there is {known}"
             )
         if len(rows) > 1:
-            rows = rows[on_hardware(rows)]
-        if all(trait(name, "preference") is not None for name in rows.instrument):
+            rows = rows[rows.instrument != "logical"]
+        if {*rows.instrument} <= {*PREFERRED}:
             rows = of_one_instrument(rows)
         if len(rows) > 1:
             by = " and ".join(rows.instrument + " on " + rows.device)
@@ -95,8 +97,7 @@ class CaseReport:
     @property
     def phases(self) -> pd.DataFrame:
         """Metrics by phase: one row per phase, one column per metric of the profiler or counter."""
-        names = [name for name in self.summary.instrument.unique() if trait(name, "by_phase")]
-        rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(names)]
+        rows = self.summary[(self.summary.phase != STEP) & self.summary.instrument.isin(BY_PHASE)]
         wide = (
             of_one_instrument(rows)
             .drop_duplicates(summed("instrument", "device"))
@@ -144,7 +145,7 @@ class CaseReport:
             phase: of which phase, instead of the step.
         """
         if metric is None:
-            counted = not on_hardware(self.frame).any()
+            counted = set(self.frame.instrument) == {"logical"}
             metric = "logical_bytes" if counted else "dram_bytes"
         if self.case.baseline != baseline.case.baseline:
             raise ConfigurationError(

@@ -151,7 +151,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     """Operations, bytes and time of each phase and of the step, as far as they are known.
 
     Operations are in rows of the ``logical`` instrument. DRAM bytes are those of the instrument
-    with the smallest preference; times are CUPTI's where it timed the case, whose busy shares
+    that comes first in `PREFERRED`; times are CUPTI's where it timed the case, whose busy shares
     are of these times.
 
     Returns:

@@ -18,7 +18,6 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import printable, read_file
 from dpbench.metric import AGGREGATES, Metric
 from dpbench.metrics import METRICS
-from dpbench.registry import remember
 from dpbench.results.outcome import COMPLETE, LISTS, STATUSES, Outcome, baseline_of, each_once
 from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP, as_rows
 
@@ -268,14 +267,10 @@ _NUMBER = int | float
 
 _ENVIRONMENT: dict[str, Any] = {"versions": {}, "gpu": dict | None, "code": dict | None}
 
-_TRAITS: dict[str, Any] = {"hardware": bool, "preference": int | None, "by_phase": bool}
-_TRAITS |= {"in_tables": bool, "own_table": str}
-
 _SHAPE: dict[str, Any] = {
     "environment": _ENVIRONMENT,
     "session": {
         "grid": {"baseline": str},
-        "instruments": dict,
         "settings": dict,
         "parts": [{"environment": _ENVIRONMENT, "settings": dict}],
         "cases_asked": range(2**31),
@@ -333,9 +328,6 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if schema > SCHEMA:
         raise ValueError(f"schema {schema}, this dpbench reads up to {SCHEMA}; upgrade dpbench")
     _check(document, _SHAPE)
-    for instrument, traits in document.get("session", {}).get("instruments", {}).items():
-        _check(traits, _TRAITS, f"session.instruments.{instrument}")
-        remember(instrument, traits)
     for instrument, options in document.get("session", {}).get("settings", {}).items():
         _check(options, dict, f"session.settings.{instrument}")
     for part in ("cases", *LISTS):

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pandas as pd
 
-from dpbench.registry import trait
 from dpbench.results.frame import ACCOUNT_COLUMNS, IN_CACHE_BYTES, TOLERANCE, account, to_frame
 from dpbench.results.kernels import KernelCount, category, dram_bytes_of_step, kernel_table
 from dpbench.results.outcome import Outcome
@@ -24,7 +23,7 @@ NAME_WIDTH = 24
 
 def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
     """The tables of what a case's kernels did; none if it was not profiled kernel by kernel."""
-    device = next((row.device for row in outcome.rows if trait(row.instrument, "hardware")), "")
+    device = next((row.device for row in outcome.rows if row.instrument.startswith("ncu")), "")
     accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
     return [
         *([] if accounted is None else [account_table(outcome.case.id, accounted)]),

@@ -9,7 +9,6 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES
 from dpbench.metrics import METRICS
-from dpbench.registry import INSTRUMENTS, trait
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.timeline import Activity, Timeline
@@ -29,12 +28,11 @@ REPORT_WIDTH = 120
 def recorded_tables(frame: pd.DataFrame) -> list[Table]:
     """For each case of a long table that a profiler recorded, what its phases took."""
     tables = []
-    for instrument in sorted(frame.instrument.unique(), key=INSTRUMENTS.rank):
-        if name := trait(instrument, "own_table"):
-            rows = frame[frame.instrument == instrument]
-            for title, of_case in titled(summarise(rows), AXES):
-                wide = of_case.pivot(index="phase", columns="metric", values="value")
-                tables.append(_by_phase(f"{title}: {name}, per step", wide, instrument))
+    for instrument, name in (("torch_profiler", "PyTorch profiler"), ("nsys", "Nsight Systems")):
+        rows = frame[frame.instrument == instrument]
+        for title, of_case in titled(summarise(rows), AXES):
+            wide = of_case.pivot(index="phase", columns="metric", values="value")
+            tables.append(_by_phase(f"{title}: {name}, per step", wide, instrument))
     return tables
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case, trained_in, unusual
 from dpbench.metric import STANDARD, Metric, derived_name
 from dpbench.metrics import METRICS
-from dpbench.registry import TRAINERS, trait
+from dpbench.registry import TRAINERS
 from dpbench.results.frame import CONFIGURATION, complete
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
@@ -57,8 +57,7 @@ def tables(
     which tests asked for what, if it groups by them, and what trainers say of themselves.
     """
     # Tables of these: `show.profile`.
-    own = [name for name in frame.instrument.unique() if trait(name, "own_table")]
-    frame = frame[~frame.instrument.isin(own)]
+    frame = frame[~frame.instrument.isin(["torch_profiler", "nsys"])]
     if frame.empty:
         return []
     view, outcomes = view or View(), list(outcomes)

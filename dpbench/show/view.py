@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from dpbench.case import AXES, BASELINE_TRAINER
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Metric, expectations
-from dpbench.registry import trait
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
@@ -18,11 +17,14 @@ if TYPE_CHECKING:
 
     from dpbench.results.outcome import Outcome
 
+IN_OTHER_TABLES = {"ncu_kernels", "nsys", "torch_profiler"}
+"""The instruments whose metrics stand in tables of their own, not in those of cases."""
+
 
 def columns() -> dict[str, Metric]:
     """Every column by name. Counters that were asked for by ncu's own names are columns too."""
     every = METRICS.every().items()
-    return {name: each for name, each in every if any(trait(by, "in_tables") for by in each.by)}
+    return {name: each for name, each in every if not IN_OTHER_TABLES.issuperset(each.by)}
 
 
 def column(name: str) -> Metric:
@@ -122,7 +124,7 @@ class View:
         """A summary with the labels of tests as columns, each case once for each that it has."""
         labels = [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
         rows = [
-            {**vars(outcome.case), "counted": not trait(name, "hardware")}
+            {**vars(outcome.case), "counted": name == "logical"}
             | {label: label_of(test, label) for label in labels}
             for outcome in outcomes
             for name in outcome.instruments
@@ -132,9 +134,7 @@ class View:
             return summary.assign(**dict.fromkeys(labels, NO_TEST))
         import pandas as pd
 
-        from dpbench.results.frame import on_hardware
-
-        counted = summary.assign(counted=~on_hardware(summary))
+        counted = summary.assign(counted=summary.instrument == "logical")
         tests = pd.DataFrame(rows).drop_duplicates()
         return counted.merge(tests, on=[*AXES, "counted"], how="left")
 

@@ -19,8 +19,6 @@ class Cupti(Recorded):
     """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
     name: ClassVar[str] = INSTRUMENT
-    preference: ClassVar[int | None] = 3
-    by_phase: ClassVar[bool] = True
     needs_gpu: ClassVar[bool] = True
     step_option = (
         "--cupti",

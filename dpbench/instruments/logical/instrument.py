@@ -58,7 +58,6 @@ class Logical(Instrument):
 
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
-    by_phase: ClassVar[bool] = True
     step_option = "--logical", "count a step on tensors without data instead"
 
     timeout: float = 600.0  # seconds that such a process may take

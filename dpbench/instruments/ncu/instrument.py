@@ -46,8 +46,6 @@ class Ncu(Recorded):
     """
 
     name: ClassVar[str] = "ncu"
-    preference: ClassVar[int | None] = 1
-    by_phase: ClassVar[bool] = True
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     needs_gpu: ClassVar[bool] = True
     step_option = "--nvtx", "mark phases as NVTX ranges for a profiler, and take no times"
@@ -179,9 +177,6 @@ class NcuKernels(Ncu):
     """
 
     name: ClassVar[str] = "ncu_kernels"
-    preference: ClassVar[int | None] = None
-    by_phase: ClassVar[bool] = False
-    in_tables: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case",)
     replay: ClassVar[str] = "kernel"  # tens of ms a kernel
     folder: ClassVar[str] = KERNELS

@@ -75,8 +75,6 @@ class Nsys(Recorded):
     """
 
     name: ClassVar[str] = "nsys"
-    in_tables: ClassVar[bool] = False
-    own_table: ClassVar[str] = "Nsight Systems"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
     needs_gpu: ClassVar[bool] = True
     step_option = "--nsys", "under nsys profile: have some steps recorded after the timed ones"

@@ -30,8 +30,6 @@ class TorchProfiler(Recorded):
     """Runs ``dpbench step --profile``."""
 
     name: ClassVar[str] = INSTRUMENT
-    in_tables: ClassVar[bool] = False
-    own_table: ClassVar[str] = "PyTorch profiler"
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     step_option = "--profile", "run under the PyTorch profiler, output here"
     step_value: ClassVar[Mapping[str, Any]] = {"type": Path, "metavar": "DIR"}
