@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.errors import DpbenchError
 from dpbench.files import printable
-from dpbench.instruments import declare_outside
+from dpbench.instruments import declare_built_in, declare_outside
 from dpbench.plugin import hooks
 from dpbench.plugin.each_test import MARKER
 from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options; those that name no instrument begin with ``--dpbench-``."""
     group = parser.getgroup("dpbench", "I/O cost of differentially private training (dpbench)")
     declare(group.addoption, of_pytest=True)
+    declare_built_in(group.addoption, of_pytest=True)
 
 
 @pytest.hookimpl(trylast=True)  # when conftest.py has said where modules are

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "grid": {"errors", "names", "case"},
     "files": {"errors"},
     "registry": {"errors", "names", "case", "grid"},
-    "options": {"case", "registry"},
+    "options": {"errors", "case", "registry"},
     "settings": {"errors", "files", "case", "grid", "metric", "metrics", "registry", "options"},
     "gpu": {"errors", "files"},
     "workloads": VALUES,

@@ -25,7 +25,7 @@ from dpbench import gpu
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
-from dpbench.instruments import built_in, choose
+from dpbench.instruments import built_in, choose, declare_built_in
 from dpbench.instruments.base import CaseOutOfMemory, CaseRefused, Instrument
 from dpbench.instruments.child import name_of
 from dpbench.instruments.timing import Timing
@@ -39,7 +39,8 @@ from dpbench.settings import Settings, declare
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser, device="auto")
-    declare(parser.add_argument, "warmup", "active", "profile_schedule", "profile_threshold")
+    declare(parser.add_argument, "warmup", "active")
+    declare_built_in(parser.add_argument, "profile_schedule", "profile_threshold")
     for option, kind in _own_options().items():
         parser.add_argument(option, help=kind.step_option[1], **kind.step_value)
     parser.add_argument(
@@ -82,8 +83,6 @@ def _chosen(options: argparse.Namespace) -> Instrument:
         device=options.device,
         warmup=options.warmup,
         active=options.active,
-        profile_schedule=options.profile_schedule,
-        profile_threshold=options.profile_threshold,
         own=own_values(options),
     )
     given = {option: getattr(options, option.removeprefix("--")) for option in _own_options()}

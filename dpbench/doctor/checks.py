@@ -28,6 +28,7 @@ from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.files import check_writable
 from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.instruments.counters.metrics import ALWAYS, on_chip
+from dpbench.instruments.counters.options import CounterOptions
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
@@ -107,7 +108,7 @@ def torch(settings: Settings) -> Iterator[Finding]:
 
 def ncu(settings: Settings) -> Iterator[Finding]:
     """Nsight Compute is there, and the library that reads its reports is no older."""
-    path = find_ncu(settings.ncu_path)
+    path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
     if version == "unknown":
@@ -123,7 +124,7 @@ def ncu(settings: Settings) -> Iterator[Finding]:
 def counters(settings: Settings) -> Iterator[Finding]:
     """Count known work by every byte metric of ncu, and hold its bytes to its size."""
     try:
-        path = find_ncu(settings.ncu_path)
+        path = find_ncu(settings.of(CounterOptions).ncu_path)
     except NcuNotFound:
         path = ""
     if not path or not visible_gpus():

@@ -28,6 +28,7 @@ class Instrument(ABC):
         needs_gpu: whether it measures what a GPU does, and nothing on the CPU.
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
+        options: a dataclass of options that are no fields of its own, see `dpbench.option`.
         step_option: the option of ``dpbench step`` that chooses it, and its help; without one it
             is named there by ``--instrument``.
         step_value: what else declares that option.
@@ -37,6 +38,7 @@ class Instrument(ABC):
     hardware: ClassVar[bool] = True
     needs_gpu: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
+    options: ClassVar[type | None] = None
     step_option: ClassVar[tuple[str, str]] = ("", "")
     step_value: ClassVar[Mapping[str, Any]] = MappingProxyType({"action": "store_true"})
 

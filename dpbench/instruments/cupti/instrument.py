@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.child import Child
+from dpbench.instruments.counters.options import CounterOptions
 from dpbench.instruments.cupti.recorder import INSTRUMENT, CuptiRecorder, cupti_rows
 from dpbench.instruments.recorded import Recorded
 from dpbench.results.rows import Measurement
@@ -20,6 +21,7 @@ class Cupti(Recorded):
 
     name: ClassVar[str] = INSTRUMENT
     needs_gpu: ClassVar[bool] = True
+    options: ClassVar[type | None] = CounterOptions
     step_option = (
         "--cupti",
         "read hardware counters in this process, after the timed steps: of these metrics or "
@@ -32,7 +34,8 @@ class Cupti(Recorded):
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
         """As ``--ncu-metrics``, ``--warmup``, ``--active`` and the like say."""
-        return super().from_settings(settings, **{"names": settings.metric_names or ()} | chosen)
+        names = settings.of(CounterOptions).names or ()
+        return super().from_settings(settings, **{"names": names} | chosen)
 
     @classmethod
     def in_step(cls, settings: Settings, value: str) -> Self:

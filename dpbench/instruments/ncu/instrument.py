@@ -17,6 +17,7 @@ from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, InstrumentError
 from dpbench.instruments.child import Child
 from dpbench.instruments.counters.metrics import counters, resolve
+from dpbench.instruments.counters.options import CounterOptions
 from dpbench.instruments.ncu.program import diagnose, find_ncu
 from dpbench.instruments.ncu.report import (
     KERNELS,
@@ -48,6 +49,7 @@ class Ncu(Recorded):
     name: ClassVar[str] = "ncu"
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     needs_gpu: ClassVar[bool] = True
+    options: ClassVar[type | None] = CounterOptions
     step_option = "--nvtx", "mark phases as NVTX ranges for a profiler, and take no times"
     replay: ClassVar[str] = "app-range"  # ncu's mode
     folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
@@ -59,10 +61,11 @@ class Ncu(Recorded):
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        asked = settings.of(CounterOptions)
         own: dict[str, Any] = {
-            "steps": Steps(settings.ncu_warmup, settings.ncu_active),
-            "path": find_ncu(settings.ncu_path),
-            "metrics": tuple(resolve(settings.metric_names, gpu.chip_here())),
+            "steps": asked.steps,
+            "path": find_ncu(asked.ncu_path),
+            "metrics": tuple(resolve(asked.names, gpu.chip_here())),
         }
         return super().from_settings(settings, **own | chosen)
 

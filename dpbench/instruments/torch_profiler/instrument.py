@@ -15,14 +15,38 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
+from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.torch_profiler.files import INSTRUMENT, read_rows
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder
+from dpbench.options import option
 from dpbench.process.messages import Schedule, Steps
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
+
+
+@dataclass(frozen=True)
+class ProfilerOptions:
+    """What a session asks the PyTorch profiler for; what makes no sense is refused."""
+
+    profile_dir: Path = option(
+        "where the PyTorch profiler's files go, one folder a case", Path("runs"), metavar="DIR"
+    )
+    profile_schedule: str = option(
+        "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
+        str(Schedule()),
+        metavar="NAME=N,…",
+    )
+    profile_threshold: float = option(
+        "list operators with this many ms of a step or more", 10.0, metavar="MS"
+    )
+
+    def __post_init__(self) -> None:
+        Schedule.parse(self.profile_schedule)
+        if not (threshold := self.profile_threshold) >= 0:
+            raise ConfigurationError(f"the threshold must be >= 0 ms, not {threshold:g}")
 
 
 @dataclass(frozen=True)
@@ -31,21 +55,23 @@ class TorchProfiler(Recorded):
 
     name: ClassVar[str] = INSTRUMENT
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
+    options: ClassVar[type | None] = ProfilerOptions
     step_option = "--profile", "run under the PyTorch profiler, output here"
     step_value: ClassVar[Mapping[str, Any]] = {"type": Path, "metavar": "DIR"}
 
-    directory: Path = Settings.profile_dir  # gets a folder a case; TensorBoard's log directory
+    directory: Path = ProfilerOptions.profile_dir  # where each case has a folder
     schedule: Schedule = Schedule()
-    threshold: float = Settings.profile_threshold  # ms of a step that make a bottleneck
+    threshold: float = ProfilerOptions.profile_threshold  # ms of a step that make a bottleneck
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
-        schedule = Schedule.parse(settings.profile_schedule)
+        asked = settings.of(ProfilerOptions)
+        schedule = Schedule.parse(asked.profile_schedule)
         own: dict[str, Any] = {
-            "directory": settings.profile_dir,
+            "directory": asked.profile_dir,
             "steps": Steps(schedule.steps - schedule.active, schedule.active),
             "schedule": schedule,
-            "threshold": settings.profile_threshold,
+            "threshold": asked.profile_threshold,
         }
         return super().from_settings(settings, **own | chosen)
 

@@ -168,7 +168,7 @@ def test_options_reach_the_child(tmp_path: Path) -> None:
     assert usual.timeout == 60.0
     command = usual.command(CASE)
     assert command[-7:] == ["--device", "cuda", "--warmup", "1", "--active", "2", "--cupti"]
-    asked = Settings(ncu_dir=tmp_path, ncu_metrics=["l2_read_bytes,dram_bytes__x.sum"])
+    asked = Settings(ncu_dir=tmp_path, own={"ncu_metrics": ["l2_read_bytes,dram_bytes__x.sum"]})
     assert Cupti.from_settings(asked).command(CASE)[-1] == "--cupti=l2_read_bytes,dram_bytes__x.sum"
 
 

@@ -68,8 +68,10 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
     chosen = choose(
         ["ncu"],
         Settings(
-            ncu_path=sys.executable,
-            ncu_metrics=["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
+            own={
+                "ncu_path": sys.executable,
+                "ncu_metrics": ["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
+            },
         ),
     )
     assert isinstance(chosen[0], Ncu)
@@ -87,7 +89,7 @@ def test_names_of_the_l2_reach_ncu_as_the_counters_of_the_chip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ["l2_read_throughput", "l2_served_bytes"]
-    settings = Settings(ncu_path=sys.executable, ncu_metrics=names)
+    settings = Settings(own={"ncu_path": sys.executable, "ncu_metrics": names})
     monkeypatch.setattr(gpu, "chip_here", lambda: "GH100")
     [instrument] = choose(["ncu"], settings)
     assert isinstance(instrument, Ncu)
@@ -104,7 +106,7 @@ def test_names_of_the_l2_reach_ncu_as_the_counters_of_the_chip(
 
 def test_a_list_of_no_metrics_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="names no metric; try dram_read_bytes"):
-        choose(["ncu"], Settings(ncu_path=sys.executable, ncu_metrics=[" ,"]))
+        choose(["ncu"], Settings(own={"ncu_path": sys.executable, "ncu_metrics": [" ,"]}))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def asked_on(chip: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The counters that ncu is asked for on a chip."""
     card = Gpu("GPU-0", "a card", 10**9, "580", chip)
     monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [card])
-    [kernels] = choose(["ncu_kernels"], Settings(ncu_path=sys.executable))
+    [kernels] = choose(["ncu_kernels"], Settings(own={"ncu_path": sys.executable}))
     assert isinstance(kernels, NcuKernels)
     command = kernels.command(CASE)
     return command[command.index("--metrics") + 1]
@@ -103,4 +103,4 @@ def test_the_report_of_ranges_says_whether_phases_launch_kernels(
 )
 def test_bad_values_are_named(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        choose([], Settings(of_pytest=True, ncu_path=sys.executable, **said))
+        choose([], Settings(of_pytest=True, own={"ncu_path": sys.executable}, **said))

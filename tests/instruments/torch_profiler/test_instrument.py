@@ -36,9 +36,11 @@ def test_options_reach_the_instrument() -> None:
     settings = Settings(
         device="cpu",
         timeout=7.0,
-        profile_dir=Path("x"),
-        profile_schedule="wait=2",
-        profile_threshold=1.0,
+        own={
+            "profile_dir": Path("x"),
+            "profile_schedule": "wait=2",
+            "profile_threshold": 1.0,
+        },
     )
     assert choose(["torch_profiler"], settings) == [
         TorchProfiler(Path("x"), "cpu", Steps(4, 1), 7.0, Schedule(wait=2), 1.0)
@@ -47,7 +49,7 @@ def test_options_reach_the_instrument() -> None:
 
 def test_a_negative_threshold_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="threshold must be >= 0 ms, not -1"):
-        Settings(profile_threshold=-1.0)
+        choose([], Settings(own={"profile_threshold": -1.0}))
 
 
 def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
