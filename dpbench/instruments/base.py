@@ -48,11 +48,11 @@ class Instrument(ABC):
         return cls(**settings.own_of(cls))
 
     def check(self) -> None:  # noqa: B027
-        """Find out, before any case runs, whether it can work here; raises what would help."""
+        """Check, before any case runs, that it can work here; the error says what would help."""
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of tools that its numbers depend on, beside torch: kept with a saved run."""
+        """Versions of tools that its numbers depend on, beside torch; a saved run keeps them."""
         return {}
 
     @abstractmethod
@@ -63,9 +63,9 @@ class Instrument(ABC):
         """
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
-        """What hears so many steps, all if None, in the process that takes them.
+        """The recorder of this many steps, of all if None, in the process that takes them.
 
-        ``case`` is what they are of: a script, or a step of one's own.
+        ``case`` stands for the script, or the step of one's own, that the steps are of.
         """
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class Instrument(ABC):
     # --- a script, if another program starts its process and has the numbers -------------------
 
     def check_script(self) -> None:
-        """Find out, before a script runs, whether its steps can be measured here."""
+        """Check, before a script runs, that its steps can be measured here."""
         self.check()
 
     def before_script(self, case: Case) -> list[str]:
@@ -95,11 +95,11 @@ class Instrument(ABC):
         return []
 
     def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
-        """What that program counted; the record is what the script's process left."""
+        """The rows that this program counted; the script's process has left the record."""
         return []
 
     def complaint(self, case: Case) -> InstrumentError | None:
-        """Why that program ended a process, if it did."""
+        """The reason for which this program ended the process, if it did."""
         return None
 
     def measure(self, case: Case) -> list[Measurement]:
@@ -113,7 +113,7 @@ class Instrument(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Delegating(Instrument):
-    """An instrument that measures by another, as its rows say."""
+    """An instrument that has another one measure; its rows have the name of that one."""
 
     instrument: Instrument
 
@@ -131,13 +131,13 @@ class Delegating(Instrument):
 
 
 class Running(ABC):
-    """A measurement under way. What it saw beside its rows is there once they are.
+    """A measurement under way. Its attributes are set when its rows are there.
 
     Attributes:
         operators: what each operator did.
         kernels: what each kernel moved.
-        notes: what was assumed for the rows.
-        labels: what the case's trainer says of itself.
+        notes: assumptions behind the rows.
+        labels: those of the case's trainer, see `TrainerBase.labels`.
     """
 
     operators: Sequence[OperatorCount] = ()
@@ -154,9 +154,9 @@ class Running(ABC):
 
 
 class InstrumentError(DpbenchError):
-    """A measurement failed. ``log`` is the case's log file, where there is one.
+    """A measurement failed. ``log`` is the case's log file, if it has one.
 
-    ``rows`` is what had been measured until then.
+    ``rows`` are those measured before the failure.
     """
 
     remedy: ClassVar[str] = ""
@@ -193,4 +193,4 @@ class CaseFailed(InstrumentError):
 
 
 class CaseRefused(InstrumentError):
-    """What the case asks for does not exist or fit together, on whatever machine."""
+    """The case names something that does not exist or does not fit together, on any machine."""

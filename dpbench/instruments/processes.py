@@ -19,10 +19,10 @@ read -r group || exit
 read -r ended && exit
 kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
 """
-"""A shell that is told of a process group, and waits for another line. Should its input end before
-that comes, then its parent is gone, however that came about (``kill -9``, say), and the shell ends
-the group. ncu starts further processes, so a signal at the parent's death for its own children
-(``PR_SET_PDEATHSIG``) would not do."""
+"""A shell that reads the number of a process group, and then waits for a second line. If its input
+ends before that line comes, its parent is gone, by ``kill -9`` for example, and it ends the group.
+ncu starts further processes, so a signal at the parent's death for its own children
+(``PR_SET_PDEATHSIG``) is not enough."""
 
 
 class ProcessGroup:
@@ -76,7 +76,7 @@ class ProcessGroup:
 
 
 def run(command: Sequence[str], *, timeout: float) -> tuple[int, str]:
-    """Exit code and output of a program; or 1, and why it gave none."""
+    """Exit code and output of a program; or 1 and why there is no output."""
     try:
         group = ProcessGroup(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

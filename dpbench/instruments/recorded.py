@@ -1,4 +1,4 @@
-"""An instrument that is a recorder: one in the process of a case, of a script, or of a test."""
+"""Instruments whose numbers come from a recorder in the process of a case, script or test."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Recorded(Instrument):
         check_writable(self.directory)
 
     def check_script(self) -> None:
-        """A script's steps leave no files."""
+        """Nothing to check: recording a script's steps leaves no files."""
 
     @abstractmethod
     def recorder(self, case: Case, steps: int | None = None) -> Recorder: ...
@@ -81,7 +81,7 @@ class Recorded(Instrument):
     # --- in the process of a case ----------------------------------------------------------------
 
     def case_recorder(self, case: Case) -> Recorder:
-        """What hears the steps of a case, which are all alike."""
+        """The recorder of the steps of a case, which are all alike."""
         recorder = self.recorder(case, self.steps.active)
         recorder.wanted = recorder.wanted or self.steps.active  # an end, if it wants all there are
         return recorder

@@ -267,7 +267,7 @@ def read_part(path: Path, part: int = 0, parts: int = 1) -> KernelReport:
 
 
 def check_complete(path: Path) -> int:
-    """How many kernels a report holds: as many as ncu's log beside it tells of, if that is there.
+    """The number of kernels in a report; ncu's log beside it, if there is one, must agree.
 
     The library reads a truncated file as a report with fewer kernels, without an error.
     """
@@ -277,10 +277,10 @@ def check_complete(path: Path) -> int:
         raise NothingProfiled(f"{path}: the report holds no kernel")
     log = path.with_suffix(".log")
     if log.exists():
-        told = sum(line.count(PROFILING) for line in log_lines(log))
-        if told != total:
+        logged = sum(line.count(PROFILING) for line in log_lines(log))
+        if logged != total:
             raise ReportUnreadable(
-                f"{path}: the report of kernels is incomplete, it holds {total} of {told}"
+                f"{path}: the report of kernels is incomplete, it holds {total} of {logged}"
             )
     return total
 
