@@ -60,7 +60,7 @@ DECLARED = {
 """The options that are those of ``dpbench run``, by group."""
 
 OF_INSTRUMENTS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
-"""The options of instruments that are about scripts, too."""
+"""The options of instruments that apply to scripts, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

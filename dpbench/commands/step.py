@@ -52,7 +52,7 @@ MEANT: dict[type[Exception], type[Exception]] = {
     ConfigurationError: CaseRefused,
     OutOfMemory: CaseOutOfMemory,
 }
-"""What errors of this process are to the one that started it, if not what they are here."""
+"""How errors of this process are reported to the one that started it."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen(options: argparse.Namespace) -> Instrument:
-    """The instrument that was asked for, by its own option or by name; timing if none was."""
+    """The instrument that was asked for, by its own option or by name; by default timing."""
     Steps(options.warmup, options.active)
     settings = Settings(
         device=options.device,
@@ -101,7 +101,7 @@ def _chosen(options: argparse.Namespace) -> Instrument:
 
 
 def _own_options() -> dict[str, type[Instrument]]:
-    """The instruments that have an option of their own here, by that option."""
+    """The options of this command that choose an instrument, and which one each chooses."""
     found: dict[str, type[Instrument]] = {}
     for kind in built_in():
         found.setdefault(kind.step_option[0], kind)  # a subclass has its parent's
@@ -110,7 +110,7 @@ def _own_options() -> dict[str, type[Instrument]]:
 
 
 def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
-    """Make what a person reads of what the profiler recorded: summary, report, TensorBoard."""
+    """Write summary, report and TensorBoard log of what the profiler recorded."""
     from dpbench.show.profile import profile_report  # which imports pandas
 
     profile = write_summary(case, record, directory)

@@ -1,4 +1,4 @@
-"""What a session asks for of what reads hardware counters."""
+"""Options of the instruments that read hardware counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpbench.process.messages import Steps
 
 @dataclass(frozen=True)
 class CounterOptions:
-    """Options that Nsight Compute has, and partly CUPTI; what makes no sense is refused."""
+    """Options of Nsight Compute, of which CUPTI has ``ncu_metrics``."""
 
     ncu_path: str | None = option("the ncu program, if it is not on PATH", metavar="PROGRAM")
     ncu_metrics: list[str] | None = option(
@@ -30,7 +30,7 @@ class CounterOptions:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """What is counted; None for all that a chip has."""
+        """The metrics that were asked for; None for all that a chip has."""
         return listed(self.ncu_metrics, "--ncu-metrics", "metric; try dram_read_bytes") or None
 
     @property

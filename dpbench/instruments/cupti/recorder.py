@@ -1,4 +1,4 @@
-"""Steps that are timed, and after them those that are counted."""
+"""Recording timed steps first, then counted ones."""
 
 from __future__ import annotations
 

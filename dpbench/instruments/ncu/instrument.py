@@ -148,9 +148,9 @@ class Ncu(Recorded):
         return [row for row in rows if row.repeat < record["heard"]]  # of steps that have ended
 
     def complaint(self, case: Case) -> InstrumentError | None:
-        """Why ncu ended a process, if it did; one that failed by itself leaves nothing to profile.
+        """The error for which ncu ended a process; None if the process failed by itself.
 
-        That it failed counts then.
+        Such a process leaves nothing to profile, of which ncu complains as well.
         """
         said = diagnose(case, self.log(case))
         return None if isinstance(said, NothingProfiled) else said
@@ -210,7 +210,7 @@ class NcuKernels(Ncu):
         return kernel_rows(case, process.kernels, report.device, tool, whole=not self.phases)
 
     def nothing_to_profile(self, case: Case) -> bool:
-        """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""
+        """Whether its phases launch no kernel by the report of ranges, as ghost clipping's clip."""
         try:
             launches = launches_by_phase(self.directory / case.report_path)
         except InstrumentError:

@@ -11,23 +11,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, InstrumentError
 from dpbench.instruments.child import Child, log_lines
-from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
 from dpbench.instruments.processes import run, version_of
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.timeline import Timeline
 from dpbench.settings import Settings
 
+if TYPE_CHECKING:
+    from dpbench.results.timeline import Timeline
+
 REPORT, RAW, EXPORTED = ".nsys-rep", ".qdstrm", ".sqlite"
-"""What a file is by its suffix: a report, what the collector wrote for the importer, an export."""
+"""Suffixes of a report, of a raw recording that has to be imported, and of an export."""
 
 INSTALLED = (
     "/usr/local/cuda/bin/nsys",
@@ -50,7 +51,7 @@ class NsysNotFound(InstrumentError):
 
 
 class ImporterMissing(InstrumentError):
-    """A collector that cannot make a report of what it collected."""
+    """A collector that cannot import what it recorded."""
 
     remedy = (
         "install the whole of Nsight Systems, or what its QdstrmImporter needs (Debian: libdw1, "
@@ -121,6 +122,8 @@ class Nsys(Recorded):
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are busy time, time and launches, by phase and step."""
+        from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline  # loads pandas
+
         case, report = process.case, self.report(process.case)
         raw, target = report.with_suffix(RAW), report.with_suffix(EXPORTED)
         try:
@@ -147,6 +150,8 @@ class Nsys(Recorded):
 
 def timeline_of(path: Path) -> Timeline:
     """The timeline in an exported file, or in a report, which takes an nsys to export it."""
+    from dpbench.instruments.nsys.sqlite import read_timeline
+
     with tempfile.TemporaryDirectory(prefix="dpbench-") as scratch:
         target = path
         if path.suffix == REPORT:

@@ -29,7 +29,7 @@ from dpbench.settings import Settings
 
 @dataclass(frozen=True)
 class ProfilerOptions:
-    """What a session asks the PyTorch profiler for; what makes no sense is refused."""
+    """Options of the PyTorch profiler. Values that make no sense are errors."""
 
     profile_dir: Path = option(
         "where the PyTorch profiler's files go, one folder a case", Path("runs"), metavar="DIR"
