@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.child import Child
 from dpbench.instruments.counters.options import CounterOptions
-from dpbench.instruments.cupti.recorder import INSTRUMENT, CuptiRecorder, cupti_rows
+from dpbench.instruments.cupti import NAME
 from dpbench.instruments.recorded import Recorded
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
+
+if TYPE_CHECKING:
+    from dpbench.instruments.cupti.recorder import CuptiRecorder
 
 
 @dataclass(frozen=True)
 class Cupti(Recorded):
     """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
-    name: ClassVar[str] = INSTRUMENT
+    name: ClassVar[str] = NAME
     needs_gpu: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
     step_option = (
@@ -45,11 +48,17 @@ class Cupti(Recorded):
         return ["=".join(filter(None, ("--cupti", ",".join(self.names))))]
 
     def recorder(self, case: Case, steps: int | None = None) -> CuptiRecorder:
+        from dpbench.instruments.cupti.recorder import CuptiRecorder  # takes long to import
+
         return CuptiRecorder() if steps is None else CuptiRecorder(steps)
 
     def case_recorder(self, case: Case) -> CuptiRecorder:
+        from dpbench.instruments.cupti.recorder import CuptiRecorder
+
         return CuptiRecorder(self.steps.active, self.names or None, alike=True)
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are those of timing, and each metric by phase and step."""
+        from dpbench.instruments.cupti.recorder import cupti_rows
+
         return list(cupti_rows(process.case, process.record()))

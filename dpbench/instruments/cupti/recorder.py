@@ -10,6 +10,7 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.steps import StepCounter, Target, enough_ranges
 from dpbench.instruments.recorder import Recorder, whole_steps
@@ -17,8 +18,6 @@ from dpbench.instruments.timing import TimingRecorder, timing_rows
 from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener
-
-INSTRUMENT = "cupti"  # the instrument's name in rows
 
 
 class CuptiRecorder(Recorder):
@@ -94,11 +93,11 @@ def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
     """The rows of timed steps, and of those that were counted, by phase or as a whole."""
     device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
     for row in timing_rows(case, dict(record)):
-        yield replace(row, instrument=INSTRUMENT, tool=tool)
+        yield replace(row, instrument=NAME, tool=tool)
     repeats = {True: count(), False: count()}  # of the steps that were counted as a whole, or not
     for step in record["counted"]:
         where = (next(repeats[STEP in step]), device, tool)
         for phase, values in step.items():
             for metric, value in values.items():
                 of = "B" if "bytes" in metric.partition("__")[2] else unit(metric)
-                yield Measurement(case, INSTRUMENT, phase, metric, value, of, *where)
+                yield Measurement(case, NAME, phase, metric, value, of, *where)
