@@ -28,7 +28,7 @@ class Instrument(ABC):
         needs_gpu: whether it measures what a GPU does, and nothing on the CPU.
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
-        options: a dataclass of options that are no fields of its own, see `dpbench.option`.
+        options: of one of dpbench's own, a dataclass of options that its fields are made of.
         step_option: the option of ``dpbench step`` that chooses it, and its help; without one it
             is named there by ``--instrument``.
         step_value: what else declares that option.
