@@ -37,7 +37,7 @@ def main() -> None:
     for trainer in options.trainer:
         case = Case(trainer, 8, 256)
         with tempfile.TemporaryDirectory() as folder:
-            ncu = Ncu(Path(folder), find_ncu())
+            ncu = Ncu(Path(folder), path=find_ncu())
             log = Path(folder) / "log"
             plain_command = step_command(case, ncu.steps, device="cuda")
             (Path(folder) / case.report_path).parent.mkdir()

@@ -29,6 +29,10 @@ class ConfigurationError(DpbenchError):
     exit_code = 2
 
 
+class OutOfMemory(DpbenchError):
+    """A case does not fit the GPU."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
     """The error for a name that is not in a list; of a long list it has similar names."""
     names = [*known]

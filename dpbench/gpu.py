@@ -34,7 +34,7 @@ class Gpu:
 def chip_of(major: int, minor: int) -> str:
     """The chip behind a compute capability, or the first of several with the same counters.
 
-    11.0 (10.1 before CUDA 13) is Jetson Thor, 12.1 DGX Spark; "" if nobody has looked.
+    11.0 (10.1 before CUDA 13) is Jetson Thor, 12.1 DGX Spark; "" for a chip that is not listed.
     """
     return _CHIPS.get((major, minor), "")
 
@@ -87,9 +87,9 @@ def require_gpu() -> None:
 
 
 def _asked_driver() -> tuple[list[Gpu], str]:
-    """The visible GPUs, or none and what the driver complains of.
+    """The visible GPUs, or an empty list and the driver's complaint.
 
-    Of several GPUs one may have failed: CUDA's numbers are unknown then, so none is named.
+    If one of several GPUs has failed, CUDA's numbers are unknown, so the list is empty.
     """
     import pynvml as nvml
 
@@ -143,7 +143,7 @@ def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None =
 
 
 def child_environment() -> dict[str, str]:
-    """What a CUDA process must have set so that its GPU numbers are NVML's.
+    """The environment in which CUDA numbers GPUs as NVML does.
 
     CUDA numbers GPUs fastest first unless told otherwise; NVML and nvidia-smi go by bus.
     """
@@ -160,13 +160,13 @@ def exclusive(
     """Hold a GPU alone among dpbench processes on this machine.
 
     DRAM counters are device-wide: without this, another case's traffic would be counted.
-    The operating system releases the lock when the process ends, however it ends. Its file holds
-    who has it, and stays: whoever waits for a removed file would not see who made the next.
+    The operating system releases the lock when the process ends, however it ends. The file is not
+    removed: a process that waits for a removed file would not notice a new one.
 
-    Others who wait for it are told its ``purpose``, such as a case's id; ``waiting`` is told whom
-    this process waits for, whenever that is another one.
+    The lock file says the ``purpose``, such as a case's id. ``waiting`` is called with what the
+    file says each time that another process holds the GPU.
     """
-    path, told = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock", ""
+    path, reported = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock", ""
     with ExitStack() as held:
         while True:
             try:
@@ -174,9 +174,9 @@ def exclusive(
                 break
             except Locked as error:
                 holder = str(error)
-            if holder.endswith("\n") and holder != told:  # else it is still to be written
+            if holder.endswith("\n") and holder != reported:  # else it is still to be written
                 waiting(holder.strip())
-                told = holder
+                reported = holder
             time.sleep(POLL_SECONDS)
         if file is None:
             raise ConfigurationError(

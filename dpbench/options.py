@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import CHOICES, COUNTS, DECLARED
+from dpbench.errors import ConfigurationError
 from dpbench.registry import NAMED
 
 
@@ -79,23 +80,37 @@ def below(directory: Path, value: Any) -> Any:
     return directory / value if isinstance(value, Path) else value
 
 
-# --- options that instruments from outside declare -------------------------------------------
+def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ...]:
+    """The names that an option lists, separated by commas; nothing if it was not given."""
+    every: list[str] = []
+    for text in texts or ():
+        names = [part.strip() for part in text.split(",") if part.strip()]
+        if not names:
+            raise ConfigurationError(f"{option} {text!r} names no {what}")
+        every += names
+    return tuple(every)
+
+
+# --- options that instruments declare --------------------------------------------------------
 
 _OWN = "own option "
 """The prefix of their values' names among those of all options."""
 
 
 def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
-    """The fields of an instrument that are options, and how they were declared."""
+    """The fields of an instrument, or of its `options`, that are options, as they were declared."""
     own = fields(instrument) if is_dataclass(instrument) else ()
     return {each.name: each.metadata for each in own if "declared" in each.metadata}
 
 
-def declare_own(add: Callable[..., object], instrument: type, *, of_pytest: bool = False) -> None:
-    """Declare the options of an instrument: those of its fields that `option` made."""
+def declare_own(
+    add: Callable[..., object], instrument: type, *names: str, of_pytest: bool = False
+) -> None:
+    """Declare the options of an instrument, or those with these names, see `own_fields`."""
     for name, described in own_fields(instrument).items():
-        option = spelled(name, described, of_pytest=of_pytest)
-        add(option, dest=_OWN + name, **described["declared"])
+        if not names or name in names:
+            option = spelled(name, described, of_pytest=of_pytest)
+            add(option, dest=_OWN + name, **described["declared"])
 
 
 def own_values(options: Namespace) -> dict[str, Any]:

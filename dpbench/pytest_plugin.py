@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.errors import DpbenchError
 from dpbench.files import printable
-from dpbench.instruments import declare_outside
+from dpbench.instruments import declare_built_in, declare_outside
 from dpbench.plugin import hooks
 from dpbench.plugin.fixtures import verify  # noqa: F401 (a fixture: pytest finds it here)
 from dpbench.plugin.marker import MARKER
@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options; those that name no instrument begin with ``--dpbench-``."""
     group = parser.getgroup("dpbench", "I/O cost of differentially private training (dpbench)")
     declare(group.addoption, of_pytest=True)
+    declare_built_in(group.addoption, of_pytest=True)
 
 
 @pytest.hookimpl(trylast=True)  # after conftest.py, which may extend sys.path

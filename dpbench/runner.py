@@ -20,7 +20,6 @@ from dpbench.fit import needed
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import CaseFailed, CaseRefused, Instrument, InstrumentError, Running
 from dpbench.instruments.child import describe_exit, log_tail
-from dpbench.instruments.terminal import tell
 from dpbench.registry import is_builtin, resolve
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
@@ -183,6 +182,7 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
             try:
                 held.enter_context(locked(lock, wait=False))
             except Locked:
-                tell(f"waiting for a session that measures {case.id} in {directory}")
+                say = f"dpbench: waiting for a session that measures {case.id} in {directory}"
+                print(say, file=sys.stderr, flush=True)
                 held.enter_context(locked(lock))
         yield

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpbench import options
 from dpbench.case import ALL_PHASES, AXES
@@ -20,6 +20,8 @@ from dpbench.files import check_distinct_files, check_writable_file
 from dpbench.grid import GRIDS, Grid, chosen_grid
 from dpbench.options import SHORT_FORMS, below, own_values
 from dpbench.registry import INSTRUMENTS, OUTPUTS, output_of
+
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Settings:
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values along axes of `Case` that replace the grid's; each axis is an option."""
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The values of options of instruments from outside, by field."""
+    """The values of options that instruments declare, by field."""
     baseline: str | None = options.option(
         "the trainer whose numbers ratios divide by, measured along the same axes: a name or "
         "package.module:Class (default standard)",
@@ -75,17 +77,8 @@ class Settings:
     no_timing: bool = options.of_pytest(
         "count bytes only: no second, unprofiled process for step time and peak memory"
     )
-    ncu_path: str | None = options.option(
-        "the ncu program, if it is not on PATH", metavar="PROGRAM"
-    )
     ncu_dir: Path = options.option(
         "where .ncu-rep reports and logs go", Path("ncu_reports"), metavar="DIR"
-    )
-    ncu_metrics: tuple[str, ...] | None = options.option(
-        "what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
-        "(default: DRAM, L2 and global load/store bytes)",
-        action="append",
-        metavar="NAMES",
     )
     kernels: bool = options.option(
         "profile each kernel as well, in one more process, tens of ms a kernel",
@@ -100,19 +93,6 @@ class Settings:
     )
     warmup: int = options.option("warmup steps without ncu", 3, metavar="N")
     active: int = options.option("active steps without ncu", 5, metavar="N")
-    ncu_warmup: int = options.option("warmup steps under ncu", 1, metavar="N")
-    ncu_active: int = options.option("active steps under ncu", 1, metavar="N")
-    profile_dir: Path = options.option(
-        "where the PyTorch profiler's files go, one folder a case", Path("runs"), metavar="DIR"
-    )
-    profile_schedule: str = options.option(
-        "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
-        "skip_first=1,wait=0,warmup=1,active=1,repeat=1",
-        metavar="NAME=N,…",
-    )
-    profile_threshold: float = options.option(
-        "list operators with this many ms of a step or more", 10.0, metavar="MS"
-    )
     timeout: float = options.option(
         "end a measured process after this long on the GPU, and stop waiting for another "
         "session's process after as long",
@@ -206,8 +186,6 @@ class Settings:
             raise ConfigurationError(f"the time-out must be positive, not {self.timeout:g} s")
         if wrong := [phase for phase in self.phases if phase not in ALL_PHASES]:
             raise unknown("phase", wrong[0], ALL_PHASES)
-        if not (threshold := self.profile_threshold) >= 0:
-            raise ConfigurationError(f"the threshold must be >= 0 ms, not {threshold:g}")
 
     @classmethod
     def read(
@@ -219,7 +197,8 @@ class Settings:
             if called := _name(name, of_pytest):
                 value = getattr(options, called.lstrip("-").replace("-", "_"))
                 given[name] = below(directory, value)
-        given["own"] = own_values(options)
+        own = own_values(options).items()
+        given["own"] = {n: directory / v if isinstance(v, Path) else v for n, v in own}
         axes = {axis: values for axis in AXES if (values := given.pop(axis)) is not None}
         if given.get("disable"):
             kept = ("own", "only", "skip", "disable", "grid", "baseline", "compare_fail")
@@ -236,6 +215,10 @@ class Settings:
     def chosen_grid(self) -> Grid:
         """The grid with the axes that replace its own."""
         return chosen_grid(self.grid, self.baseline, **self.axes)
+
+    def of(self, options: type[Options]) -> Options:
+        """The options of an instrument, see `dpbench.Instrument.options`."""
+        return options(**self.own_of(options))
 
     def own_of(self, instrument: type) -> dict[str, Any]:
         """The values of an instrument's own options, by its fields."""
@@ -271,22 +254,8 @@ class Settings:
     @property
     def phases(self) -> tuple[str, ...]:
         """The phases whose kernels are profiled; empty for all phases."""
-        return self._listed("kernels_phase", "phase, such as clip")
-
-    @property
-    def metric_names(self) -> tuple[str, ...] | None:
-        """The metrics that ncu counts; None for all that the chip has."""
-        return self._listed("ncu_metrics", "metric; try dram_read_bytes") or None
-
-    def _listed(self, name: str, what: str) -> tuple[str, ...]:
-        """The names that an option lists, separated by commas; nothing if it was not given."""
-        listed: list[str] = []
-        for text in getattr(self, name) or ():
-            names = [part.strip() for part in text.split(",") if part.strip()]
-            if not names:
-                raise ConfigurationError(f"{self.option(name)} {text!r} names no {what}")
-            listed += names
-        return tuple(listed)
+        option = self.option("kernels_phase")
+        return options.listed(self.kernels_phase, option, "phase, such as clip")
 
     def check(self) -> None:
         """Refuse settings that contradict each other, and files that cannot be written."""

@@ -19,6 +19,7 @@ from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.commands.step import write_profile
 from dpbench.instruments.torch_profiler import files as profile_files
+from dpbench.options import own_values
 from dpbench.process.messages import Schedule, print_record
 
 DATA = Path(__file__).parent / "data"
@@ -35,7 +36,7 @@ def recording(options: argparse.Namespace) -> Path:
 def asked(options: argparse.Namespace) -> dict[str, Any]:
     """What a process with these options says that it did."""
     if options.profile:
-        return {"schedule": vars(Schedule.parse(options.profile_schedule))}
+        return {"schedule": vars(Schedule.parse(own_values(options)["profile_schedule"]))}
     return {"warmup": options.warmup, "active": options.active}
 
 
@@ -53,7 +54,8 @@ def main() -> int:
     if options.profile:
         profile_files.prepare(options.profile)
         shutil.copytree(path.parent, options.profile, dirs_exist_ok=True)
-        write_profile(case, record, options.profile, options.profile_threshold)
+        threshold = own_values(options)["profile_threshold"]
+        write_profile(case, record, options.profile, threshold)
     print_record(**record)
     return 0
 

@@ -166,11 +166,11 @@ def test_a_step_that_fails_says_why_in_its_record(
     message = "RuntimeError: the clipping kernel fell over "
     message += '(outside.py:21: raise RuntimeError("the clipping kernel fell over"))'
     error = json.loads(capsys.readouterr().out)["error"]
-    assert error == {"kind": "RuntimeError", "message": message}
+    assert error == {"kind": "builtins:RuntimeError", "message": message}
     assert main(["step", "--trainer=outside:Greedy", *options]) == 1
     error = json.loads(capsys.readouterr().out)["error"]
     message = "CUDA out of memory. Tried to allocate 61.04 GiB."
-    assert error == {"kind": "OutOfMemory", "message": message}
+    assert error == {"kind": "dpbench.instruments.base:CaseOutOfMemory", "message": message}
 
 
 def test_underscored_spellings_are_accepted() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dpbench.errors import ConfigurationError
+from dpbench.instruments import declare_built_in
+from dpbench.instruments.counters.options import CounterOptions
 from dpbench.settings import Settings, declare
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -17,12 +20,14 @@ REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
 def read(*arguments: str, of_pytest: bool = False, directory: Path = Path()) -> Settings:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     declare(parser.add_argument, of_pytest=of_pytest)
+    declare_built_in(parser.add_argument, of_pytest=of_pytest)
     return Settings.read(parser.parse_args(arguments), of_pytest=of_pytest, directory=directory)
 
 
 def declared(*, of_pytest: bool) -> set[str]:
     names: set[str] = set()
-    declare(lambda *options, **_: names.update(options), of_pytest=of_pytest)
+    for declaring in (declare, declare_built_in):
+        declaring(lambda *options, **_: names.update(options), of_pytest=of_pytest)
     return names
 
 
@@ -48,11 +53,15 @@ def test_commands_have_the_options_of_pytest_without_its_prefix() -> None:
 
 @pytest.mark.parametrize("of_pytest", [False, True])
 def test_what_is_not_given_is_the_default(of_pytest: bool) -> None:
-    assert read(of_pytest=of_pytest) == Settings(of_pytest=of_pytest)
+    settings = read(of_pytest=of_pytest)
+    assert replace(settings, own={}) == Settings(of_pytest=of_pytest)
+    assert settings.of(CounterOptions) == CounterOptions()
 
 
 def test_a_path_begins_where_pytest_was_started(tmp_path: Path) -> None:
-    settings = read("--dpbench-json=run.json", "--ncu-dir=/x", of_pytest=True, directory=tmp_path)
+    given = ("--dpbench-json=run.json", "--ncu-dir=/x", "--dpbench-profile-dir=traces")
+    settings = read(*given, of_pytest=True, directory=tmp_path)
+    assert settings.own["profile_dir"] == tmp_path / "traces"
     assert settings.files == {"--dpbench-json": ("json", tmp_path / "run.json")}
     assert (settings.ncu_dir, settings.storage) == (Path("/x"), tmp_path / ".dpbench")
 

@@ -25,14 +25,17 @@ from functools import partial
 from dpbench.doctor import checks
 from dpbench.doctor.calibration import table
 from dpbench.doctor.finding import FAILED, Finding
+from dpbench.instruments import declare_built_in
 from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.metrics import describe
+from dpbench.options import own_values
 from dpbench.settings import Settings, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    declare(parser.add_argument, "ncu_path", "ncu_dir")
+    declare_built_in(parser.add_argument, "ncu_path")
+    declare(parser.add_argument, "ncu_dir")
     declare(parser.add_argument, "timeout", default=120)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
@@ -45,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
     if options.chip:
         print(describe(load_library(), options.chip))
         return 0
-    names = ("ncu_dir", "ncu_path", "timeout")
-    settings = Settings(**{name: getattr(options, name) for name in names})
+    own = own_values(options)
+    settings = Settings(ncu_dir=options.ncu_dir, timeout=options.timeout, own=own)
     findings = []
     for finding in checks.examine(settings):
         findings.append(finding)

@@ -38,7 +38,7 @@ from dpbench.commands.run import show
 from dpbench.commands.step import write_profile
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
-from dpbench.instruments import choose
+from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.script import ScriptInterrupted, ScriptRun
 from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
@@ -50,7 +50,7 @@ from dpbench.session import Session, sources
 from dpbench.settings import Settings, declare
 
 DECLARED = {
-    "measuring": ("ncu_path", "ncu_dir", "ncu_metrics", "profile_dir", "profile_threshold"),
+    "measuring": ("ncu_dir",),
     "tables": ("columns", "sort", "expect"),
     "files": ("output", "json", "markdown", "csv", "html"),
     "saved runs": (
@@ -58,6 +58,9 @@ DECLARED = {
     ),
 }
 """The options that are those of ``dpbench run``, by group."""
+
+OF_INSTRUMENTS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
+"""The options of instruments that apply to scripts, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, names in DECLARED.items():
         group = measuring if title == measuring.title else parser.add_argument_group(title)
         declare(group.add_argument, *names)
+    declare_built_in(measuring.add_argument, *OF_INSTRUMENTS)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -152,7 +156,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
         elif isinstance(script.instrument, TorchProfiler):
             folder = script.instrument.directory.absolute() / case.file_name
             record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-            write_profile(case, record, folder, session.settings.profile_threshold)
+            write_profile(case, record, folder, script.instrument.threshold)
             report = f"{folder / REPORT}; a trace of each step beside it"
             session.notes.append(f"operators by time and memory: {report}")
 

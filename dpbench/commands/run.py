@@ -40,7 +40,8 @@ from dpbench import cluster, gpu
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
-from dpbench.instruments import ON_GPU, choose
+from dpbench.instruments import ON_GPU, choose, declare_built_in
+from dpbench.instruments.counters.options import CounterOptions
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import OPTIONS, Settings, declare
@@ -62,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         declare(group.add_argument, name)
+        if name == "instrument":
+            declare_built_in(group.add_argument)
     cluster.add_arguments(parser.add_argument_group("a cluster, with a job for each shard"))
 
 
@@ -122,7 +125,8 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
 
 def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ...]:
     """The default instruments: those of a GPU if there is one or options need one."""
-    if card or settings.ncu_path or settings.ncu_metrics or settings.profiles_kernels:
+    asked = settings.of(CounterOptions)
+    if card or asked.ncu_path or asked.ncu_metrics or settings.profiles_kernels:
         return ON_GPU
     print("dpbench run: no CUDA GPU here, so logical bytes are counted instead", file=sys.stderr)
     return ("logical",)

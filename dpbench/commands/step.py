@@ -18,123 +18,95 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import faulthandler
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dpbench import gpu
 from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, DpbenchError, own_line
-from dpbench.instruments import choose
-from dpbench.instruments.recorder import Recorder
-from dpbench.instruments.timing import TimingRecorder
+from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
+from dpbench.instruments import built_in, choose, declare_built_in
+from dpbench.instruments.base import CaseOutOfMemory, CaseRefused, Instrument
+from dpbench.instruments.child import name_of
+from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.files import REPORT, write_summary
+from dpbench.instruments.torch_profiler.instrument import TorchProfiler
 from dpbench.options import own_values
-from dpbench.process.messages import Schedule, Steps, print_record
+from dpbench.process.messages import Steps, print_record
 from dpbench.settings import Settings, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser, device="auto")
-    declare(parser.add_argument, "warmup", "active", "profile_schedule", "profile_threshold")
-    for name, help in (
-        ("nvtx", "mark phases as NVTX ranges for a profiler, and take no times"),
-        ("nsys", "under nsys profile: record some steps after the timed ones"),
-        ("logical", "count a step on tensors without data instead"),
-    ):
-        parser.add_argument(f"--{name}", action="store_true", help=help)
-    parser.add_argument(
-        "--cupti",
-        nargs="?",
-        const="",
-        metavar="NAMES",
-        help="read hardware counters in this process, after the timed steps: of these metrics or "
-        "counters, separated by commas, or of everything",
-    )
+    declare(parser.add_argument, "warmup", "active")
+    declare_built_in(parser.add_argument, "profile_schedule", "profile_threshold")
+    for option, kind in _own_options().items():
+        parser.add_argument(option, help=kind.step_option[1], **kind.step_value)
     parser.add_argument(
         "--instrument", metavar="NAME", help="record the steps as this instrument does"
     )
-    parser.add_argument(
-        "--profile", type=Path, metavar="DIR", help="run under the PyTorch profiler, output here"
-    )
 
 
-WAYS = ("nvtx", "cupti", "nsys", "logical", "profile", "instrument")
-"""The options that exclude each other: each is a way to observe the steps."""
+MEANT: dict[type[Exception], type[Exception]] = {
+    ConfigurationError: CaseRefused,
+    OutOfMemory: CaseOutOfMemory,
+}
+"""How errors of this process are reported to the one that started it."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Take the steps, and print their record, or the error."""
     case = chosen_case(options)
-    steps = Steps(options.warmup, options.active)
-    ways = [way for way in WAYS if getattr(options, way) not in (None, False)]
-    if len(ways) > 1:
-        raise ConfigurationError(f"--{ways[0]} excludes --{ways[1]}: choose one")
-    # With --device cuda, as instruments start it, the step itself reports a missing GPU.
-    elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
-    if elsewhere and ways and ways[0] in ("nvtx", "cupti", "nsys"):
-        raise ConfigurationError(f"--{ways[0]} needs a GPU, and there is none: drop it")
+    instrument = _chosen(options)
     try:
-        record = _observed(case, steps, options)
-    except Exception as error:  # the record tells the parent process why
-        kind = type(error).__name__
-        first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
-        first_line += own_line(error.__traceback__)
-        message = str(error) if isinstance(error, DpbenchError) else f"{kind}: {first_line}"
-        message = message.removeprefix(f"{case.id}: ")  # the parent adds it
-        print_record(error={"kind": kind, "message": message})
+        record = instrument.observe(case)
+        if isinstance(instrument, TorchProfiler):
+            write_profile(case, record, instrument.directory, instrument.threshold)
+    except Exception as error:  # whoever started this process learns why from the record
+        message = str(error)
+        if not isinstance(error, DpbenchError):
+            first_line = message.partition("\n")[0]  # PyTorch appends its C++ stack
+            message = f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}"
+        message = message.removeprefix(f"{case.id}: ")  # the parent says whose it is
+        kind = next((to for of, to in MEANT.items() if isinstance(error, of)), type(error))
+        print_record(error={"kind": name_of(kind), "message": message})
         raise
     print_record(**record)
     return 0
 
 
-def _observed(case: Case, steps: Steps, options: argparse.Namespace) -> dict[str, Any]:
-    """The record of a case, observed as the options say."""
-    if options.logical:
-        from dpbench.instruments.logical.instrument import Logical
+def _chosen(options: argparse.Namespace) -> Instrument:
+    """The instrument that was asked for, by its own option or by name; by default timing."""
+    Steps(options.warmup, options.active)
+    settings = Settings(
+        device=options.device,
+        warmup=options.warmup,
+        active=options.active,
+        own=own_values(options),
+    )
+    given = {option: getattr(options, option.removeprefix("--")) for option in _own_options()}
+    asked = [option for option, value in given.items() if value not in (None, False)]
+    by_name = ["--instrument"] * (options.instrument is not None)
+    if len(both := [*asked, *by_name]) > 1:
+        raise ConfigurationError(f"{both[0]} excludes {both[1]}: choose one")
+    # With "cuda", as Nsight is told to run it, the step itself says so.
+    elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
+    for option in asked:
+        kind = _own_options()[option]
+        if elsewhere and kind.needs_gpu:
+            raise ConfigurationError(f"{option} needs a GPU, and there is none: drop it")
+        return kind.in_step(settings, given[option])
+    return choose([options.instrument or Timing.name], settings, "step")[0]
 
-        faulthandler.enable(2)  # what crashes in here is in the log, with its line
-        return Logical().count(case).as_json()
-    from dpbench.process.step import run_case
 
-    recorder = _recorder(case, steps.active, options)
-    if options.profile:
-        schedule = Schedule.parse(options.profile_schedule)
-        steps = Steps(schedule.steps - schedule.active, schedule.active)
-    record = run_case(case, recorder, device=options.device, **asdict(steps))
-    if options.profile:
-        write_profile(case, record, options.profile, options.profile_threshold)
-    return record
-
-
-def _recorder(case: Case, steps: int, options: argparse.Namespace) -> Recorder:
-    """The recorder that the options choose."""
-    if options.instrument:
-        settings = Settings(own=own_values(options))
-        recorder = choose([options.instrument], settings, "step")[0].recorder(case, steps)
-        recorder.wanted = recorder.wanted or steps  # where it would record all that there are
-        return recorder
-    if options.profile:
-        from dpbench.instruments.torch_profiler.recorder import ScheduledRecorder
-
-        return ScheduledRecorder(options.profile, Schedule.parse(options.profile_schedule))
-    if options.nvtx:
-        from dpbench.instruments.ncu.recorder import NvtxRecorder
-
-        return NvtxRecorder(steps)
-    if options.nsys:
-        from dpbench.instruments.nsys.recorder import NsysRecorder
-
-        return NsysRecorder(steps)
-    if options.cupti is not None:
-        from dpbench.instruments.cupti.recorder import CuptiRecorder
-
-        names = list(filter(None, options.cupti.split(","))) or None
-        return CuptiRecorder(steps, names, alike=True)
-    return TimingRecorder(steps)
+def _own_options() -> dict[str, type[Instrument]]:
+    """The options of this command that choose an instrument, and which one each chooses."""
+    found: dict[str, type[Instrument]] = {}
+    for kind in built_in():
+        found.setdefault(kind.step_option[0], kind)  # a subclass has its parent's
+    del found[""]
+    return found
 
 
 def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:

@@ -28,10 +28,11 @@ from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.files import check_writable
 from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.instruments.counters.metrics import ALWAYS, on_chip
+from dpbench.instruments.counters.options import CounterOptions
 from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
-from dpbench.instruments.programs import version_of
+from dpbench.instruments.processes import version_of
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -107,7 +108,7 @@ def torch(settings: Settings) -> Iterator[Finding]:
 
 def ncu(settings: Settings) -> Iterator[Finding]:
     """Nsight Compute is there, and the library that reads its reports is no older."""
-    path = find_ncu(settings.ncu_path)
+    path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
     if version == "unknown":
@@ -123,7 +124,7 @@ def ncu(settings: Settings) -> Iterator[Finding]:
 def counters(settings: Settings) -> Iterator[Finding]:
     """Count known work by every byte metric of ncu, and compare with its size."""
     try:
-        path = find_ncu(settings.ncu_path)
+        path = find_ncu(settings.of(CounterOptions).ncu_path)
     except NcuNotFound:
         path = ""
     if not path or not visible_gpus():
@@ -132,7 +133,8 @@ def counters(settings: Settings) -> Iterator[Finding]:
         return
     case, chip = largest_work(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
-    instrument = Ncu(folder, path, STEPS, settings.timeout, metrics=tuple(metrics.values()))
+    asked = tuple(metrics.values())
+    instrument = Ncu(folder, steps=STEPS, timeout=settings.timeout, path=path, metrics=asked)
     instrument.check()
     rows = instrument.measure(case)
     without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)

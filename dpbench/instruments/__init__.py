@@ -8,10 +8,8 @@ from contextlib import suppress
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import Instrument
-from dpbench.instruments.counters.metrics import resolve
-from dpbench.metrics import METRICS
 from dpbench.options import declare_own
-from dpbench.process.messages import Schedule, Steps
+from dpbench.process.messages import Steps
 from dpbench.registry import INSTRUMENTS
 from dpbench.settings import Settings
 
@@ -24,10 +22,9 @@ def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> l
 
     What makes no sense is refused, also for instruments that were not chosen.
     """
-    resolve(settings.metric_names, ours={m.name: m for m in METRICS.counted("ncu")})
-    Schedule.parse(settings.profile_schedule)
     Steps(settings.warmup, settings.active)
-    Steps(settings.ncu_warmup, settings.ncu_active)
+    for options in _options():
+        settings.of(options)
     asked = {_canonical(name) for name in names}
     if settings.profiles_kernels:
         asked.add("ncu_kernels")
@@ -38,6 +35,22 @@ def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> l
             f"timing, cupti or logical"
         )
     return [instrument.from_settings(settings) for instrument in chosen]
+
+
+def _options() -> list[type]:
+    """The options of dpbench's own instruments, of which some share theirs."""
+    return list(dict.fromkeys(kind.options for kind in built_in() if kind.options))
+
+
+def declare_built_in(add: Callable[..., object], *names: str, of_pytest: bool = False) -> None:
+    """Declare the options of dpbench's own instruments, or those with these names."""
+    for options in _options():
+        declare_own(add, options, *names, of_pytest=of_pytest)
+
+
+def built_in() -> list[type[Instrument]]:
+    """The instruments that came with dpbench."""
+    return [_class(name) for name in INSTRUMENTS if INSTRUMENTS.is_builtin(name)]
 
 
 def declare_outside(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
-from dpbench.files import check_writable
-from dpbench.gpu import require_gpu
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -26,13 +25,22 @@ class Instrument(ABC):
     Attributes:
         name: what its rows say as ``instrument``.
         hardware: whether its numbers are those of a machine; what is counted is the same on all.
+        needs_gpu: whether it measures what a GPU does, and nothing on the CPU.
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
+        options: of one of dpbench's own, a dataclass of options that its fields are made of.
+        step_option: the option of ``dpbench step`` that chooses it, and its help; without one it
+            is named there by ``--instrument``.
+        step_value: what else declares that option.
     """
 
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
+    needs_gpu: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
+    options: ClassVar[type | None] = None
+    step_option: ClassVar[tuple[str, str]] = ("", "")
+    step_value: ClassVar[Mapping[str, Any]] = MappingProxyType({"action": "store_true"})
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -40,11 +48,11 @@ class Instrument(ABC):
         return cls(**settings.own_of(cls))
 
     def check(self) -> None:  # noqa: B027
-        """Find out, before any case runs, whether it can work here; raises what would help."""
+        """Check, before any case runs, that it can work here; the error says what would help."""
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of tools that its numbers depend on, beside torch: kept with a saved run."""
+        """Versions of tools that its numbers depend on, beside torch; a saved run keeps them."""
         return {}
 
     @abstractmethod
@@ -55,10 +63,19 @@ class Instrument(ABC):
         """
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
-        """What hears so many steps, all if None, in the process that takes them.
+        """The recorder of this many steps, of all if None, in the process that takes them.
 
-        ``case`` is what they are of: a script, or a step of one's own.
+        ``case`` stands for the script, or the step of one's own, that the steps are of.
         """
+        raise NotImplementedError
+
+    @classmethod
+    def in_step(cls, settings: Settings, value: Any) -> Self:
+        """The instrument as its `step_option` chooses it, by a value; see `observe`."""
+        return cls.from_settings(settings)
+
+    def observe(self, case: Case) -> dict[str, Any]:
+        """Take the steps of a case in this process; returns what it prints, plain JSON types."""
         raise NotImplementedError
 
     @classmethod
@@ -70,7 +87,7 @@ class Instrument(ABC):
     # --- a script, if another program starts its process and has the numbers -------------------
 
     def check_script(self) -> None:
-        """Find out, before a script runs, whether its steps can be measured here."""
+        """Check, before a script runs, that its steps can be measured here."""
         self.check()
 
     def before_script(self, case: Case) -> list[str]:
@@ -78,11 +95,11 @@ class Instrument(ABC):
         return []
 
     def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
-        """What that program counted; the record is what the script's process left."""
+        """The rows that this program counted; the script's process has left the record."""
         return []
 
     def complaint(self, case: Case) -> InstrumentError | None:
-        """Why that program ended a process, if it did."""
+        """The reason for which this program ended the process, if it did."""
         return None
 
     def measure(self, case: Case) -> list[Measurement]:
@@ -94,14 +111,33 @@ class Instrument(ABC):
             running.cancel()
 
 
+@dataclass(frozen=True, eq=False)
+class Delegating(Instrument):
+    """An instrument that has another one measure; its rows have the name of that one."""
+
+    instrument: Instrument
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.instrument.name
+
+    @property
+    def hardware(self) -> bool:  # type: ignore[override]
+        return self.instrument.hardware
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self.instrument.versions
+
+
 class Running(ABC):
-    """A measurement under way. What it saw beside its rows is there once they are.
+    """A measurement under way. Its attributes are set when its rows are there.
 
     Attributes:
         operators: what each operator did.
         kernels: what each kernel moved.
-        notes: what was assumed for the rows.
-        labels: what the case's trainer says of itself.
+        notes: assumptions behind the rows.
+        labels: those of the case's trainer, see `TrainerBase.labels`.
     """
 
     operators: Sequence[OperatorCount] = ()
@@ -117,17 +153,10 @@ class Running(ABC):
         """End it, with all its processes, if it has not ended."""
 
 
-def check_place(directory: Path, *, on_gpu: bool) -> None:
-    """Refuse to begin without a GPU, if it needs one, or a directory that can be written."""
-    if on_gpu:
-        require_gpu()
-    check_writable(directory)
-
-
 class InstrumentError(DpbenchError):
-    """A measurement failed. ``log`` is the case's log file, where there is one.
+    """A measurement failed. ``log`` is the case's log file, if it has one.
 
-    ``rows`` is what had been measured until then.
+    ``rows`` are those measured before the failure.
     """
 
     remedy: ClassVar[str] = ""
@@ -164,4 +193,4 @@ class CaseFailed(InstrumentError):
 
 
 class CaseRefused(InstrumentError):
-    """What the case asks for does not exist or fit together, on whatever machine."""
+    """The case names something that does not exist or does not fit together, on any machine."""

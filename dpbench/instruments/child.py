@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -12,8 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from dpbench.case import Case
@@ -21,20 +21,15 @@ from dpbench.gpu import child_environment
 from dpbench.instruments.base import (
     CaseFailed,
     CaseOutOfMemory,
-    CaseRefused,
     CaseTimedOut,
     GpuBusy,
     InstrumentError,
     Running,
 )
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
-from dpbench.instruments.terminal import tell
 from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
 from dpbench.registry import arguments, python_path
 from dpbench.results.rows import Measurement
-
-PATIENCE_SECONDS = 3.0
-"""For how long a GPU that another session uses is waited for in silence."""
 
 
 def step_command(case: Case, steps: Steps | None = None, *, device: str) -> list[str]:
@@ -120,84 +115,56 @@ class Child(Running):
         if not error:  # it was ended before it could say why
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}
             if any("torch.OutOfMemoryError" in line for line in lines):
-                error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
-        kinds = {kind.__name__: kind for kind in InstrumentError.__subclasses__()}
-        kinds |= {"OutOfMemory": CaseOutOfMemory, "ConfigurationError": CaseRefused}
-        kind = kinds.get(error["kind"], CaseFailed)
+                error = {"kind": name_of(CaseOutOfMemory), "message": "CUDA out of memory"}
+        kind = _error_named(error["kind"])
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
     def _wait(self) -> None:
-        clock, rest, ended = _Clock(self), "", False
+        """Read the log until the process has ended, and end it if it takes too long.
+
+        Setting up, waiting for each process that holds its GPU, and measuring may each take as
+        long as the time-out says.
+        """
+        since, holder, measuring = time.monotonic(), "", False
+        rest, ended = "", False
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             stream.readline()  # its command
             while not ended:
                 ended = self.group.process.poll() is not None
                 *lines, rest = (rest + stream.read()).split("\n")
                 for line in lines:
-                    clock.hear(line)
+                    if not measuring and (WAITING in line or MEASURING in line):
+                        since, measuring = time.monotonic(), MEASURING in line
+                        holder = line.partition(WAITING)[2].strip()
                 if not ended:
-                    clock.check()
+                    self._check_time(time.monotonic() - since, holder)
                     time.sleep(POLL_SECONDS)
+
+    def _check_time(self, seconds: float, holder: str) -> None:
+        case, limit = self.case, f"{self.timeout:g} s"
+        if seconds > self.timeout and holder:
+            raise GpuBusy(f"{case.id} waited {limit} for {holder}", log=self.log)
+        if seconds > self.timeout:
+            raise CaseTimedOut(f"{case.id} did not finish within {limit}", log=self.log)
 
     def cancel(self) -> None:
         with self._scratch:
             self.group.end()
 
 
-def is_ours(process_id: int) -> bool:
-    """Whether a process was started by this session, be it by another of xdist's workers."""
-    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    while process_id > 1:
-        if process_id == session:
-            return True
-        try:
-            status = Path(f"/proc/{process_id}/stat").read_text()
-        except OSError:  # it has ended, or belongs to another container
-            return False
-        process_id = int(status.rpartition(")")[2].split()[1])  # its parent
-    return False
+def name_of(kind: type[Exception]) -> str:
+    """How a process names the class of the error that it ended with."""
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
-class _Clock:
-    """What a child does with its time: it sets up, waits for its GPU, and measures.
-
-    Each of these may take as long as its time-out says, waiting for each other process apart.
-    """
-
-    def __init__(self, child: Child) -> None:
-        self.child = child
-        self.since = time.monotonic()  # it began to do what it does
-        self.waits_since = 0.0
-        self.holder = self.told = ""
-        self.measuring = False
-
-    def hear(self, line: str) -> None:
-        if self.measuring or not (WAITING in line or MEASURING in line):
-            return
-        self.since = time.monotonic()
-        self.measuring = MEASURING in line
-        if not self.measuring:
-            self.waits_since = self.waits_since or self.since
-            self.holder = line.partition(WAITING)[2].strip()
-        elif self.told:
-            waited = self.since - self.waits_since
-            tell(f"{self.child.case.id} waited {waited:.0f} s for its GPU")
-
-    def check(self) -> None:
-        """Say whom the child waits for, once; raise what to end it with if its time is up."""
-        case, timeout, log = self.child.case, self.child.timeout, self.child.log
-        seconds = time.monotonic() - self.since
-        waiting = self.holder and not self.measuring
-        if waiting and seconds > PATIENCE_SECONDS and self.told != self.holder:
-            process = re.search(r"held by process (\d+)", self.holder)
-            if process and not is_ours(int(process[1])):
-                self.told = self.holder
-                tell(f"{case.id} waits for {self.holder}")
-        if seconds > timeout:
-            if waiting:
-                raise GpuBusy(f"{case.id} waited {timeout:g} s for {self.holder}", log=log)
-            raise CaseTimedOut(f"{case.id} did not finish within {timeout:g} s", log=log)
+def _error_named(name: str) -> type[InstrumentError]:
+    """The class of an error that a process names, ``module:Class``, if it is an instrument's."""
+    with suppress(ImportError, AttributeError, ValueError):
+        found = resolve_name(name)
+        if isinstance(found, type) and issubclass(found, InstrumentError):
+            return found
+    return CaseFailed
 
 
 def describe_exit(returncode: int) -> str:

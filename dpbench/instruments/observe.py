@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dpbench.case import Case, Script
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments import choose
-from dpbench.instruments.base import CaseFailed, Instrument, Running
+from dpbench.instruments.base import CaseFailed, Delegating, Instrument, Running
 from dpbench.instruments.recorder import Recorder, on_cuda
 from dpbench.process.messages import Steps
 from dpbench.process.script import StepFinder
@@ -97,20 +97,11 @@ def observe(
 
 
 @dataclass(frozen=True, eq=False)
-class OwnStep(Instrument):
+class OwnStep(Delegating):
     """Takes a step again and again, and hears it as an instrument hears a script's."""
 
-    instrument: Instrument
     step: Callable[[], object]  # its phases are found, or said by `dpbench.phase`
     steps: Steps
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.instrument.name
-
-    @property
-    def hardware(self) -> bool:  # type: ignore[override]
-        return self.instrument.hardware
 
     def start(self, case: Case) -> Running:
         return OwnSteps(self, case)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 POLL_SECONDS = 0.05
+ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
 GRACE_SECONDS = 5.0  # how long a process group has to end by itself before it is killed
 GUARD = f"""
 read -r group || exit
 read -r ended && exit
 kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
 """
-"""A shell that is told of a process group, and waits for another line. Should its input end before
-that comes, then its parent is gone, however that came about (``kill -9``, say), and the shell ends
-the group. ncu starts further processes, so a signal at the parent's death for its own children
-(``PR_SET_PDEATHSIG``) would not do."""
+"""A shell that reads the number of a process group, and then waits for a second line. If its input
+ends before that line comes, its parent is gone, by ``kill -9`` for example, and it ends the group.
+ncu starts further processes, so a signal at the parent's death for its own children
+(``PR_SET_PDEATHSIG``) is not enough."""
 
 
 class ProcessGroup:
@@ -73,7 +76,7 @@ class ProcessGroup:
 
 
 def run(command: Sequence[str], *, timeout: float) -> tuple[int, str]:
-    """Exit code and output of a program; or 1, and why it gave none."""
+    """Exit code and output of a program; or 1 and why there is no output."""
     try:
         group = ProcessGroup(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -87,3 +90,11 @@ def run(command: Sequence[str], *, timeout: float) -> tuple[int, str]:
     finally:
         group.end()
     return group.process.returncode, output
+
+
+@cache
+def version_of(path: str) -> str:
+    """The version that an ``ncu`` or ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
+    code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
+    match = None if code else re.search(r"[Vv]ersion (\d+\.\d+\.\d+)", answer)
+    return match[1] if match else "unknown"  # made for another machine, say, or it hangs

@@ -1,14 +1,16 @@
-"""An instrument that is a recorder: one in the process of a case, of a script, or of a test."""
+"""Instruments whose numbers come from a recorder in the process of a case, script or test."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from dpbench.case import Case
-from dpbench.instruments.base import Instrument, check_place
+from dpbench.files import check_writable
+from dpbench.gpu import require_gpu
+from dpbench.instruments.base import Instrument
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.recorder import Recorder
 from dpbench.options import own_arguments
@@ -23,34 +25,51 @@ from dpbench.settings import Settings
 class Recorded(Instrument):
     """Runs ``dpbench step``, whose steps its `recorder` hears."""
 
-    directory: Path  # where the cases' logs go
+    directory: Path  # where the cases' logs and reports go
     device: str = "cuda"  # or cpu
     steps: Steps = Steps(Settings.warmup, Settings.active)
     timeout: float = Settings.timeout  # seconds after which a case is ended
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        steps = Steps(settings.warmup, settings.active)
-        usual = (settings.ncu_dir, settings.device, steps, settings.timeout)
-        return cls(*usual, **settings.own_of(cls))
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        usual: dict[str, Any] = {
+            "directory": settings.ncu_dir,
+            "device": "cuda" if cls.needs_gpu else settings.device,
+            "steps": Steps(settings.warmup, settings.active),
+            "timeout": settings.timeout,
+        }
+        return cls(**usual | settings.own_of(cls) | chosen)
 
     def check(self) -> None:
-        check_place(self.directory, on_gpu=self.device == "cuda")
+        if self.device == "cuda":
+            require_gpu()
+        check_writable(self.directory)
 
     def check_script(self) -> None:
-        """It leaves no files of a script's."""
+        """Nothing to check: recording a script's steps leaves no files."""
 
     @abstractmethod
     def recorder(self, case: Case, steps: int | None = None) -> Recorder: ...
 
+    # --- in the process that starts that of a case -----------------------------------------------
+
+    def log(self, case: Case) -> Path:
+        """Where the output of a case's process goes."""
+        return (self.directory / case.report_path).with_suffix(f".{self.name}.log")
+
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
+        return [*step_command(case, self.steps, device=self.device), *self.step_arguments(case)]
+
+    def step_arguments(self, case: Case) -> list[str]:
+        """The options of ``dpbench step`` with which it observes as this instrument does."""
+        if option := self.step_option[0]:
+            return [option]
         named = INSTRUMENTS.argument(INSTRUMENTS.canonical(type(self)))
-        step = step_command(case, self.steps, device=self.device)
-        return [*step, "--instrument", named, *own_arguments(self)]
+        return ["--instrument", named, *own_arguments(self)]
 
     def start(self, case: Case) -> Child:
-        log = (self.directory / case.report_path).with_suffix(f".{self.name}.log")
+        log = self.log(case)
         return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
 
     def read(self, process: Child) -> list[Measurement]:
@@ -58,3 +77,16 @@ class Recorded(Instrument):
         outcome = Outcome.from_json(process.record()["outcome"])
         process.operators, process.notes = outcome.operators, outcome.notes
         return list(outcome.rows)
+
+    # --- in the process of a case ----------------------------------------------------------------
+
+    def case_recorder(self, case: Case) -> Recorder:
+        """The recorder of the steps of a case, which are all alike."""
+        recorder = self.recorder(case, self.steps.active)
+        recorder.wanted = recorder.wanted or self.steps.active  # an end, if it wants all there are
+        return recorder
+
+    def observe(self, case: Case) -> dict[str, Any]:
+        from dpbench.process.step import run_case
+
+        return run_case(case, self.case_recorder(case), device=self.device, **asdict(self.steps))

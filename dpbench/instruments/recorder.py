@@ -1,4 +1,4 @@
-"""What hears steps and phases in the process that trains, and makes rows of them.
+"""Recorders: they hear steps and phases in the process that trains, and make rows of them.
 
 Each instrument has one. It is the same in the process of a case, of a script and of a test: it
 works on that process's own tensors and devices. A script may set up its environment before it
@@ -23,10 +23,10 @@ from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
 
 WHOLE_STEPS = 3
-"""How often a short step is observed as a whole: one of them can have met a pause of the CPU."""
+"""How often a short step is observed as a whole, because one may coincide with a CPU pause."""
 
 SHORT_SECONDS = 1.0
-"""Below this such a pause matters."""
+"""Steps shorter than this are observed several times."""
 
 
 class Silent(PhaseListener):
@@ -74,7 +74,7 @@ class Recorder(StepRecorder):
 
     @cached_property
     def listener(self) -> PhaseListener:
-        """What is told of steps and phases; made when the first begins, and its device is known."""
+        """What listens to phases; made when the first step begins and its device is known."""
         return Silent()
 
     def start_step(self) -> None:
@@ -93,10 +93,10 @@ class Recorder(StepRecorder):
 
     @abstractmethod
     def rows(self, case: Case) -> list[Measurement]:
-        """What was heard of the steps that are over, of which there is one at least."""
+        """The rows of the completed steps, of which there is at least one."""
 
     def outcome(self, case: Case) -> Outcome:
-        """What became of the steps, as of those of a case."""
+        """The outcome of the steps, in the form of a case's."""
         rows = tuple(self.rows(case)) if self.heard else ()
         came = Counter(phase for step in self.phases[: self.heard] for phase in step)
         some = [
@@ -107,11 +107,11 @@ class Recorder(StepRecorder):
         return Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
 
     def record(self, case: Case) -> dict[str, Any]:
-        """What the process of a case prints of the steps, as plain JSON types."""
+        """The part of a case's record that is about the steps, plain JSON types."""
         return {"outcome": self.outcome(case).as_json()}
 
     def close(self) -> None:
-        """Let go of what it holds of this process: modes, counters."""
+        """Release what it holds in this process: modes, counters."""
         self.held.close()
 
     def forked(self) -> None:

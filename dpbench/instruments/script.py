@@ -1,7 +1,7 @@
-"""A script's steps by one instrument: a process that runs it and hears them, and its rows.
+"""Measuring a script's steps with one instrument, in a process that runs the script.
 
-That process runs `START`, and takes all from its first argument, JSON; the program's own follow.
-The program has the terminal, so what is found goes to a file.
+That process runs `START`. Its first argument is JSON that describes the task; the program's own
+arguments follow. The program has the terminal, so the record is written to a file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, Running
+from dpbench.instruments.base import CaseFailed, Delegating, InstrumentError, Running
 from dpbench.instruments.child import describe_exit
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorder import Recorder
@@ -47,22 +47,21 @@ START = (
     "import sys; del sys.path[:not sys.flags.safe_path]; "  # the current directory
     "from dpbench.instruments.script import main; main()"
 )
-"""What Python runs in the process of a script: all that is ours is imported from where it is."""
+"""The code of that process; the current directory must not shadow modules of dpbench."""
 
 
 OFTEN = 100
-"""So many steps are kept one by one, in case that the process is killed; later each so many."""
+"""The record is written after each of the first steps, then every so many, in case of a kill."""
 
 
 class ScriptInterrupted(CaseFailed):
-    """Somebody pressed Ctrl-C."""
+    """The user pressed Ctrl-C."""
 
 
 @dataclass(frozen=True)
-class ScriptRun(Instrument):
+class ScriptRun(Delegating):
     """Runs a script, unmodified, and has an instrument's recorder hear some of its steps."""
 
-    instrument: Instrument
     program: tuple[str, ...]  # a script or module, and its arguments
     is_module: bool = False
     skip: int = 3  # steps that come before those that count
@@ -70,20 +69,8 @@ class ScriptRun(Instrument):
     go_on: bool = False  # after them, instead of being ended
     baseline: str | None = None  # the script by whose numbers those of this one are divided
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.instrument.name
-
-    @property
-    def hardware(self) -> bool:  # type: ignore[override]
-        return self.instrument.hardware
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        return self.instrument.versions
-
     def check(self) -> None:
-        """There are a script and a number of steps."""
+        """Check that the script exists and that the numbers of steps make sense."""
         self.instrument.check_script()
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
@@ -143,7 +130,7 @@ class RunningScript(Running):
         return rows
 
     def _wait(self) -> tuple[int, bool]:
-        """How the process ended, and whether it was interrupted: by Ctrl-C it is by itself."""
+        """The exit code, and whether it was interrupted; Ctrl-C reaches the process by itself."""
         try:
             return self._process.wait(), False
         except KeyboardInterrupt:
@@ -170,7 +157,7 @@ def run(
     record: Path,
     stopped: Callable[[], object] = lambda: None,
 ) -> int | str | None:
-    """Run a script and write down what was heard of it; returns how it ended, as for `sys.exit`.
+    """Run a script and write the record of its steps; returns its exit status, as for `sys.exit`.
 
     ``stopped`` is called at the end if the script was ended before its own.
     """
@@ -212,7 +199,7 @@ def run(
 
 
 def _exit_after(write_down: Callable[[int], object]) -> Callable[[int], NoReturn]:
-    """An ``os._exit`` that first writes down what was heard, but not in the script's forks."""
+    """An ``os._exit`` that first writes the record, except in forks of the script."""
     exit_at_once, here = os._exit, (os.getpid(), threading.get_ident())
 
     def exit_later(status: int) -> NoReturn:
@@ -233,7 +220,7 @@ def _write_down(
     *,
     under_way: bool = False,
 ) -> None:
-    """Leave the rows of the steps, and what was wrong, for the process that started this one."""
+    """Write the record, rows and what went wrong, for the process that started this one."""
     if not under_way:
         finder.close()
     recorder.wait = not under_way
@@ -263,7 +250,7 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
 def _what_is_wrong(
     finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
 ) -> str:
-    """Why nothing was counted, or not what was asked for, in one line; nothing if all is well."""
+    """Why nothing, or less than asked for, was counted, in one line; empty if all is well."""
     kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
     if raised:
         return f"the script failed with {raised}{kept}"
@@ -302,9 +289,9 @@ def _what_is_wrong(
 
 
 def leave_threads(seconds: float = GRACE_SECONDS) -> None:
-    """Let this process end without threads that wait for the rest of a script, after some time.
+    """Exit after some seconds even if threads of the script still run.
 
-    That is the time until its `atexit` functions are called, which may take as long as they like.
+    The seconds end when `atexit` functions are called, which may take as long as they like.
     """
 
     def leave() -> None:
@@ -320,7 +307,7 @@ def leave_threads(seconds: float = GRACE_SECONDS) -> None:
 
 
 def main() -> NoReturn:
-    """Run the script that the first argument tells of."""
+    """Run the script that the first argument describes."""
     if sys.platform == "linux":  # this process shall end with its parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = json.loads(sys.argv[1])
@@ -329,7 +316,7 @@ def main() -> NoReturn:
 
 
 def unpacked(task: Mapping[str, Any]) -> tuple[ScriptRun, Case]:
-    """The script and the case of a task; an instrument from outside is found where it was."""
+    """The script and the case of a task; an instrument from outside is imported from its path."""
     path = [*sys.path]
     sys.path += task["path"]
     try:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.child import Child
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder, device_and_torch, on_cuda
 from dpbench.metrics import unit
@@ -24,8 +24,8 @@ class Timing(Recorded):
 
     name: ClassVar[str] = "timing"
 
-    def command(self, case: Case) -> list[str]:
-        return step_command(case, self.steps, device=self.device)
+    def step_arguments(self, case: Case) -> list[str]:
+        return []
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         return TimingRecorder(steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -12,7 +11,6 @@ import pytest
 
 from dpbench.case import AXES, Case, Script
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.instruments.terminal import shown_past
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
 from dpbench.plugin.marker import limits_of
 from dpbench.process.messages import Steps
@@ -51,10 +49,8 @@ class Unmeasured:
 class EachTest:
     """The fixtures, and the judging of what a test measured, in each process that runs tests."""
 
-    def __init__(self, config: pytest.Config, session: Session) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
-        capture = config.pluginmanager.getplugin("capturemanager")
-        self._uncaught = capture.global_and_fixture_disabled if capture else nullcontext
         self._tried_out: set[Case] = set()
         # of the test that is running:
         self._test = ""
@@ -130,8 +126,7 @@ class EachTest:
             return cast("CaseReport", Unmeasured(case))
         if step:
             instruments = self._of_step(step, instruments)
-        with shown_past(self._uncaught):
-            outcome = self.session.measure(case, instruments)
+        outcome = self.session.measure(case, instruments)
         from dpbench.results.report import CaseReport
 
         report = CaseReport.of_outcome(outcome)

@@ -92,7 +92,7 @@ class WholeSession:
                 config=config, output_json=document
             ),
         )
-        self.each_test = EachTest(config, self.session)
+        self.each_test = EachTest(self.session)
         self.ended: dict[str, pytest.TestReport] = {}
         """The latest report of each test, by its id; at first those of its subtests."""
         self.over: set[str] = set()

@@ -23,17 +23,13 @@ from torch import Tensor
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
-from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.errors import ConfigurationError, OutOfMemory
 from dpbench.process.build import build, labels_of, pick_device
 from dpbench.process.messages import MEASURING, WAITING
 from dpbench.process.script import StepRecorder
 from dpbench.registry import import_named
 from dpbench.training.base import TrainerBase
 from dpbench.training.phases import observed_step
-
-
-class OutOfMemory(DpbenchError):
-    """The case does not fit the GPU."""
 
 
 class PhaseTimes:

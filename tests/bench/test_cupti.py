@@ -11,7 +11,7 @@ import pytest
 
 from bench import cupti
 from dpbench import Case
-from dpbench.instruments.cupti.rows import cupti_rows
+from dpbench.instruments.cupti.recorder import cupti_rows
 from dpbench.metrics import unit
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import Measurement

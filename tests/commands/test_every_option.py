@@ -124,4 +124,4 @@ def test_doctor_looks_where_it_is_told(
         "dpbench.doctor.checks.examine", lambda setup: asked.append(setup) or iter(())
     )
     assert main(["doctor", "--ncu-dir=deep", "--timeout=7", "--ncu-path=./ncu", "--json"]) == 0
-    assert asked == [Settings(ncu_dir=Path("deep"), ncu_path="./ncu", timeout=7.0)]
+    assert asked == [Settings(ncu_dir=Path("deep"), own={"ncu_path": "./ncu"}, timeout=7.0)]

@@ -65,7 +65,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def under(tmp_path: Path, text: str, timeout: float = 20.0) -> Settings:
     """A setup whose ``ncu`` does this."""
     path = program(tmp_path / "ncu", f"{STAND_IN}\n{text}")
-    return Settings(ncu_dir=tmp_path / "reports", ncu_path=str(path), timeout=timeout)
+    return Settings(ncu_dir=tmp_path / "reports", own={"ncu_path": str(path)}, timeout=timeout)
 
 
 def found_by(setup: Settings) -> dict[str, Finding]:
@@ -120,7 +120,7 @@ def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("one_gpu")
 def test_without_ncu_nothing_is_tried() -> None:
-    found = found_by(Settings(ncu_path="/nowhere/ncu")).values()
+    found = found_by(Settings(own={"ncu_path": "/nowhere/ncu"})).values()
     assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no ncu")}
 
 

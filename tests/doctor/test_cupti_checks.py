@@ -77,7 +77,10 @@ def test_a_chip_without_counters_of_bytes_is_no_failure(examined: Any) -> None:
 
 
 def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
-    error = {"kind": "CountersForbidden", "message": "this user may not read performance counters"}
+    error = {
+        "kind": "dpbench.instruments.counters.errors:CountersForbidden",
+        "message": "this user may not read performance counters",
+    }
     [found] = examined({"error": error})
     assert (found.check, found.status) == ("cupti", FAILED)
     assert "NVreg_RestrictProfilingToAdminUsers=0" in found.remedy

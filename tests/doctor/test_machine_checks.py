@@ -16,7 +16,7 @@ from dpbench.doctor import checks
 from dpbench.doctor.checks import Check
 from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.gpu import Gpu
-from dpbench.instruments import programs
+from dpbench.instruments import processes
 from dpbench.instruments.ncu.program import NcuNotFound
 from dpbench.settings import Settings
 from tests.programs import program
@@ -127,7 +127,7 @@ def test_torch_that_cannot_use_the_gpu_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_missing_ncu_fails() -> None:
     with pytest.raises(NcuNotFound):
-        only(checks.ncu, Settings(ncu_path="/nowhere/ncu"))
+        only(checks.ncu, Settings(own={"ncu_path": "/nowhere/ncu"}))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_missing_ncu_fails() -> None:
 )
 def test_ncu_is_named_with_its_version(says: str, status: str, words: str, tmp_path: Path) -> None:
     path = str(program(tmp_path / "ncu", f"print({says!r})"))
-    found = only(checks.ncu, Settings(ncu_path=path))
+    found = only(checks.ncu, Settings(own={"ncu_path": path}))
     assert found.status == status
     assert words in found.detail
     assert path in found.detail
@@ -155,8 +155,8 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     path = tmp_path / "ncu"
     path.write_text(f"#!/bin/sh\nexec 9>'{tmp_path}/alive'\nsleep 100\n")
     path.chmod(0o755)
-    monkeypatch.setattr(programs, "ANSWER_SECONDS", 0.3)
-    assert only(checks.ncu, Settings(ncu_path=str(path))).status == FAILED
+    monkeypatch.setattr(processes, "ANSWER_SECONDS", 0.3)
+    assert only(checks.ncu, Settings(own={"ncu_path": str(path)})).status == FAILED
     readable, _, _ = select.select([alive], [], [], 30)
     assert readable, "a process still holds the pipe open"
     assert os.read(alive, 1) == b""

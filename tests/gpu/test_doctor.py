@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     if not request.config.getoption("--ncu"):
         pytest.skip("runs under Nsight Compute: --ncu")
-    return Settings(ncu_dir=tmp_path, ncu_path=request.config.getoption("--ncu-path"))
+    return Settings(ncu_dir=tmp_path, own={"ncu_path": request.config.getoption("--ncu-path")})
 
 
 def all_is_right(found: list[Finding]) -> None:

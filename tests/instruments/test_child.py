@@ -8,9 +8,6 @@ import shlex
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr
-from functools import partial
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -24,8 +21,7 @@ from dpbench.instruments.base import (
     GpuBusy,
     InstrumentError,
 )
-from dpbench.instruments.child import Child, log_tail, step_command
-from dpbench.instruments.terminal import shown_past, tell
+from dpbench.instruments.child import Child, log_tail, name_of, step_command
 from dpbench.process.messages import MEASURING, WAITING, Steps
 
 CASE = Case("dpsgd", 4, 32, "tiny")
@@ -105,14 +101,14 @@ def test_what_a_child_says_of_its_failure_is_the_message(tmp_path: Path) -> None
 
 
 def test_what_a_child_is_not_made_for_is_refused(tmp_path: Path) -> None:
-    program = f"{says(error={'kind': 'ConfigurationError', 'message': 'BatchNorm'})}; exit 2"
+    program = f"{says(error={'kind': name_of(CaseRefused), 'message': 'BatchNorm'})}; exit 2"
     error = fails(program, tmp_path)
     assert isinstance(error, CaseRefused)
     assert str(error).startswith(f"{CASE.id}: BatchNorm")
 
 
 def test_running_out_of_memory_is_told_with_its_remedy(tmp_path: Path) -> None:
-    program = f"{says(error={'kind': 'OutOfMemory', 'message': 'tried 61 GiB'})}; exit 1"
+    program = f"{says(error={'kind': name_of(CaseOutOfMemory), 'message': 'tried 61 GiB'})}; exit 1"
     error = fails(program, tmp_path)
     assert isinstance(error, CaseOutOfMemory)
     assert "tried 61 GiB; use a smaller batch size" in str(error)
@@ -193,32 +189,6 @@ def test_a_gpu_that_does_not_get_free_is_told_with_who_holds_it(tmp_path: Path) 
     assert isinstance(error, GpuBusy)
     assert f"waited 0.3 s for GPU-0, held by process {os.getpid()} (dpsgd) since" in str(error)
     assert "end that process, or raise the time-out" in str(error)
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["another session's", "the session's own"])
-def test_whoever_waits_for_another_session_is_told(
-    own: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("dpbench.instruments.child.PATIENCE_SECONDS", 0.1)
-    holder = start("sleep 60", tmp_path / "holder")
-    process = holder.group.process.pid if own else 1
-    start(waits(0.6, process, GETS_IT, says(loss=3)), tmp_path / "log").record()
-    holder.cancel()
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dpbench:")]
-    waiting = (
-        f"dpbench: {CASE.id} waits for GPU-0, held by process {process} (dpsgd) since 12:03:04"
-    )
-    assert told == ([] if own else [waiting, f"dpbench: {CASE.id} waited 1 s for its GPU"])
-
-
-def test_what_is_told_passes_a_test_runner_that_catches_output() -> None:
-    terminal, caught = StringIO(), StringIO()
-    with redirect_stderr(caught), shown_past(partial(redirect_stderr, terminal)):
-        tell("it waits")
-    assert (terminal.getvalue(), caught.getvalue()) == ("\ndpbench: it waits\n", "")
 
 
 def test_a_trainer_that_leaves_a_line_open_keeps_its_record(tmp_path: Path) -> None:

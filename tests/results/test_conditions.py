@@ -22,7 +22,7 @@ ENVIRONMENT: dict[str, Any] = {
     "gpu": {"uuid": "GPU-0", "name": "NVIDIA H200", "driver": "580"},
     "code": CODE,
 }
-NCU = Ncu(Path("reports"), "ncu")
+NCU = Ncu(Path("reports"))
 
 
 def under(grid: str = "grid1", ncu: Ncu = NCU, **environment: Any) -> Run:

@@ -1,1 +1,1 @@
-"""Hardware counters: what those who read them share, be that Nsight Compute or CUPTI."""
+"""Hardware counters: what Nsight Compute and CUPTI share."""

@@ -1,4 +1,4 @@
-"""What can go wrong with reading hardware counters, whoever reads them."""
+"""Errors of reading hardware counters, by Nsight Compute or by CUPTI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CountersForbidden(InstrumentError):
 
 
 class CountersBusy(InstrumentError):
-    """Something else holds the GPU's performance counters."""
+    """Another program holds the GPU's performance counters."""
 
     remedy = (
         "end the other profiler (ncu, nsys, a debugger, another process that counts), or pause "

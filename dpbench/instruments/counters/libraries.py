@@ -1,4 +1,4 @@
-"""The libraries behind the counters, which ncu-report and libcupti both load: where they are."""
+"""Where the libraries are that both ncu-report and libcupti load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ another libnvperf_host when it reads its first report, with which libcupti 13.0 
 
 
 class Driver:
-    """What is asked of the CUDA driver itself: of libcuda, or None where there is none."""
+    """The CUDA driver, through the functions of libcuda; None if there is no libcuda."""
 
     def __init__(self, functions: Any = None) -> None:
         self._functions = functions
@@ -72,13 +72,13 @@ def cupti_folders() -> list[Path]:
 
 
 def load_helpers(folder: Path) -> dict[str, ctypes.CDLL]:
-    """What libcupti opens by name, from beside it."""
+    """Load the libraries that libcupti opens by name, from its own folder."""
     return {name: ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in _HELPERS}
 
 
 @cache
 def load_helpers_first() -> None:
-    """Where there is a driver, load what libcupti opens by name before another of that name is."""
+    """If there is a driver, load libcupti's helpers before others of the same names are loaded."""
     if Driver.load().version() and (folder := next(iter(cupti_folders()), None)):
         with suppress(OSError):
             load_helpers(folder)

@@ -8,7 +8,7 @@ from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Counters, Metric
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
-"""What is counted whatever was asked for, where the chip can."""
+"""Metrics that are always counted, if the chip can."""
 
 
 def on_chip(chip: str = "") -> dict[str, Metric]:

@@ -18,7 +18,7 @@ from dpbench.instruments.cupti.library import Library
 from dpbench.instruments.cupti.structures import COUNTER, USER_RANGE, USER_REPLAY
 
 Image = ctypes.Array[c_uint8]
-"""A block of bytes that means something to CUPTI alone."""
+"""Bytes that only CUPTI can interpret."""
 
 MAY_LACK = ("nvlrx__", "nvltx__", "pcie__")
 """Counters of links, which have no value where there is no such link."""
@@ -28,7 +28,7 @@ BUSY_SECONDS = 10.0
 a moment when its program, and with it the lock of the GPU, has ended."""
 
 MAX_RANGES = 64
-"""How many ranges there may be between start and stop, unless told otherwise.
+"""How many ranges there may be between start and stop, by default.
 
 On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and 1.1 GB with 1024.
 """
@@ -272,7 +272,7 @@ class RangeProfiler:
         self._names = []
 
     def push(self) -> None:
-        """Begin a range. Ranges are told apart by their number, from 0."""
+        """Begin a range. Ranges are named by their number, from 0."""
         if len(self._names) == self._max_ranges:
             raise RangesLost(f"more than {self._max_ranges} ranges")
         self._names.append(str(len(self._names)).encode())  # CUPTI reads it until the end

@@ -1,4 +1,4 @@
-"""What can go wrong with CUPTI alone."""
+"""Errors of CUPTI alone."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ class RangesLost(InstrumentError):
 
 
 class StepsDiffer(InstrumentError):
-    """Steps that should be equal are not, so that what each counted does not belong together."""
+    """Steps that should be equal differ, so their counts cannot be put together."""
 
     remedy = "warm up longer, give every step the same shapes, and keep other processes off the GPU"

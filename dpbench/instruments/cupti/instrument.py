@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.child import Child
-from dpbench.instruments.cupti import errors  # noqa: F401  # of which its process can fail
-from dpbench.instruments.cupti.rows import INSTRUMENT, cupti_rows
-from dpbench.instruments.recorder import Recorder
-from dpbench.instruments.timing import Timing
+from dpbench.instruments.counters.options import CounterOptions
+from dpbench.instruments.cupti import NAME
+from dpbench.instruments.recorded import Recorded
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
+if TYPE_CHECKING:
+    from dpbench.instruments.cupti.recorder import CuptiRecorder
+
 
 @dataclass(frozen=True)
-class Cupti(Timing):
+class Cupti(Recorded):
     """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
-    name: ClassVar[str] = INSTRUMENT
+    name: ClassVar[str] = NAME
+    needs_gpu: ClassVar[bool] = True
+    options: ClassVar[type | None] = CounterOptions
+    step_option = (
+        "--cupti",
+        "read hardware counters in this process, after the timed steps: of these metrics or "
+        "counters, separated by commas, or of everything",
+    )
+    step_value: ClassVar[Mapping[str, Any]] = {"nargs": "?", "const": "", "metavar": "NAMES"}
 
     names: tuple[str, ...] = ()  # beside DRAM bytes, time, busy shares; everything if empty
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
         """As ``--ncu-metrics``, ``--warmup``, ``--active`` and the like say."""
-        names = settings.metric_names or ()
-        return replace(super().from_settings(settings), device="cuda", names=names)
+        names = settings.of(CounterOptions).names or ()
+        return super().from_settings(settings, **{"names": names} | chosen)
 
-    def command(self, case: Case) -> list[str]:
-        option = "=".join(filter(None, ("--cupti", ",".join(self.names))))
-        return [*super().command(case), option]
+    @classmethod
+    def in_step(cls, settings: Settings, value: str) -> Self:
+        return cls.from_settings(settings, names=tuple(filter(None, value.split(","))))
 
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
-        from dpbench.instruments.cupti.recorder import CuptiRecorder
+    def step_arguments(self, case: Case) -> list[str]:
+        return ["=".join(filter(None, ("--cupti", ",".join(self.names))))]
+
+    def recorder(self, case: Case, steps: int | None = None) -> CuptiRecorder:
+        from dpbench.instruments.cupti.recorder import CuptiRecorder  # takes long to import
 
         return CuptiRecorder() if steps is None else CuptiRecorder(steps)
 
+    def case_recorder(self, case: Case) -> CuptiRecorder:
+        from dpbench.instruments.cupti.recorder import CuptiRecorder
+
+        return CuptiRecorder(self.steps.active, self.names or None, alike=True)
+
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are those of timing, and each metric by phase and step."""
+        from dpbench.instruments.cupti.recorder import cupti_rows
+
         return list(cupti_rows(process.case, process.record()))

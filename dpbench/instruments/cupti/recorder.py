@@ -1,19 +1,22 @@
-"""Steps that are timed, and after them those that are counted."""
+"""Recording timed steps first, then counted ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 from dpbench.case import Case
 from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
-from dpbench.instruments.cupti.rows import cupti_rows
 from dpbench.instruments.cupti.steps import StepCounter, Target, enough_ranges
 from dpbench.instruments.recorder import Recorder, whole_steps
-from dpbench.instruments.timing import TimingRecorder
-from dpbench.results.rows import Measurement
+from dpbench.instruments.timing import TimingRecorder, timing_rows
+from dpbench.metrics import unit
+from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener
 
 
@@ -84,3 +87,17 @@ class CuptiRecorder(Recorder):
         if record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
         return list(cupti_rows(case, record))
+
+
+def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
+    """The rows of timed steps, and of those that were counted, by phase or as a whole."""
+    device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
+    for row in timing_rows(case, dict(record)):
+        yield replace(row, instrument=NAME, tool=tool)
+    repeats = {True: count(), False: count()}  # of the steps that were counted as a whole, or not
+    for step in record["counted"]:
+        where = (next(repeats[STEP in step]), device, tool)
+        for phase, values in step.items():
+            for metric, value in values.items():
+                of = "B" if "bytes" in metric.partition("__")[2] else unit(metric)
+                yield Measurement(case, NAME, phase, metric, value, of, *where)

@@ -18,7 +18,7 @@ from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 
 STEPS_TOLERANCE = 0.005
-"""By how much the DRAM bytes of equal steps may differ, as a part of them."""
+"""The share by which the DRAM bytes of equal steps may differ."""
 
 CACHE_BYTES = 128e6
 """What may stay in the L2 from one step to the next; the largest to date has 126 MB."""
@@ -131,7 +131,7 @@ class StepCounter:
         self._profiler.pop()
 
     def rounds(self) -> list[ByPhase]:
-        """The metrics that each round has counted that is over, by phase or of the whole step."""
+        """The metrics of each completed round, by phase or of the whole step."""
         rounds = self.steps // self.passes
         over = range(len(self._counted) - self.steps + rounds)  # the last pass is what ends them
         return [self._metrics_of(self._counted[i::rounds]) for i in over]
@@ -153,7 +153,7 @@ class StepCounter:
         }
 
     def _check_alike(self, steps: Sequence[ByPhase]) -> None:
-        """Refuse to put together what different steps counted, if they moved other DRAM bytes.
+        """Refuse to put together the counts of steps that moved different DRAM bytes.
 
         With one pass nothing is put together: how far its steps differ is a spread, not an error.
         """

@@ -11,13 +11,14 @@ again), tiny models less (everything stays in the cache).
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
 from dpbench.case import Case
@@ -57,6 +58,7 @@ class Logical(Instrument):
 
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
+    step_option = "--logical", "count a step on tensors without data instead"
 
     timeout: float = 600.0  # seconds that such a process may take
     directory: Path | None = None  # where its log goes, if it is kept
@@ -84,6 +86,10 @@ class Logical(Instrument):
 
     def check_script(self) -> None:
         """It leaves no files of a script's."""
+
+    def observe(self, case: Case) -> dict[str, Any]:
+        faulthandler.enable(2)  # what crashes in here is in the log, with its line
+        return self.count(case).as_json()
 
     def count(self, case: Case) -> Outcome:
         """Count a case in this process; a step that cannot be counted is a `CaseFailed`.

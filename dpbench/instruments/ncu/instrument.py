@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, Instrument, InstrumentError, check_place
-from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.base import CaseFailed, InstrumentError
+from dpbench.instruments.child import Child
 from dpbench.instruments.counters.metrics import counters, resolve
+from dpbench.instruments.counters.options import CounterOptions
 from dpbench.instruments.ncu.program import diagnose, find_ncu
 from dpbench.instruments.ncu.report import (
     KERNELS,
@@ -28,7 +29,8 @@ from dpbench.instruments.ncu.report import (
     read_kernels,
     write_description,
 )
-from dpbench.instruments.programs import version_of
+from dpbench.instruments.processes import version_of
+from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN, Steps
@@ -38,7 +40,7 @@ from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
-class Ncu(Instrument):
+class Ncu(Recorded):
     """Re-executes a case under Nsight Compute, and reads its report: each metric by phase and step.
 
     One active step is enough: from step to step DRAM bytes differ by less than 0.2 %, and each
@@ -47,28 +49,33 @@ class Ncu(Instrument):
 
     name: ClassVar[str] = "ncu"
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
+    needs_gpu: ClassVar[bool] = True
+    options: ClassVar[type | None] = CounterOptions
+    step_option = "--nvtx", "mark phases as NVTX ranges for a profiler, and take no times"
     replay: ClassVar[str] = "app-range"  # ncu's mode
     folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
 
-    directory: Path  # where reports and logs go, one folder a configuration
-    path: str  # the ncu program
     steps: Steps = Steps(warmup=1, active=1)
-    timeout: float = Settings.timeout  # seconds after which a case is ended
+    path: str = "ncu"  # the program
     phases: tuple[str, ...] = ()  # profile these only; every one if there is none
     metrics: tuple[Metric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        return cls(
-            settings.ncu_dir,
-            find_ncu(settings.ncu_path),
-            Steps(settings.ncu_warmup, settings.ncu_active),
-            settings.timeout,
-            metrics=tuple(resolve(settings.metric_names, gpu.chip_here())),
-        )
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        asked = settings.of(CounterOptions)
+        own: dict[str, Any] = {
+            "steps": asked.steps,
+            "path": find_ncu(asked.ncu_path),
+            "metrics": tuple(resolve(asked.names, gpu.chip_here())),
+        }
+        return super().from_settings(settings, **own | chosen)
 
-    def check(self) -> None:
-        check_place(self.directory, on_gpu=True)
+    @classmethod
+    def in_step(cls, settings: Settings, value: Any) -> Self:
+        return super().from_settings(settings)  # which ncu has started
+
+    def check_script(self) -> None:
+        self.check()
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -83,8 +90,7 @@ class Ncu(Instrument):
 
     def command(self, case: Case) -> list[str]:
         """The whole argument list for one case."""
-        step = step_command(case, self.steps, device="cuda")
-        return [*self.before_program(case), *step, "--nvtx"]
+        return [*self.before_program(case), *super().command(case)]
 
     def before_program(self, case: Case, *more: str) -> list[str]:
         """The arguments before those of the profiled program, caches and clocks left alone.
@@ -113,10 +119,8 @@ class Ncu(Instrument):
         ]
 
     def start(self, case: Case) -> Child:
-        report = self.report(case)
-        report.unlink(missing_ok=True)  # or a failed run would leave the last one's numbers
-        log = self.log(case)
-        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
+        self.report(case).unlink(missing_ok=True)  # or a failed run would leave the last one's
+        return super().start(case)
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process, and make rows of its report."""
@@ -145,9 +149,9 @@ class Ncu(Instrument):
         return [row for row in rows if row.repeat < record["heard"]]  # of steps that have ended
 
     def complaint(self, case: Case) -> InstrumentError | None:
-        """Why ncu ended a process, if it did; one that failed by itself leaves nothing to profile.
+        """The error for which ncu ended a process; None if the process failed by itself.
 
-        That it failed counts then.
+        Such a process leaves nothing to profile, of which ncu complains as well.
         """
         said = diagnose(case, self.log(case))
         return None if isinstance(said, NothingProfiled) else said
@@ -190,14 +194,13 @@ class NcuKernels(Ncu):
     metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        return cls(
-            settings.ncu_dir,
-            find_ncu(settings.ncu_path),
-            timeout=settings.timeout,
-            phases=settings.phases,
-            metrics=kernel_metrics(gpu.chip_here()),
-        )
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        own: dict[str, Any] = {
+            "steps": cls.steps,
+            "phases": settings.phases,
+            "metrics": kernel_metrics(gpu.chip_here()),
+        }
+        return super().from_settings(settings, **own | chosen)
 
     def read(self, process: Child) -> list[Measurement]:
         case = process.case
@@ -215,7 +218,7 @@ class NcuKernels(Ncu):
         return kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
 
     def nothing_to_profile(self, case: Case) -> bool:
-        """Whether its phases launch no kernel, by the report of ranges: ghost clipping's clip."""
+        """Whether its phases launch no kernel by the report of ranges, as ghost clipping's clip."""
         try:
             launches = launches_by_phase(self.directory / case.report_path)
         except InstrumentError:

@@ -1,4 +1,4 @@
-"""Nsight Compute's program: where it is, what it says, and what its complaints mean."""
+"""Nsight Compute's program: where it is, and what its messages mean."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ REPORT_MAGIC = b"NVR\0"
 DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
 CAPABILITY = "device__attribute_compute_capability"
 KERNELS = "kernels"
-"""The folder beside the reports of ranges with those of each kernel."""
+"""The folder of the reports of kernels, beside those of ranges."""
 
 COUNTED = ("dram_read_bytes", "dram_write_bytes", "l2_total_bytes")
 """The metrics of ranges whose counters are behind the bytes of a `KernelCount`."""
@@ -51,7 +51,7 @@ PROFILING = '==PROF== Profiling "'
 """What ncu prints at each kernel, before its name and how far it has come."""
 
 PART = 700
-"""How many kernels are worth a process of their own, which takes 0.2 s to start."""
+"""Kernels for each process that reads a report; a process takes 0.2 s to start."""
 
 
 class ReportUnreadable(InstrumentError):
@@ -61,7 +61,7 @@ class ReportUnreadable(InstrumentError):
 
 
 class ForeignReport(InstrumentError):
-    """A report that dpbench did not make, or so short a part of one that it cannot be told."""
+    """A report that dpbench did not make, or too short a part of one to say."""
 
     remedy = "dpbench reads complete reports of its own `--ncu` and `dpbench run`"
 
@@ -178,7 +178,7 @@ def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
 
 
 def holds_kernels(path: Path) -> bool:
-    """Whether a report is one of kernels, as far as can be told."""
+    """Whether a report is one of kernels, if it says."""
     with _opened(path) as places:
         first = [profiled.action_by_idx(i) for profiled, i in places[:1]]
         return any(is_kernel(action) and not is_cut_off(action) for action in first)
@@ -236,7 +236,7 @@ def launches_by_phase(path: Path) -> Counter[str]:
 
 
 def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
-    """What is counted of each kernel on a chip; on GH100 in one pass, so nothing is run again."""
+    """The metrics of each kernel on a chip; on GH100 one pass, so that no kernel runs again."""
     there = on_chip(chip)
     if lacking := [metric for metric in COUNTED if metric not in there]:
         raise ConfigurationError(
@@ -276,7 +276,7 @@ def read_part(path: Path, part: int = 0, parts: int = 1) -> KernelReport:
 
 
 def check_complete(path: Path) -> int:
-    """How many kernels a report holds: as many as ncu's log beside it tells of, if that is there.
+    """The number of kernels in a report; ncu's log beside it, if there is one, must agree.
 
     The library reads a truncated file as a report with fewer kernels, without an error.
     """
@@ -286,10 +286,10 @@ def check_complete(path: Path) -> int:
         raise NothingProfiled(f"{path}: the report holds no kernel")
     log = path.with_suffix(".log")
     if log.exists():
-        told = sum(line.count(PROFILING) for line in log_lines(log))
-        if told != total:
+        logged = sum(line.count(PROFILING) for line in log_lines(log))
+        if logged != total:
             raise ReportUnreadable(
-                f"{path}: the report of kernels is incomplete, it holds {total} of {told}"
+                f"{path}: the report of kernels is incomplete, it holds {total} of {logged}"
             )
     return total
 

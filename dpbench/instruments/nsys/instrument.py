@@ -8,26 +8,27 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.base import CaseFailed, InstrumentError
 from dpbench.instruments.child import Child, log_lines
-from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline
-from dpbench.instruments.processes import run
-from dpbench.instruments.programs import version_of
-from dpbench.instruments.timing import Timing
+from dpbench.instruments.processes import run, version_of
+from dpbench.instruments.recorded import Recorded
+from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import unit
 from dpbench.process.messages import last_record
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.timeline import Timeline
 from dpbench.settings import Settings
 
+if TYPE_CHECKING:
+    from dpbench.results.timeline import Timeline
+
 REPORT, RAW, EXPORTED = ".nsys-rep", ".qdstrm", ".sqlite"
-"""What a file is by its suffix: a report, what the collector wrote for the importer, an export."""
+"""Suffixes of a report, of a raw recording that has to be imported, and of an export."""
 
 INSTALLED = (
     "/usr/local/cuda/bin/nsys",
@@ -50,7 +51,7 @@ class NsysNotFound(InstrumentError):
 
 
 class ImporterMissing(InstrumentError):
-    """A collector that cannot make a report of what it collected."""
+    """A collector that cannot import what it recorded."""
 
     remedy = (
         "install the whole of Nsight Systems, or what its QdstrmImporter needs (Debian: libdw1, "
@@ -68,7 +69,7 @@ class ExportFailed(InstrumentError):
 
 
 @dataclass(frozen=True)
-class Nsys(Timing):
+class Nsys(Recorded):
     """Records some steps of a case under ``nsys profile``, after those that are timed.
 
     Reports and exports lie beside the log.
@@ -76,12 +77,23 @@ class Nsys(Timing):
 
     name: ClassVar[str] = "nsys"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
+    needs_gpu: ClassVar[bool] = True
+    step_option = "--nsys", "under nsys profile: have some steps recorded after the timed ones"
 
     path: str = "nsys"  # the program
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        return replace(super().from_settings(settings), device="cuda", path=find_nsys())
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        return super().from_settings(settings, **{"path": find_nsys()} | chosen)
+
+    @classmethod
+    def in_step(cls, settings: Settings, value: Any) -> Self:
+        return super().from_settings(settings)  # which nsys has started
+
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        from dpbench.instruments.nsys.recorder import NsysRecorder
+
+        return NsysRecorder(steps or self.steps.active)
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -101,7 +113,6 @@ class Nsys(Timing):
             "--force-overwrite=true",
             f"--output={str(self.report(case)).replace('%', '%%')}",
             *super().command(case),
-            "--nsys",
         ]
 
     def start(self, case: Case) -> Child:
@@ -111,6 +122,8 @@ class Nsys(Timing):
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are busy time, time and launches, by phase and step."""
+        from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline  # loads pandas
+
         case, report = process.case, self.report(process.case)
         raw, target = report.with_suffix(RAW), report.with_suffix(EXPORTED)
         try:
@@ -137,6 +150,8 @@ class Nsys(Timing):
 
 def timeline_of(path: Path) -> Timeline:
     """The timeline in an exported file, or in a report, which takes an nsys to export it."""
+    from dpbench.instruments.nsys.sqlite import read_timeline
+
     with tempfile.TemporaryDirectory(prefix="dpbench-") as scratch:
         target = path
         if path.suffix == REPORT:

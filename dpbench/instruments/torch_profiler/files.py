@@ -138,10 +138,10 @@ def profile_rows(
             raise DeviceActivityMissing(f"{case.id}: the trace holds no GPU activity")
         for step, cpu_seconds in enumerate(recorded.cpu_seconds):
             repeat = next(repeats)
-            grown = recorded.memory_growth[step].items()
+            growth = recorded.memory_growth[step].items()
             metrics: dict[str, Mapping[str, float]] = {
                 "cpu_time_seconds": cpu_seconds,
-                "memory_growth_bytes": {phase: max(0, more) for phase, more in grown},
+                "memory_growth_bytes": {phase: max(0, more) for phase, more in growth},
             }
             if on_cuda:
                 metrics |= _device_metrics(recorded, step)
@@ -165,8 +165,8 @@ def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, 
         if launch.kind != "kernel":
             metrics[copy_metric(launch.name)][launch.phase] += launch.bytes
     if recorded.memory_before:
-        before, grown = recorded.memory_before[step], recorded.memory_growth[step]
-        metrics["phase_peak_memory_bytes"] = {p: before + more for p, more in grown.items()}
+        before, growth = recorded.memory_before[step], recorded.memory_growth[step]
+        metrics["phase_peak_memory_bytes"] = {p: before + more for p, more in growth.items()}
     return {**metrics}
 
 

@@ -8,70 +8,106 @@ and memsets moved, which kernel-by-kernel counting misses.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.base import Instrument, check_place
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_writable
 from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.recorder import Recorder
+from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.torch_profiler.files import INSTRUMENT, read_rows
-from dpbench.process.messages import Schedule
+from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder
+from dpbench.options import option
+from dpbench.process.messages import Schedule, Steps
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)
-class TorchProfiler(Instrument):
+class ProfilerOptions:
+    """Options of the PyTorch profiler. Values that make no sense are errors."""
+
+    profile_dir: Path = option(
+        "where the PyTorch profiler's files go, one folder a case", Path("runs"), metavar="DIR"
+    )
+    profile_schedule: str = option(
+        "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
+        str(Schedule()),
+        metavar="NAME=N,…",
+    )
+    profile_threshold: float = option(
+        "list operators with this many ms of a step or more", 10.0, metavar="MS"
+    )
+
+    def __post_init__(self) -> None:
+        Schedule.parse(self.profile_schedule)
+        if not (threshold := self.profile_threshold) >= 0:
+            raise ConfigurationError(f"the threshold must be >= 0 ms, not {threshold:g}")
+
+
+@dataclass(frozen=True)
+class TorchProfiler(Recorded):
     """Runs ``dpbench step --profile``."""
 
     name: ClassVar[str] = INSTRUMENT
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
+    options: ClassVar[type | None] = ProfilerOptions
+    step_option = "--profile", "run under the PyTorch profiler, output here"
+    step_value: ClassVar[Mapping[str, Any]] = {"type": Path, "metavar": "DIR"}
 
-    directory: Path = Settings.profile_dir  # gets a folder a case; TensorBoard's log directory
-    device: str = "cuda"  # or cpu
+    directory: Path = ProfilerOptions.profile_dir  # where each case has a folder
     schedule: Schedule = Schedule()
-    threshold: float = Settings.profile_threshold  # ms of a step that make a bottleneck
-    timeout: float = Settings.timeout  # seconds after which a case is ended
+    threshold: float = ProfilerOptions.profile_threshold  # ms of a step that make a bottleneck
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> TorchProfiler:
-        return cls(
-            settings.profile_dir,
-            settings.device,
-            Schedule.parse(settings.profile_schedule),
-            settings.profile_threshold,
-            settings.timeout,
-        )
+    def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
+        asked = settings.of(ProfilerOptions)
+        schedule = Schedule.parse(asked.profile_schedule)
+        own: dict[str, Any] = {
+            "directory": asked.profile_dir,
+            "steps": Steps(schedule.steps - schedule.active, schedule.active),
+            "schedule": schedule,
+            "threshold": asked.profile_threshold,
+        }
+        return super().from_settings(settings, **own | chosen)
+
+    @classmethod
+    def in_step(cls, settings: Settings, value: Path) -> Self:
+        return cls.from_settings(settings, directory=value)
 
     def check(self) -> None:
-        check_place(self.directory, on_gpu=self.device == "cuda")
+        super().check()
         if find_spec("tensorboard") is None:
             print(
                 "dpbench: no TensorBoard log: pip install 'dpbench[tensorboard]'", file=sys.stderr
             )
 
+    def check_script(self) -> None:
+        check_writable(self.directory)
+
+    def log(self, case: Case) -> Path:
+        return self.directory / case.file_name / "step.log"
+
     def command(self, case: Case) -> list[str]:
+        return [*step_command(case, device=self.device), *self.step_arguments(case)]
+
+    def step_arguments(self, case: Case) -> list[str]:
         return [
-            *step_command(case, device=self.device),
             *("--profile", str(self.directory / case.file_name)),
             *("--profile-schedule", str(self.schedule)),
             *("--profile-threshold", f"{self.threshold:g}"),
         ]
 
-    def start(self, case: Case) -> Child:
-        log = self.directory / case.file_name / "step.log"
-        return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
-
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
-        from dpbench.instruments.torch_profiler.recorder import ProfileRecorder
-
+    def recorder(self, case: Case, steps: int | None = None) -> ProfileRecorder:
         return ProfileRecorder(self.directory / case.file_name, steps)
 
-    def check_script(self) -> None:
-        check_place(self.directory, on_gpu=False)
+    def case_recorder(self, case: Case) -> ScheduledRecorder:
+        """What hears the steps of a case in the process that `step_arguments` start."""
+        return ScheduledRecorder(self.directory, self.schedule)
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are times, memory and copies, by phase and for the step."""

@@ -208,6 +208,6 @@ def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[st
         if step != current:
             before[step], current = level, step
         level += int(event.get("args", {}).get("Bytes", 0))
-        grown = level - before[step]
-        growth[step][phase] = max(growth[step].get(phase, grown), grown)
+        more = level - before[step]
+        growth[step][phase] = max(growth[step].get(phase, more), more)
     return {"memory_before": before if changes else [], "memory_growth": growth}

@@ -15,12 +15,12 @@ from dpbench.cli import main
 from dpbench.instruments import choose
 from dpbench.instruments import recorder as recorders
 from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentError
+from dpbench.instruments.child import name_of
 from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.chip import MAX_RANGES
 from dpbench.instruments.cupti.errors import CuptiUnusable
 from dpbench.instruments.cupti.instrument import Cupti
-from dpbench.instruments.cupti.recorder import CuptiRecorder, Target
-from dpbench.instruments.cupti.rows import cupti_rows
+from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
 from dpbench.process.step import run_case
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP
@@ -168,7 +168,7 @@ def test_options_reach_the_child(tmp_path: Path) -> None:
     assert usual.timeout == 60.0
     command = usual.command(CASE)
     assert command[-7:] == ["--device", "cuda", "--warmup", "1", "--active", "2", "--cupti"]
-    asked = Settings(ncu_dir=tmp_path, ncu_metrics=["l2_read_bytes,dram_bytes__x.sum"])
+    asked = Settings(ncu_dir=tmp_path, own={"ncu_metrics": ["l2_read_bytes,dram_bytes__x.sum"]})
     assert Cupti.from_settings(asked).command(CASE)[-1] == "--cupti=l2_read_bytes,dram_bytes__x.sum"
 
 
@@ -197,7 +197,7 @@ def test_rows_come_from_what_the_process_printed(
 def test_an_error_of_the_process_is_raised_here_with_its_remedy_once(
     raised: Exception, kind: type[InstrumentError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = {"kind": type(raised).__name__, "message": str(raised)}
+    error = {"kind": name_of(type(raised)), "message": str(raised)}
     with pytest.raises(InstrumentError) as caught:
         measure(said({"error": error}), tmp_path, monkeypatch)
     assert type(caught.value) is kind
@@ -208,7 +208,7 @@ def test_an_error_of_the_process_is_raised_here_with_its_remedy_once(
 def test_too_little_memory_is_told_as_by_every_instrument(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = {"kind": "OutOfMemory", "message": "CUDA out of memory"}
+    error = {"kind": name_of(CaseOutOfMemory), "message": "CUDA out of memory"}
     with pytest.raises(CaseOutOfMemory, match="out of memory; use a smaller batch size"):
         measure(said({"error": error}), tmp_path, monkeypatch)
 

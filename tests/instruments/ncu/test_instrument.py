@@ -14,7 +14,7 @@ from dpbench.instruments.ncu import program as ncu
 from dpbench.instruments.ncu.instrument import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
-from dpbench.instruments.programs import version_of
+from dpbench.instruments.processes import version_of
 from dpbench.process.messages import Steps
 from dpbench.runner import measure
 from dpbench.settings import Settings
@@ -26,7 +26,7 @@ RECORD = "from dpbench.process.messages import print_record; "
 
 
 def test_the_whole_argument_list() -> None:
-    instrument = Ncu(Path("reports"), "/opt/ncu", steps=Steps(warmup=1, active=2))
+    instrument = Ncu(Path("reports"), path="/opt/ncu", steps=Steps(warmup=1, active=2))
     assert instrument.command(CASE) == [
         "/opt/ncu",
         *("--config-file", "off"),
@@ -59,7 +59,7 @@ def test_the_whole_argument_list() -> None:
 
 def test_no_option_is_given_twice() -> None:
     """Nsight Compute refuses to run if one is."""
-    command = Ncu(Path("reports"), "ncu").command(CASE)
+    command = Ncu(Path("reports")).command(CASE)
     options = [text for text in command[: command.index(sys.executable)] if text[:2] == "--"]
     assert len(options) == len(set(options))
 
@@ -68,8 +68,10 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
     chosen = choose(
         ["ncu"],
         Settings(
-            ncu_path=sys.executable,
-            ncu_metrics=["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
+            own={
+                "ncu_path": sys.executable,
+                "ncu_metrics": ["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
+            },
         ),
     )
     assert isinstance(chosen[0], Ncu)
@@ -87,7 +89,7 @@ def test_names_of_the_l2_reach_ncu_as_the_counters_of_the_chip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ["l2_read_throughput", "l2_served_bytes"]
-    settings = Settings(ncu_path=sys.executable, ncu_metrics=names)
+    settings = Settings(own={"ncu_path": sys.executable, "ncu_metrics": names})
     monkeypatch.setattr(gpu, "chip_here", lambda: "GH100")
     [instrument] = choose(["ncu"], settings)
     assert isinstance(instrument, Ncu)
@@ -104,7 +106,7 @@ def test_names_of_the_l2_reach_ncu_as_the_counters_of_the_chip(
 
 def test_a_list_of_no_metrics_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="names no metric; try dram_read_bytes"):
-        choose(["ncu"], Settings(ncu_path=sys.executable, ncu_metrics=[" ,"]))
+        choose(["ncu"], Settings(own={"ncu_path": sys.executable, "ncu_metrics": [" ,"]}))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_only_what_ncu_says_counts(tmp_path: Path) -> None:
 
 def stand_in(tmp_path: Path, text: str) -> Ncu:
     """An instrument whose ``ncu`` is a script: for what happens when ncu itself goes wrong."""
-    return Ncu(tmp_path, str(program(tmp_path / "ncu", text)), timeout=20)
+    return Ncu(tmp_path, path=str(program(tmp_path / "ncu", text)), timeout=20)
 
 
 def test_an_exit_code_of_0_without_a_report_is_an_error(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_program_that_cannot_be_started_fails_its_case_and_has_no_version(tmp_
     ncu_of_another_machine = program(tmp_path / "ncu", "")
     ncu_of_another_machine.write_bytes(b"\x7fELF of another machine")
     assert version_of(str(ncu_of_another_machine)) == "unknown"
-    outcome = measure(CASE, [Ncu(tmp_path, str(ncu_of_another_machine))])
+    outcome = measure(CASE, [Ncu(tmp_path, path=str(ncu_of_another_machine))])
     assert outcome.message.startswith(f"{CASE.id}: ")
     assert "Exec format error" in outcome.message
 
@@ -203,4 +205,4 @@ def test_without_a_gpu_the_check_says_so_before_anything_runs(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigurationError, match="no CUDA GPU"):
-        Ncu(tmp_path, "ncu").check()
+        Ncu(tmp_path).check()

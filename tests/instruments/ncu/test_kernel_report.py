@@ -205,4 +205,4 @@ def test_reports_of_ranges_and_of_kernels_are_not_mistaken_for_each_other(tmp_pa
 
 def test_the_case_is_read_off_the_path_of_its_kernel_report() -> None:
     case = Case("dpsgd_ghost", 16, 1024, "tiny", "tf32", "dp_mha")
-    assert case_of(NcuKernels(Path("reports"), "ncu").report(case)) == case
+    assert case_of(NcuKernels(Path("reports")).report(case)) == case

@@ -34,7 +34,7 @@ CHILD = [
 
 
 def test_the_whole_argument_list_for_every_phase() -> None:
-    assert NcuKernels(Path("reports"), "/opt/ncu").command(CASE) == [
+    assert NcuKernels(Path("reports"), path="/opt/ncu").command(CASE) == [
         "/opt/ncu",
         *("--config-file", "off"),
         *("--replay-mode", "kernel"),
@@ -55,7 +55,7 @@ def asked_on(chip: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The counters that ncu is asked for on a chip."""
     card = Gpu("GPU-0", "a card", 10**9, "580", chip)
     monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [card])
-    [kernels] = choose(["ncu_kernels"], Settings(ncu_path=sys.executable))
+    [kernels] = choose(["ncu_kernels"], Settings(own={"ncu_path": sys.executable}))
     assert isinstance(kernels, NcuKernels)
     command = kernels.command(CASE)
     return command[command.index("--metrics") + 1]
@@ -71,7 +71,7 @@ def test_a_chip_is_asked_for_its_own_counters(monkeypatch: pytest.MonkeyPatch) -
 
 def test_phases_are_chosen_by_the_names_of_their_ranges() -> None:
     """This option, and no other, may be given twice."""
-    instrument = NcuKernels(Path("r"), "ncu", Steps(1, 2), phases=("clip", "noise"))
+    instrument = NcuKernels(Path("r"), steps=Steps(1, 2), phases=("clip", "noise"))
     command = instrument.command(CASE)
     filters = [command[i + 1] for i, text in enumerate(command) if text == "--nvtx-include"]
     assert filters == [f"dpbench@{step}.{p}" for step in (0, 1) for p in ("clip", "noise")]
@@ -90,8 +90,8 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def test_the_report_of_ranges_says_whether_phases_launch_kernels(
     directory: Path, phases: tuple[str, ...], nothing: bool
 ) -> None:
-    assert NcuKernels(directory, "ncu", phases=phases).nothing_to_profile(TINY) is nothing
-    assert not NcuKernels(directory / "empty", "ncu", phases=phases).nothing_to_profile(TINY)
+    assert NcuKernels(directory, phases=phases).nothing_to_profile(TINY) is nothing
+    assert not NcuKernels(directory / "empty", phases=phases).nothing_to_profile(TINY)
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_the_report_of_ranges_says_whether_phases_launch_kernels(
 )
 def test_bad_values_are_named(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        choose([], Settings(of_pytest=True, ncu_path=sys.executable, **said))
+        choose([], Settings(of_pytest=True, own={"ncu_path": sys.executable}, **said))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments import programs
+from dpbench.instruments import processes
 from dpbench.instruments.nsys import instrument as nsys
 from dpbench.instruments.nsys.instrument import ExportFailed, ImporterMissing, NsysNotFound
 from tests.programs import program
@@ -62,8 +62,8 @@ def test_without_any_the_error_says_what_to_install(
 
 
 def test_its_version_is_what_it_says(tmp_path: Path) -> None:
-    assert programs.version_of(str(collector(tmp_path))) == "2025.3.1"
-    assert programs.version_of(str(program(tmp_path / "mute", "raise SystemExit(1)"))) == "unknown"
+    assert processes.version_of(str(collector(tmp_path))) == "2025.3.1"
+    assert processes.version_of(str(program(tmp_path / "mute", "raise SystemExit(1)"))) == "unknown"
 
 
 def test_what_a_collector_left_is_imported_by_the_importer_beside_it(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_report_is_exported(tmp_path: Path) -> None:
 def test_a_version_that_exports_nothing_says_so(
     python: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "ANSWER_SECONDS", 1.0)
     path = program(tmp_path / "nsys", python)
     (target := tmp_path / "a.sqlite").write_text("old")
     with pytest.raises(ExportFailed, match=why):

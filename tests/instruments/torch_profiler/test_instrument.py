@@ -11,14 +11,14 @@ from dpbench import Case, ConfigurationError
 from dpbench.instruments import choose
 from dpbench.instruments.torch_profiler import instrument as torch_profiler
 from dpbench.instruments.torch_profiler.instrument import TorchProfiler
-from dpbench.process.messages import Schedule
+from dpbench.process.messages import Schedule, Steps
 from dpbench.settings import Settings
 
 CASE = Case("dpsgd", 4, 64, "tiny")
 
 
 def test_the_whole_argument_list() -> None:
-    instrument = TorchProfiler(Path("runs"), "cuda", Schedule(active=3), threshold=2.5)
+    instrument = TorchProfiler(Path("runs"), schedule=Schedule(active=3), threshold=2.5)
     assert instrument.command(CASE) == [
         *(sys.executable, "-m", "dpbench", "step"),
         *("--trainer", "dpsgd"),
@@ -36,18 +36,20 @@ def test_options_reach_the_instrument() -> None:
     settings = Settings(
         device="cpu",
         timeout=7.0,
-        profile_dir=Path("x"),
-        profile_schedule="wait=2",
-        profile_threshold=1.0,
+        own={
+            "profile_dir": Path("x"),
+            "profile_schedule": "wait=2",
+            "profile_threshold": 1.0,
+        },
     )
     assert choose(["torch_profiler"], settings) == [
-        TorchProfiler(Path("x"), "cpu", Schedule(wait=2), 1.0, 7.0)
+        TorchProfiler(Path("x"), "cpu", Steps(4, 1), 7.0, Schedule(wait=2), 1.0)
     ]
 
 
 def test_a_negative_threshold_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="threshold must be >= 0 ms, not -1"):
-        Settings(profile_threshold=-1.0)
+        choose([], Settings(own={"profile_threshold": -1.0}))
 
 
 def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
