@@ -29,6 +29,7 @@ from dpbench.instruments.base import (
 )
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.instruments.terminal import tell
+from dpbench.process.forked import environment_of_cases
 from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
 from dpbench.registry import arguments, python_path
 from dpbench.results.rows import Measurement
@@ -79,7 +80,6 @@ class Child(Running):
         added = child_environment()
         if path := python_path(case):
             added["PYTHONPATH"] = path
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
         print(f"$ {pasteable}", file=sys.stderr, flush=True)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class Child(Running):
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **added, MARK: self.mark},
+                env={**environment_of_cases(), **added, MARK: self.mark},
             )
 
     def rows(self) -> list[Measurement]:

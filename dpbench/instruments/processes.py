@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dpbench.process.forked import fork
+
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # how long a process group has to end by itself before it is killed
 GUARD = f"""
@@ -36,7 +38,7 @@ class ProcessGroup:
             text=True,
         )
         try:
-            self.process = subprocess.Popen(
+            self.process: Any = fork(command, options) or subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, start_new_session=True, **options
             )
         except BaseException:
