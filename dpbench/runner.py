@@ -18,7 +18,9 @@ from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import Locked, locked
 from dpbench.gpu import Gpu
 from dpbench.instruments.base import CaseFailed, CaseRefused, Instrument, InstrumentError, Running
-from dpbench.instruments.child import describe_exit, log_tail
+from dpbench.instruments.child import Child, describe_exit, log_tail
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.processes import POLL_SECONDS
 from dpbench.instruments.terminal import tell
 from dpbench.registry import is_builtin, resolve
 from dpbench.results.kernels import guesses
@@ -32,22 +34,26 @@ class DoesNotFit(InstrumentError):
     remedy: ClassVar[str] = "use a smaller case or a larger GPU, or try anyway"
 
 
-def check_fits(case: Case, gpu: Gpu | None) -> None:
+def check_fits(case: Case, gpu: Gpu | None, measuring: Sequence[Running] = ()) -> None:
     """Refuse a case whose tensors alone need more than the GPU's whole memory.
 
     The peak is counted without hardware (`dpbench.instruments.logical`), without the CUDA
     context and fragmentation, so a case that passes may still run out of memory. Nothing is
     refused without a GPU that says how much memory it has, of what cannot be counted, nor where
-    operators without a rule of their own weigh in the count.
+    operators without a rule of their own weigh in the count; nor once a process has measured the
+    case, which takes less time than counting it if that is small.
     """
     if gpu is None or gpu.memory_bytes is None:
         return
-    from dpbench.instruments.logical.instrument import Logical  # loads torch
-
     counting = Logical(timeout=60).start(case)  # a 1b case takes up to 7 s
     try:
+        while isinstance(counting, Child) and counting.exit_code is None:
+            if any(isinstance(each, Child) and each.exit_code == 0 for each in measuring):
+                return
+            time.sleep(POLL_SECONDS)
         rows = counting.rows()
-    except CaseRefused:  # as it would be on the GPU
+    except CaseRefused as error:  # as it would be on the GPU
+        error.log = None
         raise
     except ConfigurationError as error:
         raise CaseRefused(f"{case.id}: {error}") from error
@@ -81,7 +87,7 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
             for instrument in instruments:
                 running.append(instrument.start(case))
                 ending.callback(running[-1].cancel)  # each, even if another's is interrupted
-            check_fits(case, gpu)  # takes about as long as their imports
+            check_fits(case, gpu, running)
             for measurement in running:
                 try:
                     rows += checked(case, measurement.rows())

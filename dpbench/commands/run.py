@@ -39,6 +39,7 @@ from dpbench import gpu
 from dpbench.case import Case
 from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose
+from dpbench.process.forked import fork_server
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import OPTIONS, Settings, declare
@@ -68,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     cases = list(settings.chosen_grid().cases())
     locate(cases)
     settings.check()
+    fork_server()  # imports torch while this process asks for the GPU and begins the session
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card)
     instruments = choose(names, settings)

@@ -55,7 +55,8 @@ class Child(Running):
     Args:
         command: an argument list.
         case: whose command it is.
-        log: the file to write; if None, one that is gone after `cancel`.
+        log: the file to write, which the terminal is told of by its first line, the command; if
+            None, one that is gone after `cancel`.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
@@ -72,6 +73,7 @@ class Child(Running):
         read: Callable[[Child], list[Measurement]],
     ) -> None:
         self._scratch = ExitStack()
+        keeps_log = log is not None
         if log is None:
             scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
             log = Path(self._scratch.enter_context(scratch), "log")
@@ -81,7 +83,8 @@ class Child(Running):
         if path := python_path(case):
             added["PYTHONPATH"] = path
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
-        print(f"$ {pasteable}", file=sys.stderr, flush=True)
+        if keeps_log:
+            print(f"$ {pasteable}", file=sys.stderr, flush=True)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)  # what still writes to an earlier one shall not write here
         with log.open("x", encoding="utf-8") as stream:
@@ -127,12 +130,18 @@ class Child(Running):
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
+    @property
+    def exit_code(self) -> int | None:
+        """That of the process, negative if a signal ended it; None as long as it runs."""
+        code: int | None = self.group.process.poll()
+        return code
+
     def _wait(self) -> None:
         clock, rest, ended = _Clock(self), "", False
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             stream.readline()  # its command
             while not ended:
-                ended = self.group.process.poll() is not None
+                ended = self.exit_code is not None
                 *lines, rest = (rest + stream.read()).split("\n")
                 for line in lines:
                     clock.hear(line)

@@ -12,6 +12,7 @@ again), tiny models less (everything stays in the cache).
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.recorder import Recorder
+from dpbench.process.forked import fork_server
 from dpbench.registry import is_builtin
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
@@ -52,7 +54,7 @@ class Logical(Instrument):
     `MOST_STEPS` is, the last counts, and a note says so.
 
     Trainers and models from outside are counted in a process of their own: they may end it, or
-    never end.
+    never end. Others are where this process has not imported torch, but a server can fork.
     """
 
     name: ClassVar[str] = "logical"
@@ -71,9 +73,10 @@ class Logical(Instrument):
 
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
-        if is_builtin(case):
+        if is_builtin(case) and ("torch" in sys.modules or fork_server() is None):
             return Counting(self, case)
-        log = self.directory and (self.directory / case.report_path).with_suffix(".logical.log")
+        kept = None if is_builtin(case) else self.directory  # as there is none of one counted here
+        log = kept and (kept / case.report_path).with_suffix(".logical.log")
         command = [*step_command(case, device="cpu"), "--logical"]
         return Child(command, case=case, log=log, timeout=self.timeout, read=_counted_apart)
 
