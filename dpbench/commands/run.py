@@ -32,6 +32,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from importlib import import_module
 
 from tqdm import tqdm
 
@@ -69,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     cases = list(settings.chosen_grid().cases())
     locate(cases)
     settings.check()
-    fork_server()  # imports torch while this process asks for the GPU and begins the session
+    fork_server()  # imports torch, while this process imports pandas
+    import_module("dpbench.show.comparison")
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card)
     instruments = choose(names, settings)
