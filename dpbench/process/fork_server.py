@@ -18,6 +18,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from dpbench.process.forked import BEGUN
+
 IMPORTED = (
     "dpbench.cli",
     "dpbench.commands.step",
@@ -129,7 +131,7 @@ def main() -> None:
         os._exit(0)
     with channel:
         become(json.loads(channel.recv(REQUEST_BYTES)))
-        channel.send(b"%d" % os.getpid())
+        channel.send(b"%s %d" % (BEGUN, os.getpid()))
     code = import_module("dpbench.cli").main()
     gc.freeze()
     sys.exit(code)

@@ -28,6 +28,9 @@ COMMAND = [sys.executable, "-m", "dpbench"]
 LATE = {MARK, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"}
 """Variables that may differ from the server's: a fork is told them, or they are read late."""
 
+BEGUN = b"begun"
+"""What a fork says of itself before its process id; the server only ever says an exit code."""
+
 PATIENCE_SECONDS = 60.0  # for the server's imports, which take about 5
 
 
@@ -68,7 +71,7 @@ class ForkServer:
         self._owner = os.getpid()
         self._requests, requests = socket.socketpair()
         with requests:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "dpbench.process.fork_server"],
                 stdin=requests.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -97,16 +100,19 @@ class ForkServer:
                 socket.send_fds(self._requests, [b"."], [theirs.fileno(), output.fileno()])
             ours.settimeout(PATIENCE_SECONDS)
             ours.send(json.dumps(request).encode())
-            return Forked(int(ours.recv(16)), ours)
-        except (OSError, ValueError):  # the server, or the fork before it began, has ended
-            ours.close()
-            return None
+            said, _, process_id = ours.recv(32).partition(b" ")
+            if said == BEGUN:
+                return Forked(int(process_id), ours)
+        except OSError:  # there is no server any more, or it does not answer
+            pass
+        ours.close()  # a fork that was to be ends when it finds this closed, or has ended
+        return None
 
     def close(self) -> None:
         """End the server, which does nothing by itself. Its forks go on."""
         if os.getpid() == self._owner:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         self._requests.close()
 
 
