@@ -89,20 +89,19 @@ def run(options: argparse.Namespace) -> int:
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
     """Measure the cases in order, and say why one failed; on all cores if without hardware."""
-    from dpbench.runner import Forks, cores
+    from dpbench.runner import cores, measure_at_once
 
     known = {outcome.case for outcome in session.outcomes()}
     at_once = not any(i.hardware for i in session.instruments) and cores() > 1
     ahead = [case for case in cases if case not in known] if at_once else []
-    tqdm.monitor_interval = 0  # no thread of tqdm's, whose locks a fork would inherit
     with (
-        closing(Forks(ahead, session.instruments)) as forks,
+        closing(measure_at_once(ahead, session.instruments, cores())) as outcomes,
         tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress,
     ):
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.store.keep(forks.measure(case))
+                session.store.keep(next(outcomes))
                 session.write()
             outcome = session.measure(case)
             if outcome.error:

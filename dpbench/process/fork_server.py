@@ -100,7 +100,7 @@ def become(request: dict[str, Any]) -> None:
         sys.path[:] = [*after, *(folder for folder in sys.path if folder not in before)]
     for folder in {*after} - {*before}:
         if name := shadowed_in(folder):
-            raise RuntimeError(f"{folder} has another {name} than has been imported")
+            raise ValueError(f"{folder} has another {name} than has been imported")
 
 
 def folders_of_python_path() -> list[str]:
@@ -130,7 +130,10 @@ def main() -> None:
     if channel is None:
         os._exit(0)
     with channel:
-        become(json.loads(channel.recv(REQUEST_BYTES)))
+        try:
+            become(json.loads(channel.recv(REQUEST_BYTES)))
+        except (OSError, ValueError):
+            os._exit(1)  # without a word in the log: a new process will write to it
         channel.send(b"%s %d" % (BEGUN, os.getpid()))
     code = import_module("dpbench.cli").main()
     gc.freeze()

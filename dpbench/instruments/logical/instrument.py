@@ -67,10 +67,6 @@ class Logical(Instrument):
     def from_settings(cls, settings: Settings) -> Logical:
         return cls(timeout=settings.timeout, directory=settings.ncu_dir)
 
-    def check(self) -> None:
-        """Import what counting needs, which forks of this process have then."""
-        from dpbench.instruments.logical import as_on_cuda, counter  # noqa: F401
-
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
         if is_builtin(case) and ("torch" in sys.modules or fork_server() is None):
