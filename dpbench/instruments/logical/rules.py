@@ -199,7 +199,7 @@ def is_free(func: OpOverload) -> bool:
 
 
 def is_reviewed(operator: str) -> bool:
-    """Whether an operator, e.g. ``aten.clone``, has a reviewed rule; else the general is a guess."""
+    """Whether an operator, e.g. ``aten.clone``, has a reviewed rule; else it is a guess."""
     name = operator.removeprefix("aten.")
     base = name.removeprefix("_foreach_").removesuffix("_")
     return name in OVERWRITERS or name in REVIEWED or base in REVIEWED
