@@ -135,6 +135,7 @@ def main() -> None:
         except (OSError, ValueError):
             os._exit(1)  # without a word in the log: a new process will write to it
         channel.send(b"%s %d" % (BEGUN, os.getpid()))
+    import_module("numpy").random.seed()  # as in a new process; Python's own is seeded by a fork
     code = import_module("dpbench.cli").main()
     gc.freeze()
     sys.exit(code)
