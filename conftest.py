@@ -69,6 +69,8 @@ COUNTS: dict[Case, LogicalResult] = {}
 @pytest.fixture
 def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count a case that came with dpbench once for all tests that are about what follows."""
+    import torch  # noqa: F401  # where it is imported, such a case is counted in this process
+
     from dpbench.instruments.logical.instrument import Logical
 
     count = Logical.count

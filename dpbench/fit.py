@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import CaseRefused
+from dpbench.instruments.base import CaseRefused, Running
 from dpbench.results.kernels import guesses
 
 CONTEXT = 1.5e9
@@ -35,24 +35,30 @@ class Needed:
         return self.memory * (1 + FRAGMENTS) + CONTEXT <= memory
 
 
-def needed(case: Case, *, timeout: float = 600.0) -> Needed:
+def needed(case: Case) -> Needed:
     """Count the peak memory of a case; refused as it would be on the GPU.
 
     Raises:
         CaseRefused: its trainer does not take it.
         DpbenchError: it cannot be counted.
     """
-    from dpbench.instruments.logical.instrument import Logical  # loads torch
+    from dpbench.instruments.logical.instrument import Logical
 
-    counting = Logical(timeout=timeout).start(case)
+    counting = Logical().start(case)
+    try:
+        return needed_by(case, counting)
+    finally:
+        counting.cancel()
+
+
+def needed_by(case: Case, counting: Running) -> Needed:
+    """The same of a case that is being counted."""
     try:
         peaks = [row for row in counting.rows() if row.metric == "peak_memory_bytes"]
     except CaseRefused:
         raise
     except ConfigurationError as error:
         raise CaseRefused(f"{case.id}: {error}") from error
-    finally:
-        counting.cancel()
     # The step's own is the largest of its phases': the first of those says where.
     largest = max(peaks, key=lambda row: (row.value, row.phase != "step"))
     return Needed(largest.value, largest.phase, bool(guesses(counting.operators)))

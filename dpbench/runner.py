@@ -6,21 +6,21 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError
 from dpbench.files import Locked, locked
-from dpbench.fit import needed
+from dpbench.fit import needed_by
 from dpbench.gpu import Gpu
-from dpbench.instruments.base import CaseFailed, CaseRefused, Instrument, InstrumentError, Running
-from dpbench.instruments.child import describe_exit, log_tail
-from dpbench.registry import is_builtin, resolve
+from dpbench.instruments.base import CaseRefused, Instrument, InstrumentError, Running
+from dpbench.instruments.child import Child, log_tail
+from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.processes import POLL_SECONDS
+from dpbench.registry import resolve
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
 
@@ -31,22 +31,31 @@ class DoesNotFit(InstrumentError):
     remedy: ClassVar[str] = "use a smaller case or a larger GPU, or try anyway"
 
 
-def check_fits(case: Case, gpu: Gpu | None) -> None:
+def check_fits(case: Case, gpu: Gpu | None, measuring: Sequence[Running] = ()) -> None:
     """Refuse a case whose tensors alone need more than the GPU's whole memory.
 
     The peak is counted without hardware (`dpbench.instruments.logical`), without the CUDA
     context and fragmentation, so a case that passes may still run out of memory. Nothing is
     refused without a GPU that says how much memory it has, of what cannot be counted, nor where
-    operators without a rule of their own weigh in the count.
+    operators without a rule of their own weigh in the count; nor once a process has measured the
+    case, which takes less time than counting it if that is small.
     """
     if gpu is None or gpu.memory_bytes is None:
         return
+    counting = Logical(timeout=60).start(case)  # a 1b case takes up to 7 s
     try:
-        needs = needed(case, timeout=60)  # a 1b case takes up to 7 s
-    except CaseRefused:  # as it would be on the GPU
+        while isinstance(counting, Child) and counting.exit_code is None:
+            if any(isinstance(each, Child) and each.exit_code == 0 for each in measuring):
+                return
+            time.sleep(POLL_SECONDS)
+        needs = needed_by(case, counting)
+    except CaseRefused as error:  # as it would be on the GPU
+        error.log = None
         raise
     except DpbenchError:
         return
+    finally:
+        counting.cancel()
     if needs.memory > gpu.memory_bytes and not needs.guessed:
         raise DoesNotFit(
             f"{case.id} does not fit: needs about {needs.memory / 1e9:.0f} GB of "
@@ -59,107 +68,99 @@ def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = 
 
     A case that cannot fit a GPU that is given is ended, see `check_fits`.
     """
-    start = time.monotonic()
-    seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
-    rows: list[Measurement] = []
-    labels: dict[str, str] = {}
-    failure: dict[str, Any] = {}
-    running: list[Running] = []
+    return Measuring(case, instruments, gpu).outcome()
+
+
+def measure_at_once(
+    cases: Iterable[Case], instruments: Sequence[Instrument], number: int
+) -> Generator[Outcome]:
+    """The outcomes of cases in their order, while processes measure so many at once."""
+    waiting, started = deque(cases), deque[Measuring]()
     try:
-        case = resolve(case)
-        with _files_of(case, instruments), ExitStack() as ending:
-            # All start at once and take turns on the GPU: one imports while another measures.
-            for instrument in instruments:
-                running.append(instrument.start(case))
-                ending.callback(running[-1].cancel)  # each, even if another's is interrupted
-            check_fits(case, gpu)  # takes about as long as their imports
-            for measurement in running:
-                try:
-                    rows += checked(case, measurement.rows())
-                finally:  # what it saw until it failed
-                    for part, entries in seen.items():
-                        entries += getattr(measurement, part)
-                    labels |= measurement.labels
-    except DpbenchError as error:
-        failure = {"error": type(error).__name__, "message": str(error)}
-        rows += getattr(error, "rows", ())
-        if isinstance(error, InstrumentError) and isinstance(error.log, Path):
-            failure |= {"log": str(error.log), "log_tail": log_tail(error)}
-    except Exception as error:  # a full disk, or whatever an outside instrument can raise
-        kind = type(error).__name__
-        failure = {"error": kind, "message": f"{case.id}: {kind}: {error}"}
-    return Outcome(
-        case,
-        tuple(rows),
-        time.monotonic() - start,
-        instruments=tuple(instrument.name for instrument in instruments),
-        labels=labels,
-        **failure,
-        **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
-    )
+        while waiting or started:
+            while waiting and sum(each.runs for each in started) < number:
+                started.append(Measuring(waiting.popleft(), instruments))
+            if started[0].runs:
+                time.sleep(POLL_SECONDS)
+            else:
+                yield started.popleft().outcome()
+    finally:
+        for each in started:
+            each.cancel()
 
 
-class Forks:
-    """Measures cases that need no hardware in forks of this process, one a core.
+class Measuring:
+    """A case that its instruments have begun to measure.
 
-    A fork has what this process has imported, measures one case, and ends: its memory is free then,
-    and one that crashes leaves the others as they are. Closing ends them all.
+    All start at once and take turns on the GPU: one imports while another measures.
     """
 
-    def __init__(self, cases: Sequence[Case], instruments: Sequence[Instrument]) -> None:
-        self._instruments = instruments
-        self._waiting = deque(dict.fromkeys(cases))
-        self._running: dict[Any, tuple[Case, Any]] = {}
-        self._ended: dict[Case, Outcome] = {}
-        for case in filter(is_builtin, cases):
-            from dpbench.process.step import import_needed  # loads torch
+    def __init__(
+        self, case: Case, instruments: Sequence[Instrument], gpu: Gpu | None = None
+    ) -> None:
+        self.case, self.gpu = case, gpu
+        self._names = tuple(instrument.name for instrument in instruments)
+        self._start = time.monotonic()
+        self._running: list[Running] = []
+        self._rows: list[Measurement] = []
+        self._failure: dict[str, Any] = {}
+        with self._ending_errors() as held:
+            self.case = resolve(case)
+            held.enter_context(_files_of(self.case, instruments))
+            for instrument in instruments:
+                self._running.append(instrument.start(self.case))
+                held.callback(self._running[-1].cancel)  # each, even if another's is interrupted
+            self._held = held.pop_all()
 
-            with suppress(DpbenchError):  # the fork says so of its case
-                import_needed(case)
+    @property
+    def runs(self) -> bool:
+        """Whether a process measures the case; False if `outcome` does so in this one."""
+        return any(isinstance(each, Child) and each.exit_code is None for each in self._running)
 
-    def measure(self, case: Case) -> Outcome:
-        """Wait for the outcome of one of the cases, while the next are measured too."""
-        while case not in self._ended:
-            while self._waiting and len(self._running) < cores():
-                self._start(self._waiting.popleft())
-            for pipe in wait([*self._running]):
-                self._end(pipe)
-        return self._ended[case]
+    def outcome(self) -> Outcome:
+        """Wait for what was measured, or for what went wrong."""
+        seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
+        labels: dict[str, str] = {}
+        with self._ending_errors() as held:
+            if not self._failure:
+                held.push(self._held)
+                check_fits(self.case, self.gpu, self._running)
+                for measurement in self._running:
+                    try:
+                        self._rows += checked(self.case, measurement.rows())
+                    finally:  # what it saw until it failed
+                        for part, entries in seen.items():
+                            entries += getattr(measurement, part)
+                        labels |= measurement.labels
+        return Outcome(
+            self.case,
+            tuple(self._rows),
+            time.monotonic() - self._start,
+            instruments=self._names,
+            labels=labels,
+            **self._failure,
+            **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
+        )
 
-    def _start(self, case: Case) -> None:
-        context = get_context("fork")
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=_send_outcome, args=(writer, case, self._instruments))
-        process.start()
-        writer.close()  # or the reader would not end with the process
-        self._running[reader] = case, process
+    def cancel(self) -> None:
+        """End what has begun."""
+        if not self._failure:
+            self._held.close()
 
-    def _end(self, pipe: Any) -> None:
-        case, process = self._running.pop(pipe)
+    @contextmanager
+    def _ending_errors(self) -> Iterator[ExitStack]:
+        """End the case with an error, which its outcome says."""
         try:
-            outcome = pipe.recv()
-        except EOFError:
-            process.join()
-            message = f"{case.id}: the process that measured it {describe_exit(process.exitcode)}"
-            names = tuple(instrument.name for instrument in self._instruments)
-            failed = CaseFailed.__name__
-            outcome = Outcome(case, (), error=failed, message=message, instruments=names)
-        process.join()
-        self._ended[case] = outcome
-
-    def close(self) -> None:
-        """End the forks."""
-        for _, process in self._running.values():
-            process.terminate()
-        for _, process in self._running.values():
-            process.join()
-
-
-def _send_outcome(pipe: Connection, case: Case, instruments: Sequence[Instrument]) -> None:
-    if torch := sys.modules.get("torch"):  # threads of its pool, if it has any, are the parent's
-        torch.set_num_threads(1)
-    with suppress(KeyboardInterrupt, BrokenPipeError):  # whoever started it has been ended
-        pipe.send(measure(case, instruments))
+            with ExitStack() as held:
+                yield held
+        except DpbenchError as error:
+            self._failure = {"error": type(error).__name__, "message": str(error)}
+            self._rows += getattr(error, "rows", ())
+            if isinstance(error, InstrumentError) and isinstance(error.log, Path):
+                self._failure |= {"log": str(error.log), "log_tail": log_tail(error)}
+        except Exception as error:  # a full disk, or whatever an outside instrument can raise
+            kind = type(error).__name__
+            self._failure = {"error": kind, "message": f"{self.case.id}: {kind}: {error}"}
 
 
 def cores() -> int:

@@ -18,6 +18,8 @@ from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import Measurement
 from dpbench.runner import DoesNotFit, check_fits
 
+pytestmark = pytest.mark.usefixtures("counted_here")
+
 CASE = Case("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
 
 

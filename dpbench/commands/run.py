@@ -33,6 +33,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from importlib import import_module
 
 from tqdm import tqdm
 
@@ -42,6 +43,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.options import CounterOptions
+from dpbench.process.forked import fork_server
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import OPTIONS, Settings, declare
@@ -78,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
     if settings.shard:
         cases = _of_shard(settings.shard, cases)
     settings.check()
+    fork_server()  # imports torch, while this process imports pandas
+    import_module("dpbench.show.comparison")
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card)
     instruments = choose(names, settings)
@@ -103,20 +107,19 @@ def _of_shard(shard: str, cases: Sequence[Case]) -> list[Case]:
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
     """Measure the cases in order, on all cores if without hardware; print why one failed."""
-    from dpbench.runner import Forks, cores
+    from dpbench.runner import cores, measure_at_once
 
     known = {outcome.case for outcome in session.findings.outcomes()}
     at_once = not any(i.hardware for i in session.instruments) and cores() > 1
     ahead = [case for case in cases if case not in known] if at_once else []
-    tqdm.monitor_interval = 0  # a fork would inherit the locks of tqdm's thread
     with (
-        closing(Forks(ahead, session.instruments)) as forks,
+        closing(measure_at_once(ahead, session.instruments, cores())) as outcomes,
         tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress,
     ):
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.keep([forks.measure(case)])
+                session.keep([next(outcomes)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 import signal
@@ -27,6 +26,7 @@ from dpbench.instruments.base import (
     Running,
 )
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
+from dpbench.process.forked import environment_of_cases
 from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
 from dpbench.registry import arguments, python_path
 from dpbench.results.rows import Measurement
@@ -49,7 +49,8 @@ class Child(Running):
     Args:
         command: an argument list.
         case: whose command it is.
-        log: the file to write; if None, one that is gone after `cancel`.
+        log: the file to write, which the terminal is told of by its first line, the command; if
+            None, one that is gone after `cancel`.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
@@ -66,6 +67,7 @@ class Child(Running):
         read: Callable[[Child], list[Measurement]],
     ) -> None:
         self._scratch = ExitStack()
+        keeps_log = log is not None
         if log is None:
             scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
             log = Path(self._scratch.enter_context(scratch), "log")
@@ -74,9 +76,9 @@ class Child(Running):
         added = child_environment()
         if path := python_path(case):
             added["PYTHONPATH"] = path
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
-        print(f"$ {pasteable}", file=sys.stderr, flush=True)
+        if keeps_log:
+            print(f"$ {pasteable}", file=sys.stderr, flush=True)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)  # what still writes to an earlier one shall not write here
         with log.open("x", encoding="utf-8") as stream:
@@ -86,7 +88,7 @@ class Child(Running):
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **added, MARK: self.mark},
+                env={**environment_of_cases(), **added, MARK: self.mark},
             )
 
     def rows(self) -> list[Measurement]:
@@ -120,6 +122,12 @@ class Child(Running):
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
+    @property
+    def exit_code(self) -> int | None:
+        """That of the process, negative if a signal ended it; None as long as it runs."""
+        code: int | None = self.group.process.poll()
+        return code
+
     def _wait(self) -> None:
         """Read the log until the process has ended, and end it if it takes too long.
 
@@ -131,7 +139,7 @@ class Child(Running):
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             stream.readline()  # its command
             while not ended:
-                ended = self.group.process.poll() is not None
+                ended = self.exit_code is not None
                 *lines, rest = (rest + stream.read()).split("\n")
                 for line in lines:
                     if not measuring and (WAITING in line or MEASURING in line):

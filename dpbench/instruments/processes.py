@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from dpbench.process.forked import fork
+
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
 GRACE_SECONDS = 5.0  # how long a process group has to end by itself before it is killed
@@ -39,7 +41,7 @@ class ProcessGroup:
             text=True,
         )
         try:
-            self.process = subprocess.Popen(
+            self.process: Any = fork(command, options) or subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, start_new_session=True, **options
             )
         except BaseException:

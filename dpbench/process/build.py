@@ -58,13 +58,16 @@ def build(
         checkpoint_blocks(workload, model)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
     trainer = TRAINERS[case.trainer](
-        model.to(dtype), batch_size=case.batch_size, **_what_is_unusual(case, workload), **options
+        model.to(dtype),
+        batch_size=case.batch_size,
+        **_non_default_options(case, workload),
+        **options,
     )
 
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-    labels_of(trainer)  # refuses what are none, before it trains
+    labels_of(trainer)  # raises if they are no labels, before it trains
     batches = list(batches_of(workload, case.batch_size, num_batches, place))
     if case.micro_batches > 1:
         hold_to_parts(trainer, workload, batches, case.micro_batches)
@@ -72,7 +75,7 @@ def build(
 
 
 def labels_of(trainer: TrainerBase) -> dict[str, str]:
-    """What a trainer says of itself, as text; one that is no `TrainerBase` may say nothing."""
+    """A trainer's labels, as text; none if it is no `TrainerBase` and has none."""
     labels = getattr(trainer, "labels", {})
     if not isinstance(labels, Mapping):
         raise ConfigurationError(
@@ -93,8 +96,8 @@ def workload_of(case: Case) -> Workload:
     return workload
 
 
-def _what_is_unusual(case: Case, workload: Workload) -> dict[str, Any]:
-    """What a trainer must be told; one that takes no more than it always did trains as ever."""
+def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
+    """Only non-default arguments, so older trainers keep working."""
     options: dict[str, Any] = {}
     if case.workload != TRANSFORMER:
         options["workload"] = workload
@@ -108,7 +111,7 @@ def _what_is_unusual(case: Case, workload: Workload) -> dict[str, Any]:
 
 
 def smoke_test(case: Case, *, device: str = "cpu") -> None:
-    """Train two steps of a case; raises what went wrong, an AssertionError if nothing moved."""
+    """Train two steps of a case; an AssertionError if the loss or the parameters are wrong."""
     trainer, batches = build(case, pick_device(device), num_batches=2)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     losses = [float(trainer.train_step(batch)) for batch in batches]

@@ -1,9 +1,9 @@
-"""What a measured process and its parent say to each other.
+"""The messages between a measured process and its parent.
 
 The parent says how many steps to take, and which of them the PyTorch profiler records. The process
-prints to its log, where a trainer and its libraries print as well. So the line of its record begins
-with a mark of this one start, which its parent gave it in the environment; where nobody did, as by
-hand, the line is plain JSON.
+prints its record, a line of JSON, to its log, where a trainer and its libraries print as well. The
+line begins with a mark that the parent has set in the environment, new for each process; without
+one, as for a command by hand, it is plain JSON.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MARK = "DPBENCH_RECORD_MARK"
 
 
 def print_record(**record: Any) -> None:
-    """Print the record of what this process did, or why it failed: plain JSON types."""
+    """Print this process's record: its result or its error, as plain JSON types."""
     mark = os.environ.get(MARK, "")
     own_line = "\n" if mark else ""  # a trainer may have left the last line open
     print(own_line + mark + json.dumps(record), flush=True)
 
 
 def is_record(line: str) -> bool:
-    """Whether a line of a log is a record, which is not for people."""
+    """Whether a line of a log is a record."""
     return re.match(r'[0-9a-f]{16} \{"', line) is not None
 
 

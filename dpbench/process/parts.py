@@ -1,4 +1,4 @@
-"""Whether a trainer that shall train a batch in parts does so, told by what its forward sees.
+"""Checks that a trainer trains a batch in micro-batches, by the sizes that its forward sees.
 
 How many examples a forward sees cannot be read off one tensor: a model may fold examples and
 positions, have the batch elsewhere than first, or be mapped over by ``torch.func.vmap``. Its size
@@ -30,7 +30,7 @@ ENOUGH = 0.99
 
 
 class FirstCall(Exception):
-    """A layer of a model is called, with so many elements."""
+    """Ends a forward at its first layer; has the layer and the elements that it is given."""
 
     def __init__(self, layer: nn.Module, elements: int) -> None:
         self.layer, self.elements = layer, elements
@@ -39,7 +39,7 @@ class FirstCall(Exception):
 def hold_to_parts(
     trainer: TrainerBase, workload: Workload, batches: list[Batch], number: int
 ) -> None:
-    """Let each step refuse to train more examples at once than there are in a micro-batch."""
+    """Make each step raise if a forward sees more examples than a micro-batch has."""
     losses = f"{type(workload).__name__}.losses"
 
     def refuse(why: str) -> None:
@@ -80,7 +80,7 @@ def hold_to_parts(
 
 
 def first_call(workload: Workload, model: nn.Module, batch: Batch) -> FirstCall:
-    """The layer that a workload calls first for a batch; nothing in the model runs."""
+    """Find the layer that a workload calls first for a batch, without running any."""
 
     def stop(layer: nn.Module, args: Any, kwargs: Any) -> None:
         raise FirstCall(layer, elements_in((args, kwargs)))

@@ -1,4 +1,4 @@
-"""A Python program in this process: run as Python would, and its errors printed so."""
+"""Runs a Python program in this process, and prints its errors, as Python does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
 
 
 def print_error(error: BaseException) -> None:
-    """Print a script's traceback as it would be without us."""
+    """Print a script's traceback without the frames of dpbench."""
     ours = (str(Path(__file__).parents[1]), "<frozen runpy>")
     shown = traceback.TracebackException.from_exception(error)
     pending: list[traceback.TracebackException | None] = [shown]

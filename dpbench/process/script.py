@@ -1,12 +1,11 @@
-"""Anybody's training in this process: its steps and phases, found from outside.
+"""Finds the steps and phases of an unmodified training loop in this process.
 
-PyTorch and Opacus are watched where every training loop passes (`dpbench.process.watched`): the
-outermost module's call, ``backward``, clipping, noise, optimizers, batches. Forward lasts until
-backward begins, so a loss is part of it. An optimizer's step is not yet the end of a training
-step, for another optimizer, a scheduler or a log may follow: it ends where the next one begins, at
-a batch, a forward or a backward after the last of those that take turns (`dpbench.process.turns`).
-Steps follow each other without a gap; what belongs to no phase is outside: batches, logs, calls of
-modules without gradients, as in evaluation.
+Functions that every training loop calls are wrapped (`dpbench.process.watched`): the outermost
+module's call, ``backward``, clipping, noise, optimizers, batches. Forward lasts until backward
+begins, so it contains the loss. A training step does not end with an optimizer's step, which
+another optimizer, a scheduler or a log may follow, but where the next one begins: at a batch, a
+forward or a backward after the last optimizer that takes turns (`dpbench.process.turns`). Steps
+follow each other without a gap; what belongs to no phase is outside: batches, logs, evaluation.
 """
 
 from __future__ import annotations
@@ -19,50 +18,48 @@ from typing import Any, Protocol
 
 from dpbench.case import OUTSIDE, Case
 from dpbench.process.turns import MOST_TURNS, Turns
-from dpbench.training.phases import OpenPhase, PhaseListener, Step, hear
-
-_NOTHING = nullcontext()
+from dpbench.training.phases import OpenPhase, PhaseListener, Step, set_current_step
 
 MOST_STOPS = 20
-"""How often a script that catches `Stop` is told to end, before it is left alone."""
+"""How often `Stop` is raised in a script that catches it; after that it runs unobserved."""
 
 
 class Stop(SystemExit):
-    """Ends a script where its next step would begin, as if it had come to its end."""
+    """Ends a script where its next step would begin; its exit code is 0."""
 
 
 class StepRecorder(PhaseListener, Protocol):
-    """Hears the steps that count, in the process that takes them."""
+    """Observes training steps in the process that takes them."""
 
     hears_warmup: bool
-    """Whether it hears the steps of a case's warm-up, too."""
+    """Whether it also observes the warm-up steps of a case."""
 
     def prepare(self) -> None:
-        """Fail, or import what takes long, before this process holds its GPU."""
+        """Do what can fail or takes long (imports) before this process locks its GPU."""
 
     @property
     def finished(self) -> bool:
-        """Whether it has heard enough."""
+        """Whether it has observed as many steps as it wanted."""
 
     def record(self, case: Case) -> dict[str, Any]:
-        """What was heard, as plain JSON types: seconds, bytes."""
+        """What was observed, as plain JSON types; in seconds and bytes."""
 
     def close(self) -> None:
-        """Let go of what it holds of this process: modes, counters."""
+        """Release what it has set in this process: modes, counters."""
 
     def forked(self) -> None:
-        """Let go of what a fork of this process has of it; counters are its parent's."""
+        """Release what a fork of this process inherited; counters stay with the parent."""
 
 
 class StepFinder:
-    """Watches a training loop that knows nothing of it, in the thread that makes this.
+    """Finds the steps and phases of an unmodified training loop, in the thread that creates this.
 
     Args:
-        recorder: hears the steps that count, all if it is never finished.
-        skip: steps that come before them.
+        recorder: observes the steps, until it is finished.
+        skip: steps at the beginning that it does not observe.
         go_on: whether the loop goes on when the recorder has finished; else `Stop` ends it.
-        by_hand: whether `start_step` and `end_step` are called; then only phases are found.
-        keep: is called after each step that counts.
+        by_hand: whether the caller calls `start_step` and `end_step`; then only phases are found.
+        keep: called after each observed step.
     """
 
     def __init__(
@@ -106,18 +103,18 @@ class StepFinder:
     # --- steps -------------------------------------------------------------------------------
 
     def start_step(self) -> None:
-        """A step begins; from here on its phases are heard, if it counts."""
+        """Begin a step; its phases are recorded unless it is skipped."""
         self._begun = True
         counts = self.steps >= self.skip and not (self.recorder.finished or self.failure)
         self._step = Step(self if counts else None)
         self.idle = self.quiet = not counts
         if counts:
             self._tell(self.recorder.start_step)
-            hear(self._step)
+            set_current_step(self._step)
 
     def end_step(self) -> None:
-        """The step is over."""
-        hear(None)
+        """End the step."""
+        set_current_step(None)
         if self._step.listener:
             self._tell(self.recorder.end_step)
             self._tell(self.keep)
@@ -126,17 +123,17 @@ class StepFinder:
         self._begun = self._updated = self.quiet = False
 
     def give_up_step(self) -> None:
-        """The step did not come to its end; what is heard ends with the one before."""
+        """Abandon the step, which did not end; nothing more is recorded."""
         self.failure = self.failure or InterruptedError("a step did not end")
         self._step.listener = None
         self.end_step()
 
     def switch(self, phase: str) -> None:
-        """Of a step that counts: see `PhaseListener`."""
+        """See `PhaseListener`; called in observed steps only."""
         self._tell(self.recorder.switch, phase)
 
     def _tell(self, method: Callable[..., object], *phase: str) -> None:
-        """Let the recorder hear something; its errors are not the script's."""
+        """Call the recorder; an error of its own ends the recording, not the script."""
         if self.failure is None:
             try:
                 method(*phase)
@@ -144,7 +141,7 @@ class StepFinder:
                 self.failure = error
 
     def _end_turn(self) -> None:
-        """Optimizers have stepped; the training step is over if they were the last of a round."""
+        """End the training step if all optimizers that take turns have stepped."""
         self._updated, self.quiet = False, self.idle
         if not self.turns.over():
             return
@@ -168,7 +165,7 @@ class StepFinder:
             self.give_up_step()
 
     def _border(self) -> None:
-        """Something begins that a step begins with; a closure's is inside its optimizer's step."""
+        """End the last step and begin the next, at a call with which a step can begin."""
         if self.by_hand or (self._updating and not self._stopped):
             return
         if self._updated:
@@ -183,10 +180,10 @@ class StepFinder:
             self.start_step()
 
     def begin(self, *, in_backward: bool) -> tuple[bool, bool] | None:
-        """A batch, a backward or a module begins while no step that counts is under way.
+        """Look for the border of a step where a batch, a backward or a module begins.
 
-        `end` takes what is returned; it is None if a step that counts has begun now, and in other
-        threads than the loop's: see `within`.
+        Called outside observed steps. Returns what `end` takes; None if an observed step has begun
+        now, or in other threads than the loop's: then `within` marks the call's phase.
         """
         if self._closed or threading.get_ident() != self._thread:
             return None
@@ -199,7 +196,7 @@ class StepFinder:
         return before
 
     def end(self, before: tuple[bool, bool]) -> None:
-        """See `begin`."""
+        """Leave a call that `begin` has returned a state for."""
         self.settled, self._in_backward = before
 
     # --- phases ------------------------------------------------------------------------------
@@ -210,9 +207,9 @@ class StepFinder:
 
     @contextmanager
     def within(self, phase: str, *, begins: bool = False, resumes: bool = False) -> Iterator[None]:
-        """A call that is in one phase; ``begins`` if a step may begin with it.
+        """Mark the phase of a call, with which a step may begin.
 
-        Forward is over, unless the call ``resumes`` it: a gradient that the loss is made of.
+        Forward has ended, unless it resumes afterwards: a loss may contain a gradient.
         """
         if not self._hears():
             yield
@@ -248,7 +245,7 @@ class StepFinder:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A module is called; without gradients it is an evaluation."""
+        """Mark a module's call as forward, or without gradients as an evaluation."""
         import torch
 
         evaluation = None
@@ -268,23 +265,21 @@ class StepFinder:
                 step.leave(evaluation)
 
     def begin_update(self, optimizer: Any = None) -> Any:
-        """An optimizer's step begins; Opacus's and scalers' are none, if no other is inside."""
+        """Begin an update; without an optimizer for Opacus's and scalers' steps, which call one."""
         if not self._hears():
             self.steps_elsewhere += optimizer is not None and not self._closed
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
             self._border()  # nothing was called since its last step: its closure does that
-        within = _NOTHING if self.idle else self.within("optimizer")
+        within = nullcontext() if self.idle else self.within("optimizer")
         within.__enter__()
         self._updating += 1
         self._updates += 1
         if optimizer is not None:
             self._has_updated(optimizer)
-            if (
-                self._step.listener
-                and (infinite := getattr(optimizer, "found_inf", None)) is not None
-            ):
+            infinite = getattr(optimizer, "found_inf", None)
+            if self._step.listener and infinite is not None:
                 self._infinite.append(infinite)
         return within
 
@@ -299,7 +294,7 @@ class StepFinder:
 
     @contextmanager
     def scaled_update(self, optimizer: Any) -> Iterator[None]:
-        """A scaler's step, which is one of a training loop even if it makes none."""
+        """Count a scaler's step as an update, also if it skips its optimizer's."""
         updates, within = self._updates + 1, self.begin_update()
         try:
             yield
@@ -312,7 +307,7 @@ class StepFinder:
     # --- the end -----------------------------------------------------------------------------
 
     def remarks(self) -> Iterator[str]:
-        """What a reader of the steps that count should know."""
+        """Notes about the observed steps."""
         yield from self.notes
         if self.turns.heard > 1:
             yield f"optimizers take turns: a step is a round, of at most {self.turns.heard} turns"
@@ -328,12 +323,12 @@ class StepFinder:
             )
 
     def close(self) -> None:
-        """Watch no longer; a step that an optimizer has made is over."""
+        """Stop watching; ends a step in which an optimizer has stepped."""
         if not self._closed:
             if self._updated and not self.by_hand:
                 self._end_turn()
             self._closed = True
-            hear(None)
+            set_current_step(None)
             self.undo.close()
 
     @property
@@ -342,9 +337,9 @@ class StepFinder:
         return page_faults_of_children() > self._children
 
     def forget(self) -> None:
-        """Hear nothing more: this process is a fork of the one that trains."""
+        """Stop recording: this process is a fork of the one that trains."""
         self._closed = True
-        hear(None)
+        set_current_step(None)
         if self._step.listener:
             self.recorder.forked()
 

@@ -12,9 +12,10 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
+from importlib import import_module
 from itertools import cycle, pairwise, takewhile
 from typing import Any
 
@@ -25,7 +26,7 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, OutOfMemory
 from dpbench.process.build import build, labels_of, pick_device
-from dpbench.process.messages import MEASURING, WAITING
+from dpbench.process.messages import MEASURING, WAITING, Steps
 from dpbench.process.script import StepRecorder
 from dpbench.registry import import_named
 from dpbench.training.base import TrainerBase
@@ -98,30 +99,33 @@ def run_case(
     """
     target = pick_device(device)
     recorder.prepare()
+    with run_exclusively(case, target) as spent:
+        record = _observe(case, target, recorder, Steps(warmup, active), spent)
+    return {**record, "spent_seconds": spent.seconds()[0]}
 
-    def run(target: torch.device, spent: PhaseTimes) -> dict[str, Any]:
-        trainer, batches = build(case, target, warmup + active)
-        spent.switch("warmup")
-        for batch in batches[:warmup]:
-            with observed_step(recorder if recorder.hears_warmup else None):
+
+def _observe(
+    case: Case, device: torch.device, recorder: StepRecorder, steps: Steps, spent: PhaseTimes
+) -> dict[str, Any]:
+    trainer, batches = build(case, device, steps.warmup + steps.active)
+    spent.switch("warmup")
+    for batch in batches[: steps.warmup]:
+        with observed_step(recorder if recorder.hears_warmup else None):
+            trainer.train_step(batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    spent.switch("active")
+    with closing(recorder):
+        for batch in batches[steps.warmup :]:
+            with observed_step(recorder):
+                loss = trainer.train_step(batch)
+        check_stepped(trainer, steps.active)
+        record = describe(case, device, trainer, loss) | asdict(steps)
+        spent.switch("after")
+        for batch in takewhile(lambda _: not recorder.finished, cycle(batches)):
+            with observed_step(recorder):
                 trainer.train_step(batch)
-        if target.type == "cuda":
-            torch.cuda.synchronize()
-        spent.switch("active")
-        with closing(recorder):
-            for batch in batches[warmup:]:
-                with observed_step(recorder):
-                    loss = trainer.train_step(batch)
-            check_stepped(trainer, active)
-            record = describe(case, target, trainer, loss)
-            record |= {"warmup": warmup, "active": active}
-            spent.switch("after")
-            for batch in takewhile(lambda _: not recorder.finished, cycle(batches)):
-                with observed_step(recorder):
-                    trainer.train_step(batch)
-            return record | recorder.record(case)
-
-    return alone_on(case, target, run)
+        return record | recorder.record(case)
 
 
 def peak_memory() -> int:
@@ -144,7 +148,7 @@ def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
 
 
 def check_stepped(trainer: TrainerBase, active: int) -> None:
-    """Refuse steps that count of which the scaler skipped one: it moved less than others."""
+    """Raise if the GradScaler skipped an observed step, which moved fewer bytes than others."""
     if trainer.scaler.is_enabled() and trainer.scaler.state_dict()["_growth_tracker"] < active:
         raise ConfigurationError(
             "the GradScaler has skipped a step that counts, because gradients overflowed: let it "
@@ -152,28 +156,22 @@ def check_stepped(trainer: TrainerBase, active: int) -> None:
         )
 
 
-def import_needed(case: Case) -> None:
-    """Import what a case will need."""
-    import_named(case)
-    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch._dynamo
-
-
-def alone_on(
-    case: Case, device: torch.device, run: Callable[[torch.device, PhaseTimes], dict[str, Any]]
-) -> dict[str, Any]:
+@contextmanager
+def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
     """Run a case while no other dpbench process uses the GPU, and leave its memory free.
 
-    Returns the record that ``run`` does, with ``spent_seconds``: what this process did, as if these
-    were phases, from when it asked for the GPU until it gave that back.
+    Yields what this process spends its time on, as if these were phases of one step, from when it
+    asks for the GPU until it gives that back.
     """
-    import_needed(case)  # before it holds the GPU: others measure meanwhile
+    import_named(case)  # before it holds the GPU: others measure meanwhile
+    import_module("torch._dynamo")  # as the first optimizer does
     spent = PhaseTimes(torch.device("cpu"))
     spent.start_step("waiting")
     with alone(device, case.id):  # before the first CUDA call
         spent.switch("building")
         print(MEASURING, file=sys.stderr, flush=True)
         try:
-            record = run(device, spent)
+            yield spent
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the model, and its memory
             if isinstance(error, torch.OutOfMemoryError):
@@ -185,11 +183,10 @@ def alone_on(
                 gc.collect()
                 torch.cuda.empty_cache()
         spent.end_step()
-    return {**record, "spent_seconds": spent.seconds()[0]}
 
 
 def alone(device: torch.device, purpose: str) -> AbstractContextManager[None]:
-    """Hold a device alone among dpbench's processes, saying whom this one waits for."""
+    """Lock a GPU against other dpbench processes; prints which of them this one waits for."""
     if device.type != "cuda":
         return nullcontext()
     card = gpu.visible_gpus()[0]

@@ -10,11 +10,11 @@ from typing import Any
 from weakref import WeakSet
 
 MOST_TURNS = 12
-"""After as many turns without it an optimizer does not take part, or no longer."""
+"""An optimizer that has not stepped in so many turns no longer takes part."""
 
 
 class Turns:
-    """The optimizers that there are, and those which have stepped since the training step began."""
+    """The optimizers of a training loop, and which of them have stepped in this training step."""
 
     def __init__(self) -> None:
         self.awaited: WeakSet[Any] = WeakSet()  # which step in each training step
@@ -25,23 +25,27 @@ class Turns:
         self._known = True  # and none else
 
     def add(self, optimizer: Any) -> None:
-        """An optimizer has stepped; those that are made later are awaited in the next step."""
+        """Note that an optimizer has stepped."""
         self.stepped.add(optimizer)
         self._whole = self.awaited <= self.stepped
         self._known = self._known and optimizer in self.awaited
 
     def over(self) -> bool:
-        """A turn is; returns whether the training step is, too."""
+        """End a turn; returns whether the training step has ended with it."""
         self.taken += 1
         return self._whole or self.taken >= MOST_TURNS
 
     @property
     def is_round(self) -> bool:
-        """Whether those and only those have stepped that were awaited."""
+        """Whether exactly the awaited optimizers have stepped."""
         return self._whole and self._known
 
     def start(self) -> int:
-        """The next training step begins; returns how many the last was, if it was no round."""
+        """Begin the next training step.
+
+        Returns:
+            As how many steps the last one counts: more than 1 if an awaited optimizer did not step.
+        """
         steps = 1
         if not self._whole:  # the others were awaited in vain
             steps, self.awaited = self.taken, WeakSet(self.stepped)

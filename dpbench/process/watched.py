@@ -1,7 +1,7 @@
-"""Where every training loop passes: functions of PyTorch and Opacus that tell a `StepFinder`.
+"""Wraps functions of PyTorch and Opacus that every training loop calls, for a `StepFinder`.
 
-Libraries are watched from the moment they are imported, and nothing is imported here that the
-script does not import itself: what it sets before (threads, allocators) stays as it set it.
+Libraries are wrapped as soon as the script imports them. Nothing else is imported here, so that
+what the script sets before its imports (threads, allocators) has its effect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
     "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
     "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
 }
-"""The phases of functions, by the library after whose import they are there."""
+"""The phases of functions, by the module that has them."""
 
 OPACUS = {
     "clip_and_accumulate": "clip",
@@ -60,17 +60,17 @@ OPACUS = {
 """The phases of the methods of Opacus's optimizers."""
 
 BEGIN_STEPS = ("backward", OUTSIDE)
-"""The phases with whose functions, a backward and a batch, a step may begin."""
+"""A step may begin with a function of these phases: a backward, or a batch."""
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""What looks at each Python function that is called within a compiled one."""
+"""The module by which Dynamo compiles each Python function that a compiled one calls."""
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes of a function one that does the same, and tells of it."""
+"""Wraps a function, so that a `StepFinder` knows of its calls."""
 
 
 def watch(finder: StepFinder) -> None:
-    """Let a finder hear of PyTorch and Opacus, each once it is imported, until it is closed."""
+    """Wrap functions of PyTorch and Opacus, once they are imported, until the finder is closed."""
     watching = _Watching(finder)
     later = set()
     for name in {*FUNCTIONS, *watching.further}:
@@ -87,7 +87,7 @@ def watch(finder: StepFinder) -> None:
 
 
 class _Watching:
-    """Puts functions around those of libraries."""
+    """Wraps functions of libraries."""
 
     def __init__(self, finder: StepFinder) -> None:
         self.finder = finder
@@ -101,7 +101,7 @@ class _Watching:
         }
 
     def library(self, module: ModuleType) -> None:
-        """Watch a library; one that has changed shall not break the script."""
+        """Wrap a library's functions; a note says which are missing in another version."""
         name = module.__name__
         try:
             if name in self.further:
@@ -113,7 +113,7 @@ class _Watching:
             self.finder.notes.append(f"{name} lacks {error}: not all phases were found")
 
     def replace(self, owner: Any, name: str, made: Replacement) -> None:
-        """Put a function in the place of one of a module's or a class's."""
+        """Replace a function of a module or a class."""
         original = vars(owner)[name]
         replacement = made(original)
         self._codes.add(replacement.__code__)
@@ -125,7 +125,7 @@ class _Watching:
     # --- functions ---------------------------------------------------------------------------
 
     def phase(self, phase: str) -> Replacement:
-        """Its calls are in one phase; see `StepFinder.within`."""
+        """Wrap a function whose calls are in one phase; see `StepFinder.within`."""
         finder, is_backward, begins = self.finder, phase == "backward", phase in BEGIN_STEPS
         compiles = is_compiling()
 
@@ -149,7 +149,7 @@ class _Watching:
         return made
 
     def outer_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step that makes an optimizer step, or does not."""
+        """Wrap a step that may call an optimizer's."""
         compiles = is_compiling()
 
         def called(*args: Any, **options: Any) -> Any:
@@ -164,7 +164,7 @@ class _Watching:
         return called
 
     def scaled_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A scaler's step, which skips its optimizer's for gradients that are not finite."""
+        """Wrap a scaler's step, which skips its optimizer's if gradients are not finite."""
 
         def called(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
             with self.finder.scaled_update(optimizer):
@@ -173,7 +173,7 @@ class _Watching:
         return called
 
     def optimizer(self, init: Callable[..., None]) -> Callable[..., None]:
-        """A new optimizer, which a round of turns waits for."""
+        """Wrap the constructor of optimizers, each of which is awaited in a training step."""
 
         def called(optimizer: Any, *args: Any, **options: Any) -> None:
             init(optimizer, *args, **options)
@@ -182,7 +182,7 @@ class _Watching:
         return called
 
     def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of every module, of which most are inside another's."""
+        """Wrap the call of modules, most of which are inside another's."""
         finder, compiles = self.finder, is_compiling()
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
@@ -215,7 +215,7 @@ class _Watching:
     # --- libraries ---------------------------------------------------------------------------
 
     def torch(self, torch: Any) -> None:
-        """Modules, optimizers, and scalers, which may step or not."""
+        """Wrap modules, optimizers and scalers."""
         from torch.optim import optimizer
 
         self.replace(torch.nn.Module, "__call__", self.module)
@@ -227,16 +227,16 @@ class _Watching:
         self.finder.undo.callback(after.remove)
 
     def dynamo(self, eval_frame: Any) -> None:
-        """Let it compile none of ours, as it compiles none of PyTorch's that they stand for.
+        """Exclude the wrappers from compilation, as Dynamo excludes the functions they replace.
 
-        The layers of a ``Sequential.compile()``, which it leaves alone, would be compiled by way of
-        ours, and draw other random numbers.
+        Else it would compile the layers of a ``Sequential.compile()``, which it leaves alone, and
+        these would draw other random numbers.
         """
         for code in self._codes:
             eval_frame.skip_code(code)
 
     def opacus(self, module: ModuleType) -> None:
-        """Optimizers: clipping and noise, and steps, of which PyTorch's hooks hear nothing."""
+        """Wrap clipping, noise and steps of optimizers; PyTorch's hooks do not see these steps."""
         seen: set[type] = set()
 
         def watch_all() -> None:
@@ -259,14 +259,14 @@ class _Watching:
         self.replace(module.DPOptimizer, "__init__", made)
 
     def norms(self, module: ModuleType) -> None:
-        """Clipping factors from the norms of gradients that are never made."""
+        """Wrap what makes clipping factors of norms, without per-sample gradients."""
         for cls in vars(module).values():
             if isinstance(cls, type) and "get_clipping_coef" in vars(cls):
                 self.replace(cls, "get_clipping_coef", self.phase("clip"))
 
 
 def is_compiling() -> Callable[[], bool]:
-    """What says whether Dynamo looks at a call, which then shall see none of ours in it."""
+    """PyTorch's function that says whether Dynamo traces a call; the wrappers then do nothing."""
     compiles: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
     return compiles
 
@@ -284,7 +284,7 @@ class _AfterImport(MetaPathFinder):
         self._names, self._function = names, function
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Let the others find it, and have it executed with the function after that."""
+        """Find a module as usual, and call the function after it has been executed."""
         if name not in self._names:
             return None
         self._names.remove(name)

@@ -96,8 +96,8 @@ def in_phase(name: str, function: F) -> F:
     return phase(name)(function)
 
 
-def hear(step: Step | None) -> None:
-    """Let `phase` tell this step from here on; nobody if it is None."""
+def set_current_step(step: Step | None) -> None:
+    """Route `phase()` to this step; None disables it."""
     _step.set(step)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.base import CaseFailed, Instrument, Running
 from dpbench.instruments.child import Child, step_command
 from dpbench.instruments.recorder import Recorder
+from dpbench.process.forked import fork_server
 from dpbench.registry import is_builtin
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
@@ -53,7 +55,7 @@ class Logical(Instrument):
     `MOST_STEPS` is, the last counts, and a note says so.
 
     Trainers and models from outside are counted in a process of their own: they may end it, or
-    never end.
+    never end. Others are where this process has not imported torch, but a server can fork.
     """
 
     name: ClassVar[str] = "logical"
@@ -67,15 +69,12 @@ class Logical(Instrument):
     def from_settings(cls, settings: Settings) -> Logical:
         return cls(timeout=settings.timeout, directory=settings.ncu_dir)
 
-    def check(self) -> None:
-        """Import what counting needs, which forks of this process have then."""
-        from dpbench.instruments.logical import as_on_cuda, counter  # noqa: F401
-
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
-        if is_builtin(case):
+        if is_builtin(case) and ("torch" in sys.modules or fork_server() is None):
             return Counting(self, case)
-        log = self.directory and (self.directory / case.report_path).with_suffix(".logical.log")
+        kept = None if is_builtin(case) else self.directory  # as there is none of one counted here
+        log = kept and (kept / case.report_path).with_suffix(".logical.log")
         command = [*step_command(case, device="cpu"), "--logical"]
         return Child(command, case=case, log=log, timeout=self.timeout, read=_counted_apart)
 

@@ -26,13 +26,12 @@ Not read
     one they are not written.
 
 Not asked for
-    A gradient that ``output_mask`` leaves out is neither made nor written, and what only it is
-    made of is not read, see `MADE_OF`: in a model's first layer, which asks for no gradient of its
-    input, a convolution's backward does not read the weight.
+    A gradient that ``output_mask`` leaves out is not written, and what only it is made of is not
+    read, see `MADE_OF`: the backward of a model's first convolution does not read the weight.
 
 Batch norm
     Training reads and writes the running statistics, which the schema does not say; its backward
-    reads the batch's own. Evaluation, and its backward, read the running ones.
+    reads the batch's. Evaluation, and its backward, read the running ones.
 
 Gathers
     ``embedding``, ``index_select``, ``gather``, indexing: of the source only what comes out (a bag
@@ -45,13 +44,11 @@ Scatters in place
     produce a whole new tensor and follow the general rule, as does ``embedding_dense_backward``,
     which writes the whole weight gradient, zeros included.
 
-Fused attention
-    The kernels read query, key and value and write output and logsumexp; the backward
-    reads those five and the output's gradient and writes three gradients: the general rule.
-    Dropout inside is drawn again from two numbers, and moves nothing.
-
-Own kernels
-    Those of dpbench's trainers (``dpbench::``) are counted by their operands: the general rule.
+Fused kernels
+    Attention reads query, key and value and writes output and logsumexp; its backward reads those
+    five and the output's gradient and writes three gradients: the general rule. Dropout inside is
+    drawn again from two numbers, and moves nothing. The general rule also counts the kernels of
+    dpbench's trainers (``dpbench::``), by their operands.
 
 Scratch memory inside an operator is not counted: another kernel could do without it.
 """
@@ -109,6 +106,10 @@ SHAPE_OF_SELF = names(
 """Operators that take their argument ``self`` for its shape and dtype alone."""
 
 _NORM = ("grad_out input mean rstd weight", "grad_out input mean rstd", "grad_out")
+_BATCH_NORM = (
+    "grad_out input save_mean save_invstd weight",
+    "grad_out input save_mean save_invstd",
+)
 _SAMPLER = ("grad_output grid", "grad_output input grid")
 
 MADE_OF: Mapping[str, tuple[str, ...]] = {
@@ -116,11 +117,7 @@ MADE_OF: Mapping[str, tuple[str, ...]] = {
     "native_layer_norm_backward": _NORM,
     "native_group_norm_backward": _NORM,
     "_fused_rms_norm_backward": ("grad_out input rstd weight", "grad_out input rstd"),
-    "native_batch_norm_backward": (
-        "grad_out input save_mean save_invstd weight",
-        "grad_out input save_mean save_invstd",
-        "grad_out",
-    ),
+    "native_batch_norm_backward": (*_BATCH_NORM, "grad_out"),
     "native_batch_norm_backward of evaluation": (
         "grad_out running_var weight",
         "grad_out input running_mean running_var",
@@ -134,13 +131,8 @@ MADE_OF: Mapping[str, tuple[str, ...]] = {
 RUNNING = ("running_mean", "running_var")
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
 
-GATHERS: Mapping[str, str] = {
-    "embedding": "weight",
-    "index_select": "self",
-    "gather": "self",
-    "index": "self",
-    "take": "self",
-}
+GATHERS = dict.fromkeys(("index_select", "gather", "index", "take"), "self")
+GATHERS |= {"embedding": "weight"}
 """Operators that read of this argument only what comes out."""
 
 SCATTERS = names(
@@ -189,8 +181,8 @@ REVIEWED = names(
     dpbench.gram_norms dpbench.layer_norm_samples dpbench.noisy_descent
     """
 )
-"""Operators (without ``_foreach_`` and the in-place ``_``) whose rule was thought about. What is
-not here, nor free, nor an overwriter is counted by the general rule and reported as such."""
+"""Operators (without ``_foreach_`` and the in-place ``_``) whose rule was reviewed. Others that are
+neither free nor overwriters are counted by the general rule and reported as such."""
 
 
 class Limits(NamedTuple):
@@ -207,10 +199,7 @@ def is_free(func: OpOverload) -> bool:
 
 
 def is_reviewed(operator: str) -> bool:
-    """Whether the rule of an operator that moves data was thought about, e.g. of ``aten.clone``.
-
-    If not, the general rule is a guess.
-    """
+    """Whether an operator, e.g. ``aten.clone``, has a reviewed rule; else it is a guess."""
     name = operator.removeprefix("aten.")
     base = name.removeprefix("_foreach_").removesuffix("_")
     return name in OVERWRITERS or name in REVIEWED or base in REVIEWED

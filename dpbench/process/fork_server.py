@@ -1,0 +1,147 @@
+"""A process that has imported what every case needs, and forks one process a case.
+
+`dpbench.process.forked` starts it and asks it for forks. It has run no operator and has not opened
+a GPU, so a fork can do all that a new process can; it imports none of the user's code.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from dpbench.process.forked import BEGUN
+
+IMPORTED = (
+    "dpbench.cli",
+    "dpbench.commands.step",
+    "dpbench.process.step",
+    "dpbench.instruments.logical.counter",
+    "opacus",
+    "torch._dynamo",  # which the first optimizer imports
+)
+
+REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
+
+
+def prepare() -> None:
+    """Import what every case needs; fails if that opened a GPU or left threads running."""
+    for name in IMPORTED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # a fork's collector leaves these objects alone, and their memory shared
+    if (process_id := os.fork()) == 0:  # the first fork ends the threads of OpenBLAS
+        os._exit(0)
+    os.waitpid(process_id, 0)
+    threads = [*Path("/proc/self/task").iterdir()]
+    files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+    if len(threads) > 1 or any(file.match("/dev/nvidia*") for file in files):
+        raise RuntimeError(f"imports left {len(threads)} threads, and these files open: {files}")
+
+
+def serve(requests: socket.socket) -> socket.socket | None:
+    """Fork once for each request, until nobody can ask any more.
+
+    A request is two file descriptors: a socket, and what shall be the fork's output.
+
+    Returns:
+        In a fork, its socket; in the server, None.
+    """
+    running: dict[int, socket.socket] = {}
+
+    def report_exits(*_: object) -> None:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                with running.pop(ended[0]) as channel, suppress(OSError):
+                    channel.send(b"%d" % os.waitstatus_to_exitcode(ended[1]))
+
+    signal.signal(signal.SIGCHLD, report_exits)
+    while (received := socket.recv_fds(requests, 1, 2))[0]:
+        channel, output = socket.socket(fileno=received[1][0]), received[1][1]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until it is in `running`
+        with suppress(OSError):  # no memory, or too many processes: the socket is closed
+            if (process_id := os.fork()) == 0:
+                os.setsid()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in (requests, *running.values()):
+                    other.close()
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                os.close(output)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                return channel
+            running[process_id] = channel
+        os.close(output)
+        if channel not in running.values():
+            channel.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    return None
+
+
+def become(request: dict[str, Any]) -> None:
+    """Take over the arguments, directory, environment and path of imports that are asked for."""
+    sys.argv[1:] = request["arguments"]
+    os.chdir(request["directory"])
+    before = folders_of_python_path()
+    for name, value in request["environment"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    after = folders_of_python_path()
+    if after != before:
+        sys.path[:] = [*after, *(folder for folder in sys.path if folder not in before)]
+    for folder in {*after} - {*before}:
+        if name := shadowed_in(folder):
+            raise ValueError(f"{folder} has another {name} than has been imported")
+
+
+def folders_of_python_path() -> list[str]:
+    """The folders of ``PYTHONPATH``, as `sys.path` has them."""
+    python_path = os.environ.get("PYTHONPATH", "")
+    return [str(Path(entry).absolute()) for entry in python_path.split(os.pathsep) if entry]
+
+
+def shadowed_in(folder: str) -> str | None:
+    """A module that this folder would have had imported instead of the one that has been."""
+    for name in ("sitecustomize", "usercustomize", *sys.modules):
+        file = getattr(sys.modules.get(name), "__file__", "")
+        if "." not in name and file is not None:
+            spec = PathFinder.find_spec(name, [folder])
+            if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
+                return name
+    return None
+
+
+def main() -> None:
+    """Serve; a fork runs the ``dpbench`` command that is asked for."""
+    requests = socket.socket(fileno=os.dup(0))
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+    prepare()
+    channel = serve(requests)
+    if channel is None:
+        os._exit(0)
+    with channel:
+        try:
+            become(json.loads(channel.recv(REQUEST_BYTES)))
+        except (OSError, ValueError):
+            os._exit(1)  # without a word in the log: a new process will write to it
+        channel.send(b"%s %d" % (BEGUN, os.getpid()))
+    import_module("numpy").random.seed()  # as in a new process; Python's own is seeded by a fork
+    code = import_module("dpbench.cli").main()
+    gc.freeze()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current directory, as in `dpbench.__main__`
+    main()
