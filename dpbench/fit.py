@@ -10,12 +10,14 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.base import CaseRefused, Running
 from dpbench.results.kernels import guesses
+from dpbench.results.rows import STEP
 
 CONTEXT = 1.5e9
 """Bytes of a GPU that tensors cannot have: CUDA's context, libraries' workspaces, the driver's."""
 
-FRAGMENTS = 0.03
-"""The part of the peak that the allocator needs besides, because free blocks have other sizes."""
+FRAGMENTS = 0.04
+"""The part of the peak that the allocator needs besides, because free blocks have other sizes; it
+needs room for the largest tensor, if that is more: a case with less failed on an H200."""
 
 MOST = 4096
 """The largest batch that is tried."""
@@ -27,12 +29,19 @@ class Needed:
 
     memory: float
     phase: str
-    guessed: bool
+    guessed: bool = False
     """Whether operators without a rule of their own weigh in the count."""
+    largest: float = 0.0
+    """Bytes of the largest tensor that a step makes."""
+
+    @property
+    def in_all(self) -> float:
+        """The bytes that a GPU must have."""
+        return self.memory + max(FRAGMENTS * self.memory, self.largest) + CONTEXT
 
     def fits(self, memory: float) -> bool:
-        """Whether that much memory is enough, with what a GPU needs besides."""
-        return self.memory * (1 + FRAGMENTS) + CONTEXT <= memory
+        """Whether that much memory is enough."""
+        return self.in_all <= memory
 
 
 def needed(case: Case) -> Needed:
@@ -54,14 +63,16 @@ def needed(case: Case) -> Needed:
 def needed_by(case: Case, counting: Running) -> Needed:
     """The same of a case that is being counted."""
     try:
-        peaks = [row for row in counting.rows() if row.metric == "peak_memory_bytes"]
+        rows = counting.rows()
     except CaseRefused:
         raise
     except ConfigurationError as error:
         raise CaseRefused(f"{case.id}: {error}") from error
+    peaks = [row for row in rows if row.metric == "peak_memory_bytes"]
     # The step's own is the largest of its phases': the first of those says where.
-    largest = max(peaks, key=lambda row: (row.value, row.phase != "step"))
-    return Needed(largest.value, largest.phase, bool(guesses(counting.operators)))
+    highest = max(peaks, key=lambda row: (row.value, row.phase != STEP))
+    largest = max((r.value for r in rows if r.metric == "largest_tensor_bytes"), default=0.0)
+    return Needed(highest.value, highest.phase, bool(guesses(counting.operators)), largest)
 
 
 @dataclass(frozen=True)
@@ -113,8 +124,8 @@ def largest_batch(case: Case, memory: float, need: Callable[[Case], Needed] = ne
 def _guess(counted: Mapping[int, Needed], fits: int, most: int, memory: float) -> int:
     """Where the line through the counts on both sides of the memory, or the last two, meets it."""
     low, high = (fits, most) if {fits, most} <= counted.keys() else sorted(counted)[-2:]
-    slope = (counted[high].memory - counted[low].memory) / (high - low)
-    free = (memory - CONTEXT) / (1 + FRAGMENTS) - counted[low].memory
+    slope = (counted[high].in_all - counted[low].in_all) / (high - low)
+    free = memory - counted[low].in_all
     return low + int(free / slope) if slope > 0 else MOST
 
 

@@ -245,6 +245,8 @@ METRICS = Metrics((
            Sum(("logical_read_bytes", "logical_write_bytes")), shown=_AND_RATIO),
     Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), Peak(), throughput=False,
            logical="peak_memory_bytes"),
+    # Of those that a step makes: the allocator needs a free block of that size at once.
+    _hidden("largest_tensor_bytes", "largest\ntensor", _LOGICAL, Peak(), throughput=False),
     _hidden("flops", "GFLOP", _LOGICAL, giga=True),
     Metric("step_time_seconds", "step\nms", _TIMED, Timed(), spread=True),
     Metric("gpu_busy_share", "busy", _CUPTI, Share(("gpu_busy_cycles", "gpu_elapsed_cycles")),

@@ -112,7 +112,7 @@ def test_few_counts_are_enough() -> None:
 
 
 def test_a_peak_that_does_not_grow_has_no_largest_batch() -> None:
-    found = largest_batch(CASE, 80e9, lambda case: Needed(1e9, "clip", False))
+    found = largest_batch(CASE, 80e9, lambda case: Needed(1e9, "clip"))
     assert found.unbounded
     assert found.batch_size == MOST
 

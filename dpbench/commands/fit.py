@@ -67,10 +67,10 @@ def run(options: argparse.Namespace) -> int:
         "peak\nGB": ("bytes", gigabytes),
         "largest in": ("phase", str),
     }
-    apart = f"{CONTEXT / 1e9:.1f} GB and {FRAGMENTS:.0%} of the peak are set apart"
+    apart = f"{CONTEXT / 1e9:.1f} GB and {FRAGMENTS:.0%} of the peak, or the largest tensor,"
     case = next(iter(_cases(options)))
     title = f"{case.configuration}, {where}: the largest batch that fits"
-    notes.insert(0, f"Counted, not measured; {apart} for CUDA and the allocator.")
+    notes.insert(0, f"Counted, not measured; {apart} are set apart for CUDA and the allocator.")
     print(as_text([Table.of(title, frame, columns, notes)], terminal_width()))
     return int(frame.batch.isna().any())
 

@@ -55,7 +55,7 @@ NOT_WORK = ("prim", "profiler")
 
 
 class LiveMemory:
-    """Bytes of the tensors alive ``now``, and the most there were at once.
+    """Bytes of the tensors alive ``now``, the most there were at once, and of the ``largest``.
 
     A tensor's memory is its storage, from the operator that returns it until nothing refers to
     it any more. (PyTorch's ``MemTracker`` keeps one peak for all phases, and rounds sizes as the
@@ -63,7 +63,7 @@ class LiveMemory:
     """
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def see(self, tensor: Tensor) -> None:
@@ -77,6 +77,7 @@ class LiveMemory:
             self._known[key] = size, reference
             self.now += size - before
             self.peak = max(self.peak, self.now)
+            self.largest = max(self.largest, size)
 
     def _freed(self, key: int) -> None:
         self.now -= self._known.pop(key)[0]
@@ -115,6 +116,7 @@ class ByteCounter(TorchDispatchMode):
     def start_step(self) -> None:
         self._forget()
         self._values.asked.clear()
+        self.memory.largest = 0
         self.switch(OUTSIDE)
 
     def switch(self, phase: str) -> None:
@@ -256,8 +258,9 @@ def logical_rows(
     phases: Collection[str],
     peaks: Mapping[str, int] | None = None,
     repeat: int = 0,
+    largest: int = 0,
 ) -> Iterator[Measurement]:
-    """The rows of a step, by the phases that it had and as a whole."""
+    """The rows of a step, by the phases that it had and as a whole, with its ``largest`` tensor."""
     tool = f"torch {torch.__version__}"
     for phase in (*(phase for phase in ALL_PHASES if phase in phases), STEP):
         counts = [count for count in operators if phase in (count.phase, STEP)]
@@ -268,6 +271,8 @@ def logical_rows(
         }
         if peaks:
             values["peak_memory_bytes"] = peaks.get(phase, max(peaks.values()))
+        if largest and phase == STEP:
+            values["largest_tensor_bytes"] = largest
         for metric, value in values.items():
             where = unit(metric), repeat, NO_HARDWARE, tool
             yield Measurement(case, "logical", phase, metric, value, *where)

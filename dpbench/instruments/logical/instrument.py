@@ -108,7 +108,8 @@ class Logical(Instrument):
                 f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
             ) from error
         operators = counter.operators
-        rows = logical_rows(case, operators, counter.peaks, counter.peaks)
+        peaks, largest = counter.peaks, counter.memory.largest
+        rows = logical_rows(case, operators, peaks, peaks, largest=largest)
         light = {each.operator for each in operators if each.general_rule}
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]

@@ -43,7 +43,8 @@ class TestRows:
         rows = count(tiny("dpsgd")).rows
         metrics = {"logical_read_bytes", "logical_write_bytes", "flops", "peak_memory_bytes"}
         assert {(row.phase, row.metric) for row in rows} == {
-            (phase, metric) for phase in (*PHASES, "outside", STEP) for metric in metrics
+            *((phase, metric) for phase in (*PHASES, "outside", STEP) for metric in metrics),
+            (STEP, "largest_tensor_bytes"),
         }
 
     def test_rows_say_that_no_hardware_was_involved(self) -> None:
