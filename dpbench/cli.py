@@ -17,6 +17,7 @@ from typing import TextIO
 
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import printable
+from dpbench.process.forked import fork_server
 
 COMMANDS = (
     "doctor",
@@ -104,6 +105,8 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
     if directory not in sys.path:  # last, or its files could hide modules of libraries
         sys.path.append(directory)
     words = [hyphenated(text) for text in written]
+    if words[:1] == ["run"] and not {*words} & {"-h", "--help", "--cluster"}:
+        fork_server()  # imports torch, while this process reads its options and imports pandas
     options = build_parser("".join(written[:1]), words).parse_args(words)
     options.words = words[1:]
     for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are

@@ -43,7 +43,6 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.options import CounterOptions
-from dpbench.process.forked import fork_server
 from dpbench.registry import locate
 from dpbench.session import Session
 from dpbench.settings import OPTIONS, Settings, declare
@@ -80,7 +79,6 @@ def run(options: argparse.Namespace) -> int:
     if settings.shard:
         cases = _of_shard(settings.shard, cases)
     settings.check()
-    fork_server()  # imports torch, while this process imports pandas
     import_module("dpbench.show.comparison")
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card)

@@ -26,7 +26,7 @@ from dpbench.instruments.base import (
     Running,
 )
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
-from dpbench.process.forked import environment_of_cases
+from dpbench.process.forked import UNKNOWN, environment_of_cases
 from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
 from dpbench.registry import arguments, python_path
 from dpbench.results.rows import Measurement
@@ -177,6 +177,8 @@ def _error_named(name: str) -> type[InstrumentError]:
 
 def describe_exit(returncode: int) -> str:
     """An exit status in words."""
+    if returncode == UNKNOWN:
+        return "was ended because the server that forked it was killed"
     if returncode < 0:  # a real-time signal has no name
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

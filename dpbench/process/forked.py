@@ -31,6 +31,9 @@ LATE = {MARK, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLU
 BEGUN = b"begun"
 """What a fork says of itself before its process id; the server only ever says an exit code."""
 
+UNKNOWN = -signal.NSIG
+"""The exit code of a process whose server was killed before it ended; no signal has the number."""
+
 PATIENCE_SECONDS = 60.0  # for the server's imports, which take about 5
 
 
@@ -59,7 +62,7 @@ class Forked:
             self._channel.setblocking(wait)
             code = self._channel.recv(16)
             self._channel.close()
-            self.returncode = int(code) if code else -signal.SIGKILL  # the server was killed
+            self.returncode = int(code) if code else UNKNOWN
         return self.returncode
 
 
