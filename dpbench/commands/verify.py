@@ -84,7 +84,7 @@ def as_text(case: Case, checks: Sequence[Check]) -> str:
 def draw_elsewhere(case: Case, device: str, file: Path) -> None:
     """Let a process of its own write the noise of its steps."""
     command = [sys.executable, "-m", "dpbench", "verify", *arguments(case)]
-    command += ["--device", device, "--draw", str(file)]
+    command += ["--micro-batches", str(case.micro_batches), "--device", device, "--draw", str(file)]
     path = {"PYTHONPATH": imported} if (imported := python_path(case)) else {}
     done = subprocess.run(
         command,
