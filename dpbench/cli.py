@@ -6,7 +6,6 @@ import argparse
 import ast
 import io
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -103,12 +102,8 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
     if directory not in sys.path:  # last, or its files could hide modules of libraries
         sys.path.append(directory)
-    words = [hyphenated(text) for text in written]
-    options = build_parser("".join(written[:1]), words).parse_args(words)
-    options.words = words[1:]
-    for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are
-        if rest := getattr(options, name_of_rest, None):
-            setattr(options, name_of_rest, [*written[-len(rest) :]])
+    options = build_parser("".join(written[:1]), written).parse_args(written)
+    options.words = written[1:]
     return options
 
 
@@ -122,11 +117,6 @@ def _ending_signals_as_ctrl_c() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def hyphenated(text: str) -> str:
-    """``--batch_size=8`` as ``--batch-size=8``; values keep their underscores."""
-    return re.sub(r"^--[a-z_]+", lambda match: match[0].replace("_", "-"), text)
 
 
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
