@@ -213,11 +213,7 @@ class WholeSession:
         gpus = visible_gpus()
         times = f"{len(gpus)} x " * (len(gpus) > 1)
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
-        both = "dpbench: bytes counted by ncu and by CUPTI, of which tests are given ncu's"
-        return [
-            f"dpbench: {self.session.grid.name}, {count} cases, {where}",
-            *([both] if {"ncu", "cupti"} <= {i.name for i in self.session.instruments} else []),
-        ]
+        return [f"dpbench: {self.session.grid.name}, {count} cases, {where}"]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
