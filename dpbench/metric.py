@@ -77,10 +77,6 @@ class Share(How):
 
     parts: tuple[str, str]
 
-    def __post_init__(self) -> None:
-        if len(self.parts) != 2:
-            raise ValueError(f"a share is of two metrics, not {', '.join(self.parts)}")
-
 
 @dataclass(frozen=True)
 class Timed(How):
@@ -134,10 +130,6 @@ class Metric:
     # If it is one of those that `derived` makes: the metric from which it follows, and how.
     of: str = ""
     kind: Kind = "value"
-
-    def __post_init__(self) -> None:
-        if self.expected and len(self.expected) != 2:
-            raise ValueError(f"{self.name}: the expected range is not {self.expected}")
 
     @property
     def unit(self) -> str:

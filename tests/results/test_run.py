@@ -141,11 +141,9 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data["rows"][1].update(unit="GB"),
         lambda data: data["rows"][1].update(phase="clap"),
         lambda data: data["rows"].append({**data["rows"][1], "value": 3.0}),
-        lambda data: data["metrics"][0].update(expected=[1]),
         lambda data: data["metrics"][0].update(colour="red"),
         lambda data: data["metrics"][0].pop("how"),
         lambda data: data["metrics"][0].update(how={"kind": "Guess"}),
-        lambda data: data["metrics"][0].update(how={"kind": "Share", "parts": ["flops"]}),
     ],
 )
 def test_damage_to_rows_cases_and_metrics_is_found_when_a_file_is_loaded(
