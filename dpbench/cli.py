@@ -6,7 +6,6 @@ import argparse
 import ast
 import io
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -104,14 +103,10 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
     if directory not in sys.path:  # last, or its files could hide modules of libraries
         sys.path.append(directory)
-    words = [hyphenated(text) for text in written]
-    if words[:1] == ["run"] and not {*words} & {"-h", "--help", "--cluster"}:
+    if [*written[:1]] == ["run"] and not {*written} & {"-h", "--help", "--cluster"}:
         fork_server()  # imports torch, while this process reads its options and imports pandas
-    options = build_parser("".join(written[:1]), words).parse_args(words)
-    options.words = words[1:]
-    for name_of_rest in ("module", "program"):  # a script's own arguments stay as they are
-        if rest := getattr(options, name_of_rest, None):
-            setattr(options, name_of_rest, [*written[-len(rest) :]])
+    options = build_parser("".join(written[:1]), written).parse_args(written)
+    options.words = [*written[1:]]
     return options
 
 
@@ -125,11 +120,6 @@ def _ending_signals_as_ctrl_c() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def hyphenated(text: str) -> str:
-    """``--batch_size=8`` as ``--batch-size=8``; values keep their underscores."""
-    return re.sub(r"^--[a-z_]+", lambda match: match[0].replace("_", "-"), text)
 
 
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -30,8 +30,6 @@ def printable(text: str) -> str:
 
 def in_words(error: OSError) -> str:
     """One line about a file that could not be read or written."""
-    if error.errno == errno.ENXIO:
-        return f"{error.filename}: no process reads this pipe"
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 

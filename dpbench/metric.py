@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 Kind = Literal["value", "ratio", "spread", "over_logical", "logical", "throughput"]
 """A metric's own value, or what follows from it."""
@@ -28,7 +28,6 @@ Shown = Literal[Kind, "change"]
 SHOWN: tuple[Shown, ...] = ("value", "change")
 
 Aggregate = Literal["mean", "median", "sum", "max"]
-AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
 """How several numbers become one."""
 
 
@@ -77,10 +76,6 @@ class Share(How):
     adds_up: ClassVar[bool] = False
 
     parts: tuple[str, str]
-
-    def __post_init__(self) -> None:
-        if len(self.parts) != 2:
-            raise ValueError(f"a share is of two metrics, not {', '.join(self.parts)}")
 
 
 @dataclass(frozen=True)
@@ -135,10 +130,6 @@ class Metric:
     # If it is one of those that `derived` makes: the metric from which it follows, and how.
     of: str = ""
     kind: Kind = "value"
-
-    def __post_init__(self) -> None:
-        if self.expected and len(self.expected) != 2:
-            raise ValueError(f"{self.name}: the expected range is not {self.expected}")
 
     @property
     def unit(self) -> str:

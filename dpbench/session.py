@@ -81,7 +81,6 @@ class Session:
         """What changed since the reference."""
         self._planned = [(case, instrument.name) for case, instrument in plan]
         self._on_environment = on_environment
-        self._not_measured: Mapping[str, str] = {}
         shared = shared or {}
         self.findings = Findings(shared.get("directory"))
         self.began: float = shared.get("began", time.monotonic())
@@ -243,7 +242,6 @@ class Session:
             "regressed": bool(findings.regressions or findings.unjudged),
             "regressions": findings.regressions,
             "unjudged": findings.unjudged,
-            "not_measured": self._not_measured,
         }
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
@@ -258,21 +256,13 @@ class Session:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def finish(
-        self,
-        *,
-        complete: bool,
-        limited: Asked | None = None,
-        not_measured: Mapping[str, str] | None = None,
-    ) -> None:
+    def finish(self, *, complete: bool, limited: Asked | None = None) -> None:
         """Compare, write everything for the last time, release the run's file.
 
         Args:
             complete: whether every case that was asked for has an outcome, or a reason why not.
             limited: what the limits of the command line apply to; None if they apply to nothing.
-            not_measured: why cases that were asked for have no outcome, by id.
         """
-        self._not_measured = not_measured or {}
         if complete and self.limits and limited is None:
             self.limits = []
             option = self.settings.option("compare_fail")

@@ -268,13 +268,6 @@ class Settings:
                 "--dpbench-disable measures nothing that --dpbench-compare-fail could judge: "
                 "drop one"
             )
-        for name in ("compare", "histogram"):  # options with an optional value
-            value, option = getattr(self, name), self.option(name)
-            if value and self._names_tests(value):
-                raise ConfigurationError(
-                    f"{option} took {value!r} for its value: name tests before it, or write "
-                    f"{option}=VALUE"
-                )
         for option, (_, path) in self.files.items():
             if self.compare and path == self.directory / self.compare:
                 raise ConfigurationError(
@@ -286,10 +279,6 @@ class Settings:
         check_distinct_files({option: path for option, (_, path) in self.files.items()})
         for _, path in self.files.values():
             check_writable_file(path)
-
-    def _names_tests(self, value: str) -> bool:
-        path = self.directory / value
-        return path.is_dir() or path.suffix == ".py" or "::" in value
 
 
 OPTIONS: dict[str, Mapping[str, Any]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import COMMANDS, build_parser, hyphenated, main
+from dpbench.cli import COMMANDS, main
 from dpbench.gpu import Gpu
 from tests.programs import program
 
@@ -171,15 +171,6 @@ def test_a_step_that_fails_says_why_in_its_record(
     error = json.loads(capsys.readouterr().out)["error"]
     message = "CUDA out of memory. Tried to allocate 61.04 GiB."
     assert error == {"kind": "dpbench.instruments.base:CaseOutOfMemory", "message": message}
-
-
-def test_underscored_spellings_are_accepted() -> None:
-    assert hyphenated("--batch_size=8") == "--batch-size=8"
-    assert hyphenated("--trainer=dpsgd_ghost") == "--trainer=dpsgd_ghost"
-    assert hyphenated("dpsgd_ghost") == "dpsgd_ghost"
-    options = ["--trainer", "dpsgd_fgc", "--batch_size", "2", "--seq_len=8", "--model_size=tiny"]
-    parsed = build_parser("step").parse_args(["step", *map(hyphenated, options)])
-    assert (parsed.trainer, parsed.batch_size, parsed.seq_len) == ("dpsgd_fgc", 2, 8)
 
 
 @pytest.mark.parametrize(

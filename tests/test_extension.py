@@ -104,7 +104,7 @@ def test_runs_with_it_are_compared(saved: str, capsys: pytest.CaptureFixture[str
     Path("more.json").write_text(json.dumps(changed))
     capsys.readouterr()
     assert main(["compare", "1", "more.json"]) == 0
-    assert "Different from 0001_own: the definition of global_bytes" in capsys.readouterr().out
+    assert "different from 0001_own: the definition of global_bytes" in capsys.readouterr().out
 
 
 def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path) -> None:

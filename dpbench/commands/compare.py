@@ -65,9 +65,7 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     if grown := grown_text(verdict.regressions):
         print(f"{grown}\n")
     for note in verdict.notes:
-        # Others begin with the name of a run or of a limit.
-        is_sentence = note.startswith(("not ", "different ", "ratios ", "without "))
-        print(printable(f"{note[0].upper() + note[1:] if is_sentence else note}."))
+        print(printable(f"{note}."))
     had = {outcome.case for outcome in before.outcomes if outcome.rows}
     newly_failed = [f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in had]
     failures = [*map(str, verdict.unjudged), *newly_failed]

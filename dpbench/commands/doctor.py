@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
-from functools import partial
 
 from dpbench.doctor import checks
 from dpbench.doctor.calibration import table
@@ -65,16 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_line(finding: Finding) -> str:
-    """A finding for a terminal of 80 columns, its remedy below."""
+    """A finding for a terminal, its remedy below."""
     start = f"{finding.status:8}{finding.check:21}"
-    wrapped = partial(
-        textwrap.fill,
-        width=80,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    lines = [wrapped(finding.detail, initial_indent=start)]
-    if finding.remedy:
-        lines.append(wrapped(finding.remedy, initial_indent=f"{'> ':>{len(start)}}"))
-    return "\n".join(lines)
+    remedy = f"\n{'> ':>{len(start)}}{finding.remedy}" if finding.remedy else ""
+    return f"{start}{finding.detail}{remedy}"

@@ -93,10 +93,10 @@ class WholeSession:
             ),
         )
         self.each_test = EachTest(self.session)
-        self.ended: dict[str, pytest.TestReport] = {}
-        """The latest report of each test, by its id; at first those of its subtests."""
         self.over: set[str] = set()
         """The ids of the tests that have ended, their teardown included."""
+        self.died: set[str] = set()
+        """The ids of those whose worker died."""
         self.skipped: set[str] = set()
         """The ids of modules that were skipped during collection."""
         if self.runs_tests and not self.is_worker:
@@ -173,8 +173,8 @@ class WholeSession:
         """Note which tests have ended, and store what a worker could not write."""
         if report.when in ("teardown", CRASHED):
             self.over.add(report.nodeid)
-        if report.when != "teardown" and (report.when == "call" or not report.passed):
-            self.ended[report.nodeid] = report
+        if report.when == CRASHED:
+            self.died.add(report.nodeid)
         if unwritten := getattr(report, "dpbench", None):
             self.session.findings.store.take(unwritten)
 
@@ -213,28 +213,17 @@ class WholeSession:
         gpus = visible_gpus()
         times = f"{len(gpus)} x " * (len(gpus) > 1)
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
-        both = "dpbench: bytes counted by ncu and by CUPTI, of which tests are given ncu's"
-        return [
-            f"dpbench: {self.session.grid.name}, {count} cases, {where}",
-            *([both] if {"ncu", "cupti"} <= {i.name for i in self.session.instruments} else []),
-        ]
+        return [f"dpbench: {self.session.grid.name}, {count} cases, {where}"]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Compare and write the files; a session that measured nothing in vain must not pass."""
         if self.is_worker or not self.runs_tests:
             return
-        measured = {outcome.case for outcome in self.session.findings.outcomes()}
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         self.session.finish(
             complete=len(self.over) >= session.testscollected and not stopped,
             limited=self._limited(),
-            not_measured={
-                case.id: _how_it_ended(report)
-                for test, report in self.ended.items()
-                for case, _ in self.session.findings.tests.get(test, ())
-                if case not in measured
-            },
         )
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
@@ -257,9 +246,8 @@ class WholeSession:
         """What the command line's limits are for; None if no test that they are for is known."""
         findings = self.session.findings
         limited = findings.limited
-        died = [test for test, report in self.ended.items() if report.when == CRASHED]
-        if died:  # before their processes could share what these tests measured
-            planned = [key for test in died for key in findings.tests.get(test, ())]
+        if self.died:  # before their processes could share what these tests measured
+            planned = [key for test in self.died for key in findings.tests.get(test, ())]
             of_no_test = [outcome for outcome in findings.outcomes() if not outcome.tests]
             limited = [*(limited or ()), *planned, *(key for o in of_no_test for key in o.asked)]
         names = [name for _, name in self.session.sources]
@@ -330,15 +318,3 @@ class WholeSession:
         """Remove what the processes shared."""
         if not self.is_worker:
             self.session.close()
-
-
-def _how_it_ended(report: pytest.TestReport) -> str:
-    details = report.longrepr
-    if report.passed:
-        text = "passed without measuring it"
-    elif isinstance(details, tuple):  # where, and why it was skipped
-        text = details[2]
-    else:
-        crash = getattr(details, "reprcrash", None)
-        text = f"{report.outcome}: {crash.message if crash else details}"
-    return f"{report.nodeid}: {text.partition(chr(10))[0]}"

@@ -30,10 +30,6 @@ def print_error(error: BaseException) -> None:
     """Print a script's traceback without the frames of dpbench."""
     ours = (str(Path(__file__).parents[1]), "<frozen runpy>")
     shown = traceback.TracebackException.from_exception(error)
-    pending: list[traceback.TracebackException | None] = [shown]
-    while pending:
-        if part := pending.pop():
-            stack = [frame for frame in part.stack if not frame.filename.startswith(ours)]
-            part.stack = traceback.StackSummary.from_list(stack)
-            pending += [part.__cause__, part.__context__]
+    stack = [frame for frame in shown.stack if not frame.filename.startswith(ours)]
+    shown.stack = traceback.StackSummary.from_list(stack)
     shown.print()

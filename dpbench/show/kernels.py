@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -67,14 +66,8 @@ def kernel_tables(
 
 
 def wrapped(name: str) -> str:
-    """A kernel's name in lines that fit its column, broken before ``<`` and after ``_``."""
-    lines = [""]
-    for piece in re.findall(r"<?[^_<]*_*", name):
-        for part in textwrap.wrap(piece, NAME_WIDTH):
-            if len(lines[-1] + part) > NAME_WIDTH or (part[0] == "<" and len(name) > NAME_WIDTH):
-                lines.append("")
-            lines[-1] += part
-    return "\n".join(filter(None, lines))
+    """A kernel's name in lines that fit its column."""
+    return textwrap.fill(name, NAME_WIDTH, drop_whitespace=False)
 
 
 def _notes(

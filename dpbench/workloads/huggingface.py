@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpbench.errors import ConfigurationError
+from dpbench.errors import ConfigurationError, unknown
 from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.resnet import random_images
 from dpbench.workloads.transformer import (
@@ -56,10 +55,7 @@ class HuggingFace(Workload):
             raise ConfigurationError(f"Transformers has no model type {model_type!r}") from error
         for name in overrides:
             if not hasattr(known, name):
-                near = ", ".join(get_close_matches(name, vars(known))) or "its fields"
-                raise ConfigurationError(
-                    f"the configuration of {model_type} has no {name!r}; see {near}"
-                )
+                raise unknown(f"field of {model_type}", name, vars(known))
         for name, value in vars(known).items():
             if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
                 fields[name] = 0.0

@@ -141,7 +141,7 @@ def test_case_that_fails_now_is_exit_code_1(
     assert main(["compare", "1", "worse.json"]) == 1
     captured = capsys.readouterr()
     assert "worse: dpsgd-bs16-seq1024-1b-fp32: CaseOutOfMemory" in captured.err
-    assert "Not in worse: dpsgd-bs16-seq1024-1b-fp32, " in captured.out
+    assert "not in worse: dpsgd-bs16-seq1024-1b-fp32, " in captured.out
 
 
 @pytest.mark.usefixtures("storage")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.cli import main
-from dpbench.commands.doctor import as_line
-from dpbench.doctor.finding import FAILED, OK, Finding
+from dpbench.doctor.finding import OK, Finding
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +53,6 @@ def test_an_interruption_is_told_in_one_line(
     monkeypatch.setattr("dpbench.doctor.checks.examine", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "dpbench doctor: interrupted\n"
-
-
-def test_lines_fit_a_terminal_and_paths_stay_whole() -> None:
-    path = "/a/" + "very-long-name/" * 8
-    text = as_line(Finding("report directory", FAILED, f"{'word ' * 40} {path}", "do it " * 30))
-    assert all(len(line) <= 80 or path in line for line in text.splitlines())
-    assert path in text
 
 
 def test_a_time_out_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

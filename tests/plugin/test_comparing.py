@@ -211,7 +211,6 @@ def test_run_of_another_gpu_is_not_compared_with(
         (["--dpbench-compare-fail=dram_bytes"], "write METRIC[@PHASE]:5%"),
         (["--dpbench-compare=7"], "no run number 0007 in"),
         (["--dpbench-compare=absent.json"], "no run file"),
-        (["--dpbench-compare", "test_suite.py"], "took 'test_suite.py' for its value"),
         (["--dpbench-compare=cut.json"], "cut.json cannot be read"),
         (["--dpbench-save=a/b"], "run name 'a/b' must be made of letters"),
         (["--dpbench-save=a", "--dpbench-autosave"], "drop --dpbench-save"),

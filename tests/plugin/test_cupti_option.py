@@ -105,7 +105,6 @@ def test_with_both_values_are_those_of_ncu(suite: RunSuite, pytester: pytest.Pyt
     )
     result = suite("--cupti", "--ncu", "--ncu-path=./ncu")
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["dpbench: bytes counted by ncu and by CUPTI, of which*ncu's"])
 
 
 def test_without_an_option_each_fixture_says_what_to_give(suite: RunSuite) -> None:

@@ -33,7 +33,6 @@ def test_without_a_prefix_the_time_is_its_name(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--dpbench-histogram", "test_suite.py"], "took 'test_suite.py' for its value"),
         (["--dpbench-histogram=a", "--dpbench-html=a.html"], "name the same file, 'a.html'"),
         (["--dpbench-histogram=/dev/null/a"], "/dev/null cannot be written"),
     ],

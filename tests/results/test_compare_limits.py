@@ -62,8 +62,6 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
         ("dram_bytes:5ms", "'ms' is no unit of this metric"),
         ("step_time_seconds:5GB", "'GB' is no unit of this metric; use %, s, ms"),
         ("dram_ratio:5GB", "'GB' is no unit of this metric; use %, or a plain number"),
-        ("dram_bytes:1e400%", "no number is as large as 1e400"),
-        ("dram_bytes:5%+1e308TB", "no number is as large as 1e308"),
         ("dram_throughput:5%", "throughputs and spreads have no limit"),
         ("samples_per_second:5s", "'s' is no unit of this metric; use %, or a plain number"),
     ],

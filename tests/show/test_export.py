@@ -135,13 +135,3 @@ def test_step_summary_that_cannot_be_written_is_one_line(
     assert warning is not None
     assert warning.startswith(f"{STEP_SUMMARY}: {tmp_path}")
     assert "\n" not in warning
-
-
-def test_step_summary_longer_than_github_takes_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "summary.md"
-    path.write_bytes(b"x" * (1024 * 1024 - 10))
-    monkeypatch.setenv(STEP_SUMMARY, str(path))
-    assert "1 MiB" in (append_step_summary([TABLE]) or "")
-    assert path.stat().st_size == 1024 * 1024 - 10

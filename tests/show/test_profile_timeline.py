@@ -20,7 +20,7 @@ from dpbench.show.profile import recorded_tables, whole_timeline
 from tests.instruments.nsys.recording import Recording, case_recording
 
 CASE = Case("dpsgd", 2, 16, "tiny")
-FILL = "vectorized_elementwise_\nkernel\n<FillFunctor>"  # a name in lines that fit a column
+FILL = "vectorized_elementwise_k\nernel<FillFunctor>"  # a name in lines that fit a column
 BY_PHASE = [
     ["forward", "0.20", "0.15", "75%", "2"],
     ["clip", "0.10", "0.01", "10%", "1"],

@@ -139,7 +139,7 @@ def test_configuration_comes_from_a_file(tmp_path: Path) -> None:
         ("resnet", {"depth": 19}, "unknown depth '19'; choose from 18, 34, 50"),
         ("layer", {"layer": "rms"}, "unknown layer 'rms'; choose from linear, conv"),
         ("layer", {"layer": "conv", "length": 0}, "layer conv cannot have length 0"),
-        ("hf-causal-lm", {"n_layr": 2}, "the configuration of gpt2 has no 'n_layr'; see n_layer"),
+        ("hf-causal-lm", {"n_layr": 2}, "unknown field of gpt2 'n_layr'; choose from n_layer"),
         ("hf-causal-lm", {"model_type": "gptx"}, "Transformers has no model type 'gptx'"),
         ("hf-causal-lm", {"model_type": "vit"}, "vit: Unrecognized configuration class"),
         ("hf-causal-lm", {"config": "no.json"}, "configuration no.json: [Errno 2] No such file"),

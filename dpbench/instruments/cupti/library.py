@@ -24,19 +24,12 @@ from dpbench.instruments.cupti.errors import (
 from dpbench.instruments.cupti.structures import c_function, struct_size, structure
 
 _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
+    **dict.fromkeys((27, 33, *range(40, 46)), (CountersUnsupported, "not as this GPU is set up")),
     15: (CuptiUnusable, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
     26: (CountersBusy, "the performance counters are in use"),
-    27: (CountersUnsupported, "not supported on this system"),
-    33: (CountersUnsupported, "the GPU is virtualised"),
     35: (CountersForbidden, "this user may not read performance counters"),
     36: (CountersBusy, "CUPTI's old profiler is in use in this process"),
     39: (CountersBusy, "another profiler or debugger is attached to this process"),
-    40: (CountersUnsupported, "the GPU is virtualised, and its host forbids profiling"),
-    41: (CountersUnsupported, "confidential computing is on"),
-    42: (CountersUnsupported, "a mining card"),
-    43: (CountersUnsupported, "a MIG slice"),
-    44: (CountersUnsupported, "the GPU is in SLI mode"),
-    45: (CountersUnsupported, "WSL"),
     46: (CuptiUnusable, "this GPU is newer than libcupti"),
     999: (ProfilerNotLoaded, "an internal error: no driver, or no way to the GPU's counters"),
 }
