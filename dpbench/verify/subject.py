@@ -144,8 +144,8 @@ def _by_optimizer(trainer: Any, batch: Batch, trained: Mapping[str, nn.Parameter
     moved = {name for name, p in trained.items() if not torch.equal(before[name], p)}
     if moved and not seen:
         raise ConfigurationError(
-            f"{type(trainer).__name__} hands no gradients to plain_optimizer.step(), called without "
-            f"closure, where verify sees those of other optimizers than sgd: say --optimizer sgd"
+            f"{type(trainer).__name__} does not call plain_optimizer.step(), without closure, "
+            f"where verify sees the gradients of other optimizers than sgd: say --optimizer sgd"
         )
     return {name: g * (name in moved) for name, g in handed.items()}
 
