@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
     check_writable(directory)
     with _alone(directory):
         described = begun(environment(project=settings.directory.absolute()), grid)
-        own = {"shards": options.shards, "options": shlex.join(words)}
-        session = described.session | {"settings": {"cluster": own}}
+        chosen = {"shards": options.shards, "options": shlex.join(words)}
+        session = described.session | {"settings": {"cluster": chosen}}
         asked = Run.of("this session", (), described.environment, session)
         resume = options.resume and _resumes(directory / ASKED, asked)
         runs, problems = run_shards(

@@ -94,7 +94,8 @@ def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
 
 
 def _shard(run: Run) -> str | None:
-    return run.session.get("grid", {}).get("shard")
+    text: str | None = run.session.get("grid", {}).get("shard")
+    return text
 
 
 def _grid(run: Run) -> dict[str, Any]:
