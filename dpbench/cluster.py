@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable
-from dpbench.results.outcome import COMPLETE
+from dpbench.files import Locked, check_writable, locked
+from dpbench.results.conditions import begun, environment, premise_differences
+from dpbench.results.outcome import COMPLETE, document, write_document
 from dpbench.results.run import Run
-from dpbench.results.shards import Shard, cells
+from dpbench.results.shards import MACHINES_MAY_DIFFER, Shard, cells
 from dpbench.settings import Settings, declare
 
 REFUSED = ("shard", "autosave", "compare", "compare_fail")
 """Options of ``dpbench run`` that belong to one session."""
+
+ASKED = "asked.json"
+"""In the directory of shards, what they are of."""
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
@@ -53,7 +58,9 @@ def run(options: argparse.Namespace) -> int:
     for name in REFUSED:
         if getattr(options, name):
             raise ConfigurationError(f"--cluster does not take --{name.replace('_', '-')}")
-    there = len(cells(Settings.read(options).chosen_grid().cases()))
+    settings = Settings.read(options)
+    grid = settings.chosen_grid()
+    there = len(cells(grid.cases()))
     if not 1 <= options.shards <= there:
         raise ConfigurationError(f"--shards must be from 1 to {there}, the cells of the grid")
     asked_for(options)  # before a job is submitted
@@ -61,14 +68,18 @@ def run(options: argparse.Namespace) -> int:
     add_arguments(own)
     for name in (*WRITTEN, "resume"):
         declare(own.add_argument, name)
-    runs, problems = run_shards(
-        options.cluster,
-        options.shards,
-        own.parse_known_args(options.words)[1],
-        options.cluster_dir,
-        parameters(options.cluster_set),
-        resume=options.resume,
-    )
+    words = own.parse_known_args(options.words)[1]
+    given, directory = parameters(options.cluster_set), options.cluster_dir
+    check_writable(directory)
+    with _alone(directory):
+        described = begun(environment(project=settings.directory.absolute()), grid)
+        chosen = {"shards": options.shards, "options": shlex.join(words)}
+        session = described.session | {"settings": {"cluster": chosen}}
+        asked = Run.of("this session", (), described.environment, session)
+        resume = options.resume and _resumes(directory / ASKED, asked)
+        runs, problems = run_shards(
+            options.cluster, options.shards, words, directory, given, asked, resume=resume
+        )
     if not runs:
         raise ConfigurationError("; ".join(problems))
     return finish(runs, options, "run", problems)
@@ -85,12 +96,36 @@ def parameters(texts: Sequence[str]) -> dict[str, Any]:
     return given
 
 
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Refuse a directory that another session has its shards in."""
+    try:
+        with locked(directory / ".lock", wait=False):
+            yield
+    except Locked as error:
+        raise ConfigurationError(f"{directory} is in use: name another --cluster-dir") from error
+
+
+def _resumes(file: Path, asked: Run) -> bool:
+    """Whether a directory's shards are of what is asked for; if of something else, refused."""
+    if not file.exists():
+        return False
+    different = premise_differences(Run.load(file), asked, resumed=True)
+    if different := [text for text in different if not text.startswith(MACHINES_MAY_DIFFER)]:
+        raise ConfigurationError(
+            f"the shards in {file.parent} cannot be resumed, for this session differs: "
+            f"{'; '.join(different)}"
+        )
+    return True
+
+
 def run_shards(
     cluster: str,
     number: int,
     words: Sequence[str],
     directory: Path,
     given: Mapping[str, Any],
+    asked: Run,
     *,
     resume: bool = False,
 ) -> tuple[list[Run], list[str]]:
@@ -102,6 +137,7 @@ def run_shards(
         words: the command line of ``dpbench run`` that each job gets, but for its shard.
         directory: where jobs log and write their runs; all machines must see it.
         given: parameters of submitit, such as ``slurm_partition``.
+        asked: the session, without cases, as the directory shall describe it.
         resume: whether shards that the directory has complete are taken as they are.
 
     Returns:
@@ -113,7 +149,6 @@ def run_shards(
         raise ConfigurationError("--cluster needs submitit: pip install 'dpbench[cluster]'") from (
             error
         )
-    check_writable(directory)
     files = {
         shard: directory / f"shard-{shard.number}-of-{shard.of}.json"
         for shard in (Shard(each, number) for each in range(1, number + 1))
@@ -124,6 +159,8 @@ def run_shards(
         executor.update_parameters(**{"name": "dpbench", **given})
         for shard in wanted:
             files[shard].unlink(missing_ok=True)
+        empty = document((), asked.environment, asked.session, derive=False)
+        write_document(directory / ASKED, empty)
         with executor.batch() if wanted else nullcontext():
             jobs = {
                 shard: executor.submit(subprocess.run, _command(words, shard, files[shard]))
@@ -145,7 +182,9 @@ def run_shards(
 
 
 def _complete(path: Path) -> bool:
-    return path.exists() and Run.load_head(path).status == COMPLETE
+    with suppress(ConfigurationError):  # damaged, so it is measured again
+        return path.exists() and Run.load_head(path).status == COMPLETE
+    return False
 
 
 def _command(words: Sequence[str], shard: Shard, path: Path) -> list[str]:

@@ -115,7 +115,7 @@ class Measuring:
     @property
     def runs(self) -> bool:
         """Whether a process measures the case; False if `outcome` does so in this one."""
-        return any(isinstance(each, Child) and each.exit_code is None for each in self._running)
+        return any(isinstance(each, Child) and each.runs for each in self._running)
 
     def outcome(self) -> Outcome:
         """Wait for what was measured, or for what went wrong."""

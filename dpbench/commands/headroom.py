@@ -18,6 +18,7 @@ from typing import Any
 
 from dpbench.case import AXES, PHASES, Case
 from dpbench.commands.options import add_case, chosen_case, saved_run
+from dpbench.errors import DpbenchError
 from dpbench.options import axis_help
 from dpbench.registry import TRAINERS, locate
 from dpbench.results.rows import STEP
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what methods move beside the floor."""
+    """Print what methods move beside the floor; the exit status is 1 if one cannot be counted."""
     import pandas as pd
 
     from dpbench import headroom
@@ -52,8 +53,13 @@ def run(options: argparse.Namespace) -> int:
     lines: list[dict[str, Any]] = [
         {"name": FLOOR, "bytes": floor.total, "over": 1.0, **floor.bytes},
     ]
+    refused: list[str] = []
     for case in cases:
-        phases = headroom.by_phase(case)
+        try:
+            phases = headroom.by_phase(case)
+        except DpbenchError as error:
+            refused.append(str(error))
+            continue
         whole = phases[STEP]
         lines.append(
             {
@@ -91,8 +97,9 @@ def run(options: argparse.Namespace) -> int:
     ]
     if saved is not None and (lacking := [c.trainer for c in cases if not known[c]]):
         notes.append(f"{saved.name} has nothing measured of {', '.join(lacking)}.")
+    notes += refused
     print(as_text([Table.of(title, frame, columns, notes)], terminal_width()))
-    return 0
+    return int(bool(refused))
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:

@@ -80,6 +80,7 @@ class Child(Running):
         if keeps_log:
             print(f"$ {pasteable}", file=sys.stderr, flush=True)
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._begun = time.monotonic()
         log.unlink(missing_ok=True)  # what still writes to an earlier one shall not write here
         with log.open("x", encoding="utf-8") as stream:
             stream.write(f"$ {pasteable}\n")
@@ -128,13 +129,18 @@ class Child(Running):
         code: int | None = self.group.process.poll()
         return code
 
+    @property
+    def runs(self) -> bool:
+        """Whether it may still end by itself in time."""
+        return self.exit_code is None and time.monotonic() - self._begun <= self.timeout
+
     def _wait(self) -> None:
         """Read the log until the process has ended, and end it if it takes too long.
 
         Setting up, waiting for each process that holds its GPU, and measuring may each take as
         long as the time-out says.
         """
-        since, holder, measuring = time.monotonic(), "", False
+        since, holder, measuring = self._begun, "", False
         rest, ended = "", False
         with self.log.open(encoding="utf-8", errors="replace") as stream:
             stream.readline()  # its command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +60,16 @@ def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
     """One run of several, and what there is to say of it.
 
     Refused where numbers could not stand side by side: other GPU models, versions, code or
-    settings; and where two runs have measured the same. A run of which shards are missing is
-    interrupted.
+    settings; shards of different grids; and where two runs have measured the same. A run that
+    lacks cases of its shards' grid, by any of its instruments, is interrupted.
     """
     first, *others = runs
     notes = []
+    shards = [run for run in runs if _shard(run)]
     for run in others:
         different = premise_differences(first, run)
+        if shards and _shard(run):
+            different += _grid_differences(shards[0], run)
         refused = [text for text in different if not text.startswith(MACHINES_MAY_DIFFER)]
         if refused:
             raise ConfigurationError(
@@ -75,23 +78,40 @@ def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
         notes += [f"{run.path}: {text}" for text in different]
     _refuse_twice(runs)
     merged = Run.merge(runs)
-    missing = _missing(runs)
-    notes += [f"shard {shard} is missing" for shard in missing]
-    grid = {name: v for name, v in merged.session.get("grid", {}).items() if name != "shard"}
-    asked = _cases_of(grid) if missing else sum(run.cases_asked for run in runs)
-    complete = not missing and all(run.status == COMPLETE for run in runs)
+    grid = _grid(merged)
+    cases = _cases_of(_grid(shards[0])) if shards else []
+    missing = _missing(shards, merged, cases)
+    notes += missing
+    complete = not missing if shards else all(run.status == COMPLETE for run in runs)
     session = merged.session | {
         "grid": grid,
-        "cases_asked": max(asked, merged.cases_asked),
+        "cases_asked": len({*cases, *(o.case for o in merged.outcomes)})
+        if shards
+        else max(sum(run.cases_asked for run in runs), merged.cases_asked),
         "status": COMPLETE if complete else INTERRUPTED,
     }
     return Run.of(merged.name, merged.outcomes, merged.environment, session), notes
 
 
-def _cases_of(grid: Mapping[str, Any]) -> int:
-    """How many cases a run's grid has."""
+def _shard(run: Run) -> str | None:
+    text: str | None = run.session.get("grid", {}).get("shard")
+    return text
+
+
+def _grid(run: Run) -> dict[str, Any]:
+    """A run's grid, whatever its shard."""
+    return {name: v for name, v in run.session.get("grid", {}).items() if name != "shard"}
+
+
+def _grid_differences(before: Run, after: Run) -> list[str]:
+    old, new = _grid(before), _grid(after)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [f"grid's {name} {old.get(name)} -> {new.get(name)}" for name in names]
+
+
+def _cases_of(grid: Mapping[str, Any]) -> list[Case]:
     axes = {axis: tuple(grid[axis]) for axis in AXES if axis in grid}
-    return len(Grid(str(grid.get("name")), axes).cases())
+    return Grid(str(grid.get("name")), axes).cases()
 
 
 def _refuse_twice(runs: Sequence[Run]) -> None:
@@ -106,12 +126,21 @@ def _refuse_twice(runs: Sequence[Run]) -> None:
                 )
 
 
-def _missing(runs: Sequence[Run]) -> Collection[Shard]:
-    """The shards of the grid that no run is; none if the runs are not shards."""
-    texts = {text for run in runs if (text := run.session.get("grid", {}).get("shard"))}
-    there = {Shard.parse(text) for text in texts}
+def _missing(shards: Sequence[Run], merged: Run, cases: Sequence[Case]) -> list[str]:
+    """Which shards lack cases of the grid, by which instrument."""
+    there = [Shard.parse(text) for run in shards if (text := _shard(run))]
     if len(parts := {shard.of for shard in there}) > 1:
-        named = " and ".join(sorted(texts))
+        named = " and ".join(sorted(map(str, {*there})))
         raise ConfigurationError(f"shards of different divisions cannot be one run: {named}")
-    every = [Shard(number, of) for of in parts for number in range(1, of + 1)]
-    return [shard for shard in every if shard not in there]
+    instruments = {name: "" for outcome in merged.outcomes for name in outcome.instruments}
+    if len(instruments) > 1:
+        instruments = {name: f" by {name}" for name in instruments}
+    notes = []
+    for by, words in (instruments or {"": ""}).items():
+        had = {outcome.case for outcome in merged.outcomes if by in outcome.instruments}
+        for shard in (Shard(number, of) for of in parts for number in range(1, of + 1)):
+            own = {*shard.cases(cases)}
+            if lacking := own - had:
+                part = f"{len(lacking)} of {len(own)} cases of " if own & had else ""
+                notes.append(f"{part}shard {shard} {'are' if part else 'is'} missing{words}")
+    return notes

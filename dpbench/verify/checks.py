@@ -25,8 +25,12 @@ TOLERANCE = 1e-5
 """At fp32, how far a parameter's gradient may be off, as a part of its norm."""
 SIGMA = 1e4
 """So large that, beside the noise, gradients are below what the checks can see."""
-ENOUGH = 64
-"""Elements of a parameter's noise in a run: in two runs, half the deviation is noticed."""
+FAINT = 1e-12
+"""A σ whose noise is below rounding: a trainer that does something else without noise is seen."""
+THRESHOLD = 0.7
+"""Of the noise; it is not 1, so that a deviation without it, or with its square, is another."""
+ENOUGH = 128
+"""Elements of a parameter's noise in a run: in two runs, noise that is added twice is noticed."""
 OWN = ("learning_rate", "noise_multiplier", "max_grad_norm")
 """The parameters of a trainer that are chosen here."""
 
@@ -66,13 +70,13 @@ def verify(case: Case, device: str = "auto", elsewhere: Elsewhere | None = None)
 
 
 def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
-    """What steps take off that are but noise: its deviation is ``SIGMA / batch_size``.
+    """What steps take off that are but noise: its deviation is ``SIGMA * THRESHOLD / batch_size``.
 
     Further steps than the first are of small parameters alone.
     """
     sizes = {name: subject.start[name].numel() for name in subject.trained}
     number = max(STEPS, -(-ENOUGH // min(sizes.values())))
-    steps = subject.steps(case, number, seed=seed, noise_multiplier=SIGMA, max_grad_norm=1.0)
+    steps = subject.steps(case, number, seed=seed, noise_multiplier=SIGMA, max_grad_norm=THRESHOLD)
     return [
         step if i < STEPS else {name: g for name, g in step.items() if sizes[name] < ENOUGH}
         for i, step in enumerate(steps)
@@ -110,18 +114,19 @@ class Verification:
         yield Check.of("reference", [], "", self.subject.reference)
         half, below_all = thresholds(self.examples, self.clips)
         parts = self.case.micro_batches
-        yield self.gradient("gradient, half clipped", self.whole, half)
+        yield self.gradient("gradient, half clipped", self.whole, half, 0.0)
         in_parts = f" in {parts} parts" if parts > 1 else ""
-        yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all)
+        yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all, FAINT)
         runs = "steps, runs, processes" if elsewhere else "steps, runs"
-        yield from check_noise(draws, SIGMA / self.case.batch_size, self.subject.dtype, runs)
+        deviation = SIGMA * THRESHOLD / self.case.batch_size
+        yield from check_noise(draws, deviation, self.subject.dtype, runs)
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
         frozen = len(self.subject.start) - len(self.subject.trained)
         yield Check.of("frozen parameters stay", changed, "", f"{frozen} frozen")
 
-    def gradient(self, check: str, case: Case, threshold: float) -> Check:
-        """What steps without noise take off, beside the mean of clipped gradients."""
-        seen = self.steps(case, threshold)
+    def gradient(self, check: str, case: Case, threshold: float, sigma: float) -> Check:
+        """What steps without visible noise take off, beside the mean of clipped gradients."""
+        seen = self.steps(case, threshold, sigma)
         far = self.far(seen, threshold)
         allowed = self.allowed(case, threshold)
         near = 1e-3 if case.precision == "fp32" else 0.05
@@ -137,9 +142,9 @@ class Verification:
         worst = next(name for step in far for name in step if step[name] == most)
         return Check.of(check, wrong, worst, f"{most:.2g} (≤ {allowed:.2g})")
 
-    def steps(self, case: Case, threshold: float) -> list[Gradients]:
-        """What steps without noise take off."""
-        return [*self.subject.steps(case, STEPS, noise_multiplier=0.0, max_grad_norm=threshold)]
+    def steps(self, case: Case, threshold: float, sigma: float) -> list[Gradients]:
+        """What steps with little or no noise take off."""
+        return [*self.subject.steps(case, STEPS, noise_multiplier=sigma, max_grad_norm=threshold)]
 
     def far(self, seen: Sequence[Gradients], threshold: float) -> list[dict[str, float]]:
         """How far each step is off; Opacus adds 1e-6 to norms, others nothing: as it fits."""
@@ -156,7 +161,7 @@ class Verification:
         if case.precision == "fp32":
             return max(TOLERANCE, 1.5 * max(each.norms_off for each in self.examples))
         trainer = "dpsgd:clip=per_layer" if self.clips == "per layer" else "dpsgd"
-        opacus = self.steps(replace(case, trainer=trainer), threshold)
+        opacus = self.steps(replace(case, trainer=trainer), threshold, 0.0)
         return min(2 * _most(self.far(opacus, threshold)), 0.5)
 
 

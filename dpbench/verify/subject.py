@@ -127,7 +127,11 @@ def _by_optimizer(trainer: Any, batch: Batch, trained: Mapping[str, nn.Parameter
     before = {name: p.detach().clone() for name, p in trained.items()}
     handed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trained.items()}
 
-    def take(*_: object) -> None:
+    seen = False
+
+    def take(_: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        nonlocal seen
+        seen = len(given) == 1 and "closure" not in named  # which computes gradients later
         for name, p in trained.items():
             if p.grad is not None:
                 handed[name] += p.grad.double()
@@ -137,7 +141,13 @@ def _by_optimizer(trainer: Any, batch: Batch, trained: Mapping[str, nn.Parameter
         trainer.train_step(batch)
     finally:
         hook.remove()
-    return {name: g * (not torch.equal(before[name], trained[name])) for name, g in handed.items()}
+    moved = {name for name, p in trained.items() if not torch.equal(before[name], p)}
+    if moved and not seen:
+        raise ConfigurationError(
+            f"{type(trainer).__name__} does not call plain_optimizer.step(), without closure, "
+            f"where verify sees the gradients of other optimizers than sgd: say --optimizer sgd"
+        )
+    return {name: g * (name in moved) for name, g in handed.items()}
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

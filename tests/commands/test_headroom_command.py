@@ -37,6 +37,16 @@ def test_what_was_measured_stands_beside_it(
     assert " ms" in table
 
 
+def test_a_method_that_cannot_be_counted_is_named_below_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    methods = ["--trainer=dpsgd:grad_sample=ew", "--trainer=standard"]
+    assert main(["headroom", *SMALL, *methods]) == 1
+    table = " ".join(capsys.readouterr().out.split())
+    assert " standard 0." in table
+    assert "dpsgd:grad_sample=ew-bs2-seq8-99x16x1x2-fp32: counting logical bytes failed" in table
+
+
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["headroom", "absent.json", *SMALL]) == 2
     assert "no run file absent.json" in capsys.readouterr().err

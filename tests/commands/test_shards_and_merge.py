@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dpbench.cli import main
+from dpbench.files import locked
 from dpbench.results.run import Run
 
 RUN = ["run", "--instrument=logical", "--seq-len=8", "--model-size=99x16x1x2"]
@@ -48,9 +49,14 @@ def test_local_executor_measures_each_shard_in_a_job(capsys: pytest.CaptureFixtu
     assert "shard 2/2: finished" in captured.err
     assert "2/2       100%" in captured.out
     assert len({row["batch_size"] for row in rows("all.json")}) == 2
-    first, second = sorted(Path("dpbench_shards").glob("*.json"))
+    first, second = sorted(Path("dpbench_shards").glob("shard-*.json"))
     done = first.stat().st_mtime_ns
-    second.unlink()
+    second.write_text("{")  # damaged
+    assert main([*on_cluster, "--resume", "--trainer=lean"]) == 2
+    assert "for this session differs: grid's trainer ['standard', 'd" in capsys.readouterr().err
+    with locked(first.with_name(".lock")):
+        assert main([*on_cluster, "--resume"]) == 2
+    assert "dpbench_shards is in use: name another" in capsys.readouterr().err
     assert main([*on_cluster, "--resume"]) == 0
     assert "shard 2/2: finished" in (said := capsys.readouterr().err)
     assert "shard 1/2" not in said

@@ -170,6 +170,11 @@ def test_cases_are_counted_at_once_and_their_outcomes_are_in_order(server: ForkS
         assert outcome.rows == Logical().count(outcome.case).rows
 
 
+def test_what_takes_too_long_is_ended_while_others_are_counted(server: ForkServer) -> None:
+    [hanging] = measure_at_once([case_of(misbehaving.Hangs)], [Logical(timeout=1)], number=2)
+    assert hanging.error == "CaseTimedOut"
+
+
 def test_closing_ends_those_that_are_still_counted(server: ForkServer) -> None:
     quick, hangs = case_of(misbehaving.Idle), case_of(misbehaving.Hangs)
     outcomes = measure_at_once([quick, hangs], [Logical()], number=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,9 +74,15 @@ def number(case: Case) -> Measurement:
     )
 
 
-def run_of(name: str, cases: list[Case], shard: str | None = None, **environment: Any) -> Run:
+def run_of(
+    name: str,
+    cases: list[Case],
+    shard: str | None = None,
+    grid: Grid = GRID1,
+    **environment: Any,
+) -> Run:
     """A complete run in which each case has one number."""
-    run = begun({"gpu": {"name": "NVIDIA H200"}, **environment}, GRID1, shard=shard)
+    run = begun({"gpu": {"name": "NVIDIA H200"}, **environment}, grid, shard=shard)
     outcomes = [Outcome(case, (number(case),), instruments=("logical",)) for case in cases]
     session = run.session | {"status": COMPLETE, "cases_asked": len(cases)}
     return Run.of(name, outcomes, run.environment, session)
@@ -100,6 +107,41 @@ def test_a_missing_shard_is_named_and_the_run_is_not_complete() -> None:
     run, notes = joined([third, first])
     assert run.status == INTERRUPTED
     assert notes == ["shard 2/3 is missing"]
+
+
+def test_shards_that_were_joined_before_can_be_joined_with_the_rest() -> None:
+    first, second, third = shards(3)
+    run, notes = joined([joined([first, second])[0], third])
+    assert (run.status, notes) == (COMPLETE, [])
+    assert run.cases_asked == len(GRID1.cases())
+
+
+def test_cases_that_a_shard_lacks_are_counted() -> None:
+    _, second = shards()
+    run, notes = joined([run_of("", [second.outcomes[0].case], "2/2")])
+    assert run.status == INTERRUPTED
+    lacking = len(second.outcomes) - 1
+    assert notes == [
+        "shard 1/2 is missing",
+        f"{lacking} of {lacking + 1} cases of shard 2/2 are missing",
+    ]
+
+
+def test_a_shard_by_another_instrument_is_missing_by_the_first() -> None:
+    first, second = shards()
+    timed = [replace(outcome, instruments=("timing",)) for outcome in second.outcomes]
+    other = Run.of("2", timed, second.environment, second.session)
+    run, notes = joined([first, other])
+    assert run.status == INTERRUPTED
+    assert notes == ["shard 2/2 is missing by logical", "shard 1/2 is missing by timing"]
+
+
+def test_shards_of_different_grids_are_refused_by_what_differs() -> None:
+    first, _ = shards()
+    grid = GRID1.with_axes(trainer=["standard", "lean"])
+    other = run_of("2/2", Shard(2, 2).cases(grid.cases()), "2/2", grid)
+    with pytest.raises(ConfigurationError, match=r"grid's trainer \['standard', 'dpsgd', .*'lean'"):
+        joined([first, other])
 
 
 def test_shards_of_different_divisions_are_refused() -> None:

@@ -245,6 +245,45 @@ class NoiseOfProcesses(Looped):
         return torch.randn(parameter.shape, generator=OF_THE_MODULE)
 
 
+class NoiseWithoutThreshold(Looped):
+    """Of deviation σ/B, whatever C is."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.deviation = self.noise_multiplier
+
+
+class NoiseTwiceOfOne(Looped):
+    def noise(self, parameter: Tensor) -> Tensor:
+        again = torch.randn_like(parameter) * (parameter is self.trained["final_norm.bias"])
+        return super().noise(parameter) + again
+
+
+class ClipsWithoutNoise(Looped):
+    """Clips only where nobody adds noise."""
+
+    def clip(self, gradients: Gradients) -> Gradients:
+        return gradients if self.noise_multiplier else super().clip(gradients)
+
+
+class NoiseInstead(Looped):
+    """Noise takes the gradient's place."""
+
+    def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
+        total = super().clipped_sum(part, losses)
+        return {name: g * (self.noise_multiplier == 0) for name, g in total.items()}
+
+
+class OwnOptimizer(Looped):
+    """Moves parameters past the optimizer that it was given."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.trained.values():
+                parameter.add_(1)
+        return mean_of([self.mean_loss(self.model, batch).detach()])
+
+
 class SaysNothing(Looped):
     """Clips per block, which nobody can hold it to."""
 

@@ -137,6 +137,8 @@ CLIPPED = "times the mean of gradients clipped flat"
         ("LeavesOneOut", {}, "head.weight: does not move"),
         ("AccumulatesForEver", {}, "token_embedding.weight: from step 2 on, off by"),
         ("NotFinite", {}, "not finite"),
+        ("ClipsWithoutNoise", {}, "the mean of gradients that are not clipped"),
+        ("NoiseInstead", {}, "token_embedding.weight: off by 1 of its norm"),
     ],
     ids=str,
 )
@@ -176,6 +178,8 @@ def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
     [
         ("NoiseTwice", "noise: deviation", "1.5"),
         ("HalfTheNoise", "noise: deviation", "0.5"),
+        ("NoiseTwiceOfOne", "noise: deviation", "final_norm.bias: 1."),
+        ("NoiseWithoutThreshold", "noise: deviation", "head.weight: 1.4"),
         ("OneParameterWithoutNoise", "noise: deviation", "final_norm.bias: no noise"),
         ("UniformNoise", "noise: distribution", "off the normal one by"),
         ("NoiseOfRows", "noise: elements", "head.weight: its noise repeats along dimension 0"),
@@ -231,6 +235,7 @@ def test_what_cannot_be_judged_is_no_pass() -> None:
             "one parameter of sev",
         ),
         ("dpsgd_ghost", {"precision": "fp16-amp"}, "use bf16-amp"),
+        (f"{FAULTY}:OwnOptimizer", {"optimizer": "adamw"}, "does not call plain_optimizer.step"),
     ],
 )
 def test_what_there_is_nothing_to_verify_of_is_refused_in_the_trainers_words(
