@@ -270,10 +270,7 @@ def spearman(first: list[float], second: list[float]) -> float:
 
 
 PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
-METHODS = (
-    *PRIVATE,
-    *("lean", "ghost_lean", "mixed_ghost", "micro_batch", "book_keeping", "fused"),
-)
+METHODS = (*PRIVATE, "lean", "ghost_lean", "mixed_ghost", "micro_batch", "book_keeping", "fused")
 GRID1 = [("grid1", cell, "fp32") for cell in ("8x256", "8x1024", "16x256", "16x1024")]
 FP32 = [*GRID1, *(("grid2", cell, "fp32") for cell in ("4x512", "4x1024", "8x512"))]
 ALL = [
