@@ -14,7 +14,7 @@ Of (file, words) ``gb``, ``served`` and ``logical`` are DRAM bytes, bytes that L
 counted bytes, in GB of 10⁹ bytes, ``ms`` is time, ``peak`` peak memory in GB, ``busy`` the share of
 the time in which the GPU was busy, in %; the other functions say themselves what they are.
 ``PRIVATE``, ``TRAINERS``, ``METHODS`` are Opacus's three trainers, with ``"standard"``, and with
-dpbench's two; ``FP32``, ``ALL``, ``FOUR``, ``MODELS`` are where trainers were measured, each a file
+dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS`` are where trainers were measured, each a file
 and words.
 """
 
@@ -178,7 +178,8 @@ def flops(trainer: str, cell: str, *words: str) -> float:
 
 def printed(file: str, start: str, n: int) -> float:
     """Number ``n``, from 1, behind the words with which a line of a printed file begins."""
-    name, found = _lines(f"h200-{file}", start)
+    counted_here = (RESULTS / f"{file}.txt").exists()
+    name, found = _lines(file if counted_here else f"h200-{file}", start)
     known = [NUMBER.findall(line[len(start) :]) for line in found]
     numbers = {of_line[n - 1] for of_line in known if len(of_line) >= n}
     if len(numbers) != 1:
@@ -269,6 +270,7 @@ def spearman(first: list[float], second: list[float]) -> float:
 
 
 PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
+METHODS = (*PRIVATE, "lean", "ghost_lean", "mixed_ghost", "micro_batch", "book_keeping", "fused")
 GRID1 = [("grid1", cell, "fp32") for cell in ("8x256", "8x1024", "16x256", "16x1024")]
 FP32 = [*GRID1, *(("grid2", cell, "fp32") for cell in ("4x512", "4x1024", "8x512"))]
 ALL = [
@@ -292,7 +294,7 @@ VOCABULARY: dict[str, Any] = {
     "busy": scaled("gpu_busy_share", 100),
     "TRAINERS": ("standard", *PRIVATE),
     "PRIVATE": PRIVATE,
-    "METHODS": (*PRIVATE, "book_keeping", "fused"),
+    "METHODS": METHODS,
     "FP32": FP32,
     "ALL": ALL,
     "FOUR": [(file, p) for file in ("methods-256", "methods-1024") for p in ("fp32", "bf16")],

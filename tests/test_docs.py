@@ -29,12 +29,14 @@ imports = sessions.imports  # a fixture: what a session imported stays
 parser_of = cache(build_parser)
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", "docs/results/README.md")
+UPSTREAM = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/upstream").glob("*.md"))
+RESULTS = "docs/results/README.md"
+DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", RESULTS, *UPSTREAM)
 COUNTED = "(no hardware)"
 WITHOUT_GPU = ("show", "compare")
 """Commands that only read files, and can be run as they stand if the repository has these."""
 
-COUNTED_HERE = (COUNTED, "aten.clone", "0001_before", "logical_bytes")
+COUNTED_HERE = (COUNTED, "aten.clone", "0001_before", "logical_bytes", "padding_idx")
 """What is in tables that tests of this file print again."""
 
 LAPTOP, GPU_BOX = "**Laptop.**", "**GPU box.**"
@@ -295,7 +297,7 @@ def test_what_the_readme_has_for_a_laptop_works_in_order_and_prints_what_it_show
 
 
 def test_the_time_that_readme_names_is_the_one_recorded() -> None:
-    readme, results = ((ROOT / p).read_text(encoding="utf-8") for p in DOCUMENTS[::3])
+    readme, results = ((ROOT / p).read_text(encoding="utf-8") for p in ("README.md", RESULTS))
     (took,) = re.findall(r"`(\d+ passed in [^`]+)`", readme)
     assert took in results
 
@@ -315,16 +317,38 @@ def test_the_reference_lists_every_public_name() -> None:
 
 
 def test_what_changes_to_opacus_save_is_counted_as_the_findings_say() -> None:
-    """Each changed trainer of the table that there is, from models of one layer and two."""
+    """From models of one layer and two."""
     spellings = {
-        "dpsgd_kept": "lean:changes=kept",
+        "lean": "lean",
+        "lean:changes=kept": "lean:changes=kept",
         "dpsgd_zeroing": "dpsgd_zeroing=bench.opacus_changes:ZeroingDPSGDTrainer",
-        "ghost_none": "ghost_lean:changes=none",
+        "ghost_lean:changes=none": "ghost_lean:changes=none",
     }
     findings = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
-    table = findings.partition("| GB counted | step ms |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| (\w+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|", table, re.M)
-    printed = dict(rows)
+    table = findings.partition("| GB, fp32 | GB, bf16 |")[2].partition("\n\n")[0]
+    printed = dict(re.findall(r"^\| (\S+) \| ([\d.]+) \|", table, re.M))
     for trainer, spelling in spellings.items():
         counted = count_by_layers(Case(spelling, batch_size=8, seq_len=256, model_size="1b"))
         assert f"{counted.logical_bytes / 1e9:.1f}" == printed[trainer]
+
+
+@pytest.mark.parametrize(
+    ("document", "lines"),
+    [
+        ("README.md", 170),
+        ("docs/guide.md", 600),
+        ("docs/findings.md", 400),
+        *((page, 60) for page in UPSTREAM),
+    ],
+)
+def test_a_document_stays_short(document: str, lines: int) -> None:
+    assert len((ROOT / document).read_text(encoding="utf-8").splitlines()) <= lines
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_gradients_that_opacus_gets_wrong_are_as_far_off_as_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = "docs/upstream/gradients.md"
+    exec(block_with(page, "def show"), {"__name__": "gradients"})
+    assert capsys.readouterr().out == f"{block_with(page, 'reflect  ')}\n"
