@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 Kind = Literal["value", "ratio", "spread", "over_logical", "logical", "throughput"]
 """A metric's own value, or what follows from it."""
@@ -28,6 +28,7 @@ Shown = Literal[Kind, "change"]
 SHOWN: tuple[Shown, ...] = ("value", "change")
 
 Aggregate = Literal["mean", "median", "sum", "max"]
+AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
 """How several numbers become one."""
 
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from dpbench.case import ADDED, ALL_PHASES, AXES, Case
 from dpbench.errors import ConfigurationError
+from dpbench.metric import AGGREGATES, Kind, Shown
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import LISTS
+from dpbench.results.outcome import LISTS, STATUSES
 from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP
 
 if TYPE_CHECKING:
@@ -29,6 +30,72 @@ def naming(path: Path) -> Iterator[None]:
         raise ConfigurationError(f"run file {path} cannot be read: {why}") from error
 
 
+_NUMBER = int | float
+
+_ENVIRONMENT: dict[str, Any] = {"versions": {}, "gpu": dict | None, "code": dict | None}
+
+_SHAPE: dict[str, Any] = {
+    "environment": _ENVIRONMENT,
+    "session": {
+        "grid": {"baseline": str},
+        "settings": dict,
+        "parts": [{"environment": _ENVIRONMENT, "settings": dict}],
+        "cases_asked": range(2**31),
+        "seconds": _NUMBER,
+        "status": STATUSES,
+        "regressed": bool,
+    },
+    "cases": [
+        {
+            "seconds": _NUMBER,
+            "error": str | None,
+            "message": str,
+            "log": str | None,
+            "instruments": [str],
+            "notes": [str],
+            "extra_info": {},
+            "tests": [{"test": str, "params": {}}],
+            "labels": {},
+        }
+    ],
+    "devices": [str],
+    "metrics": [
+        {
+            **dict.fromkeys(("name", "header", "nvprof", "logical", "source"), str),
+            **dict.fromkeys(("replaced_by", "of", "table"), str),
+            **dict.fromkeys(("giga", "higher_is_better", "signed", "throughput", "spread"), bool),
+            "by": [str],
+            "how": {"names": [str], "parts": [str], "scale": _NUMBER, "chips": [list], "less": str},
+            "repeats": AGGREGATES,
+            "ranks": AGGREGATES,
+            "shown": [get_args(Shown)],
+            "expected": [_NUMBER],
+            "kind": get_args(Kind),
+        }
+    ],
+    **{part: [{}] for part in LISTS},
+}
+"""What each part of a document is, if it is there: of a type, one of some values, a list of such,
+or an object of which these fields are known."""
+
+
+def _check(value: Any, shape: Any, place: str = "") -> None:
+    """Refuse a value that does not fit its part of `_SHAPE`; ``place`` is where it stands."""
+    kind = type(shape) if isinstance(shape, list | dict) else shape
+    if isinstance(kind, range | tuple):
+        fits = type(value) is type(kind[0]) and value in kind
+    else:
+        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not fits:
+        raise TypeError(f"{place} cannot be {value!r:.40}")
+    if isinstance(shape, list):
+        for number, entry in enumerate(value):
+            _check(entry, shape[0], f"{place}[{number}]")
+    elif isinstance(shape, dict):
+        for name in shape.keys() & value.keys():
+            _check(value[name], shape[name], f"{place}.{name}".lstrip("."))
+
+
 def parsed(data: bytes) -> dict[str, Any]:
     """The document in a file, checked, with later axes and columns added to an older one."""
     document = json.loads(data)
@@ -37,6 +104,9 @@ def parsed(data: bytes) -> dict[str, Any]:
         raise ValueError("no document of dpbench")
     if schema > SCHEMA:
         raise ValueError(f"schema {schema}, this dpbench reads up to {SCHEMA}; upgrade dpbench")
+    _check(document, _SHAPE)
+    for instrument, options in document.get("session", {}).get("settings", {}).items():
+        _check(options, dict, f"session.settings.{instrument}")
     for part in ("cases", *LISTS):
         added = ADDED | LATER if part == "rows" else ADDED
         for entry in document.get(part, ()):

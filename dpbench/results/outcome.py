@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
+STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended; until then its document says ``interrupted``."""
+
 
 LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
     "rows": Measurement,

@@ -129,11 +129,18 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data["rows"][1].update(repeat="a"),
         lambda data: data["rows"][1].update(repeat=-1),
         lambda data: data["rows"][1].update(metric=5),
+        lambda data: data.update(environment=[]),
         lambda data: data["rows"][1].update(batch_size=-8),
         lambda data: data["rows"][1].update(device=None),
         lambda data: data["rows"].append(3),
         lambda data: data["cases"][0].pop("seq_len"),
         lambda data: data["cases"][0].update(precision="fp3"),
+        lambda data: data["session"].update(status="half"),
+        lambda data: data["session"].update(grid=None),
+        lambda data: data["session"].update(cases_asked="two"),
+        lambda data: data["session"].update(settings={"ncu": 5}),
+        lambda data: data["environment"].update(versions=[]),
+        lambda data: data["environment"].update(gpu="H200"),
         lambda data: data["cases"][0].update(trainer=["dpsgd"]),
         lambda data: data["cases"][0].update(model_size=5),
         lambda data: data["operators"][0].pop("flops"),
@@ -141,12 +148,15 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data["rows"][1].update(unit="GB"),
         lambda data: data["rows"][1].update(phase="clap"),
         lambda data: data["rows"].append({**data["rows"][1], "value": 3.0}),
+        lambda data: data["metrics"][0].update(shown=["never"]),
+        lambda data: data["metrics"][0].update(by="ncu"),
         lambda data: data["metrics"][0].update(colour="red"),
         lambda data: data["metrics"][0].pop("how"),
         lambda data: data["metrics"][0].update(how={"kind": "Guess"}),
+        lambda data: data["metrics"][0].update(how={"kind": "Counters", "chips": 5}),
     ],
 )
-def test_damage_to_rows_cases_and_metrics_is_found_when_a_file_is_loaded(
+def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(
     saved: Path, damage: Callable[[Any], object]
 ) -> None:
     data = json.loads(saved.read_text())
@@ -154,6 +164,56 @@ def test_damage_to_rows_cases_and_metrics_is_found_when_a_file_is_loaded(
     saved.write_text(json.dumps(data))
     with pytest.raises(ConfigurationError, match=r"0001_before\.json cannot be read"):
         Run.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("cases.0.seconds", "long", r"cases\[0\]\.seconds cannot be 'long'"),
+        ("cases.0.error", 5, r"cases\[0\]\.error cannot be 5"),
+        ("cases.0.message", None, r"cases\[0\]\.message cannot be None"),
+        ("cases.0.instruments", 5, r"cases\[0\]\.instruments cannot be 5"),
+        ("cases.0.instruments", "ncu", r"cases\[0\]\.instruments cannot be 'ncu'"),
+        ("cases.0.instruments", [["ncu"]], r"cases\[0\]\.instruments\[0\] cannot be \['ncu'\]"),
+        ("cases.1.notes", {}, r"cases\[1\]\.notes cannot be {}"),
+        ("cases.1.tests", [5], r"cases\[1\]\.tests\[0\] cannot be 5"),
+        ("cases.1.tests", [{"test": []}], r"cases\[1\]\.tests\[0\]\.test cannot be \[\]"),
+        ("cases.1.extra_info", [], r"cases\[1\]\.extra_info cannot be \[\]"),
+        ("cases.1", None, r"cases\[1\] cannot be None"),
+        ("cases.1", "dpsgd", r"cases\[1\] cannot be 'dpsgd'"),
+        ("rows.1", 3, r"rows\[1\] cannot be 3"),
+        ("rows", {}, "rows cannot be {}"),
+        ("devices", "H200", "devices cannot be 'H200'"),
+        ("session.cases_asked", 10**30, "session.cases_asked cannot be 10000"),
+        ("session.cases_asked", -1, "session.cases_asked cannot be -1"),
+        ("session.cases_asked", True, "session.cases_asked cannot be True"),
+        ("session.status", [], r"session\.status cannot be \[\]"),
+        ("session.regressed", "no", "session.regressed cannot be 'no'"),
+        ("session.seconds", "2", "session.seconds cannot be '2'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named_with_its_place(
+    saved: Path, place: str, value: object, words: str
+) -> None:
+    data = json.loads(saved.read_text())
+    *around, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
+    part = data
+    for name in around:
+        part = part[name]
+    part[last] = value
+    saved.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match=rf"0001_before\.json cannot be read: {words}"):
+        Run.load(saved)
+
+
+def test_damage_in_what_a_list_says_is_found_by_reading_the_head(
+    saved: Path,
+) -> None:
+    data = json.loads(saved.read_text())
+    data["session"]["cases_asked"] = None
+    write_document(saved, data)
+    with pytest.raises(ConfigurationError, match=r"session\.cases_asked cannot be None"):
+        Run.load_head(saved)
 
 
 def test_refusal_says_which_row_is_wrong(saved: Path) -> None:
