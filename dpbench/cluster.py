@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from dpbench import gpu
 from dpbench.errors import ConfigurationError
 from dpbench.files import Locked, check_writable, locked
 from dpbench.results.conditions import begun, environment, premise_differences
@@ -21,6 +22,9 @@ from dpbench.settings import Settings, declare
 
 REFUSED = ("shard", "autosave", "compare", "compare_fail")
 """Options of ``dpbench run`` that belong to one session."""
+
+MINUTES = 24 * 60
+"""How long a job may take, unless it is said: submitit's default is 5."""
 
 ASKED = "asked.json"
 """In the directory of shards, what they are of."""
@@ -59,6 +63,11 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name):
             raise ConfigurationError(f"--cluster does not take --{name.replace('_', '-')}")
     settings = Settings.read(options)
+    if not settings.instrument:  # this machine's default need not be the others'
+        raise ConfigurationError(
+            "--cluster measures on other machines: name what measures there, such as --instrument "
+            "cupti, or --instrument logical without a GPU"
+        )
     grid = settings.chosen_grid()
     there = len(cells(grid.cases()))
     if not 1 <= options.shards <= there:
@@ -70,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
         declare(own.add_argument, name)
     words = own.parse_known_args(options.words)[1]
     given, directory = parameters(options.cluster_set), options.cluster_dir
+    if options.cluster == "local":  # submitit would hide the GPUs from its processes
+        given = {"gpus_per_node": len(gpu.visible_gpus()), **given}
     check_writable(directory)
     with _alone(directory):
         described = begun(environment(project=settings.directory.absolute()), grid)
@@ -156,7 +167,7 @@ def run_shards(
     wanted = [s for s, path in files.items() if not (resume and _complete(path))]
     try:
         executor = submitit.AutoExecutor(folder=directory / "jobs", cluster=cluster)
-        executor.update_parameters(**{"name": "dpbench", **given})
+        executor.update_parameters(**{"name": "dpbench", "timeout_min": MINUTES, **given})
         for shard in wanted:
             files[shard].unlink(missing_ok=True)
         empty = document((), asked.environment, asked.session, derive=False)

@@ -82,3 +82,8 @@ def test_bad_input_is_one_line(
         pytest.importorskip("submitit")
     assert main([*GRID, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_cluster_is_told_what_measures_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--cluster=local", "--batch-size=2", "--batch-size=4"]) == 2
+    assert "name what measures there" in capsys.readouterr().err
