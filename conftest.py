@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import compileall
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -91,8 +93,11 @@ def pytest_configure(config: pytest.Config) -> None:
     More threads spend ten times as long waiting for each other. And look for garbage less often:
     each time Python looks at all objects of torch and pandas, a tenth of the suite's time. Left
     alone with ``--ncu`` and ``--cupti``, where a measured process shall be as its user would
-    start it.
+    start it. And compile dpbench once: the tests' processes are told not to keep bytecode, and
+    would each compile it anew.
     """
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(__file__).with_name("dpbench"), quiet=2)
     if not (config.option.ncu or config.option.cupti):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
         gc.set_threshold(100_000, 20, 50)

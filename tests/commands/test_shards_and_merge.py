@@ -42,18 +42,20 @@ def test_merged_shards_have_the_rows_of_the_whole(capsys: pytest.CaptureFixture[
 
 def test_local_executor_measures_each_shard_in_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("submitit")
-    on_cluster = [*GRID, "--cluster=local", "--shards=2", "--json", "all.json"]
+    sizes = [*GRID, "--batch-size=6"]
+    first = Path("dpbench_shards/shard-1-of-3.json")
+    first.parent.mkdir()
+    assert main([*sizes, "--shard=1/3", f"--json={first}"]) == 0
+    done = first.stat().st_mtime_ns
+    capsys.readouterr()
+    on_cluster = [*sizes, "--cluster=local", "--shards=3", "--resume", "--json", "all.json"]
     assert main(on_cluster) == 0
     captured = capsys.readouterr()
-    assert "shard 2/2: finished" in captured.err
-    assert "2/2       100%" in captured.out
-    assert len({row["batch_size"] for row in rows("all.json")}) == 2
-    first, second = sorted(Path("dpbench_shards").glob("*.json"))
-    done = first.stat().st_mtime_ns
-    second.unlink()
-    assert main([*on_cluster, "--resume"]) == 0
-    assert "shard 2/2: finished" in (said := capsys.readouterr().err)
-    assert "shard 1/2" not in said
+    assert "shard 2/3: finished" in captured.err
+    assert "shard 3/3: finished" in captured.err
+    assert "shard 1/3" not in captured.err
+    assert "3/3       100%" in captured.out
+    assert len({row["batch_size"] for row in rows("all.json")}) == 3
     assert first.stat().st_mtime_ns == done
 
 
