@@ -17,7 +17,8 @@ from dpbench.metrics import METRICS
 from dpbench.registry import NAMED, is_builtin
 
 if TYPE_CHECKING:
-    from dpbench.instruments.logical.instrument import Logical, LogicalResult
+    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.results.outcome import Outcome
 
 pytest_plugins = ["pytester"]
 
@@ -64,7 +65,7 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Logical, "start", lambda *counted: Counting(*counted))
 
 
-COUNTS: dict[Case, LogicalResult] = {}
+COUNTS: dict[Case, Outcome] = {}
 """Of cases that came with dpbench, which always count the same."""
 
 
@@ -77,7 +78,7 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     count = Logical.count
 
-    def count_once(self: Logical, case: Case) -> LogicalResult:
+    def count_once(self: Logical, case: Case) -> Outcome:
         if not is_builtin(case):
             return count(self, case)
         if case not in COUNTS:
