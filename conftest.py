@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import compileall
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +17,8 @@ from dpbench.metrics import METRICS
 from dpbench.registry import NAMED, is_builtin
 
 if TYPE_CHECKING:
-    from dpbench.instruments.logical.instrument import Logical, LogicalResult
+    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.results.outcome import Outcome
 
 pytest_plugins = ["pytester"]
 
@@ -62,7 +65,7 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Logical, "start", lambda *counted: Counting(*counted))
 
 
-COUNTS: dict[Case, LogicalResult] = {}
+COUNTS: dict[Case, Outcome] = {}
 """Of cases that came with dpbench, which always count the same."""
 
 
@@ -75,7 +78,7 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     count = Logical.count
 
-    def count_once(self: Logical, case: Case) -> LogicalResult:
+    def count_once(self: Logical, case: Case) -> Outcome:
         if not is_builtin(case):
             return count(self, case)
         if case not in COUNTS:
@@ -91,8 +94,11 @@ def pytest_configure(config: pytest.Config) -> None:
     More threads spend ten times as long waiting for each other. And look for garbage less often:
     each time Python looks at all objects of torch and pandas, a tenth of the suite's time. Left
     alone with ``--ncu`` and ``--cupti``, where a measured process shall be as its user would
-    start it.
+    start it. And compile dpbench once: the tests' processes are told not to keep bytecode, and
+    would each compile it anew.
     """
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(__file__).with_name("dpbench"), quiet=2)
     if not (config.option.ncu or config.option.cupti):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
         gc.set_threshold(100_000, 20, 50)

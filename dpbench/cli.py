@@ -123,10 +123,10 @@ def _ending_signals_as_ctrl_c() -> Iterator[None]:
 
 
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of a command. Only its module is imported; of others the docstrings are read.
+    """The parser of a command; without one, of all, whose docstrings are read, not imported.
 
     Args:
-        command: its name; empty for none.
+        command: its name.
         words: the command line; the instruments from outside that it names add their options.
     """
     parser = argparse.ArgumentParser(
@@ -135,7 +135,7 @@ def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.Argum
         epilog="`pytest -m gpu --ncu` is the same measurement with assertions.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
-    for name in COMMANDS:
+    for name in [command] if command in COMMANDS else COMMANDS:
         text = _help_of(name)
         described = commands.add_parser(
             name,

@@ -21,6 +21,9 @@ DATA = Path(__file__).parent / "data" / "tiny-fp32"
 TINY = ["--model-size", "tiny", "--batch-size", "4", "--seq-len", "16"]
 ON_CPU = ["run", "--instrument", "timing", "--device", "cpu", "--warmup", "0", "--active", "2"]
 
+PATIENCE = 300
+"""Seconds after which what should have happened will not; on a busy machine all takes long."""
+
 OUTSIDE = """
 import time
 from dpbench import StandardTrainer, SimpleBigModel, phase
@@ -103,7 +106,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def dpbench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dpbench", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dpbench", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
     )
 
 
@@ -358,11 +365,13 @@ def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(
     with Path("err").open("w") as stream:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream)
     log = Path("ncu_reports/tiny-fp32/report_Hanging_bs4_seq64.log")
+    deadline = time.monotonic() + PATIENCE
     while not (log.exists() and "dpbench: measuring" in log.read_text()):
         assert process.poll() is None, Path("err").read_text()
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(ending)
-    assert process.wait() == 130
+    assert process.wait(PATIENCE) == 130
     assert cases_of(Path("run.json")) == {"standard": None}
     assert "dpbench run: interrupted" in Path("err").read_text()
     others = {*Path("/proc").glob("[0-9]*")} - {Path("/proc", str(os.getpid()))}
@@ -404,6 +413,7 @@ def test_the_installed_command_finds_a_trainer_in_the_current_directory_but_no_l
         capture_output=True,
         text=True,
         check=False,
+        timeout=PATIENCE,
     )
     assert smoke.stdout == "[TEST OK] Drifting passed local test.\n", smoke.stderr
 

@@ -58,6 +58,7 @@ def test_hangs(ncu, trainer):
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where a killed session leaves its files
     (tmp_path / "conftest.py").write_text(GPU)
     (tmp_path / "test_suite.py").write_text(SUITE)
     os.mkfifo(tmp_path / "alive")

@@ -36,6 +36,10 @@ IMPORTED = (
 
 REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
 
+LOOK_SECONDS = 1.0
+"""How often the server looks up from waiting: a signal that comes just before it waits does not
+wake it, and whoever waits for that fork's exit code would wait for ever."""
+
 
 def prepare() -> None:
     """Import what every case needs; fails if that opened a GPU or left threads running."""
@@ -89,7 +93,7 @@ def serve(requests: socket.socket) -> socket.socket | None:
                     channel.send(b"%d" % os.waitstatus_to_exitcode(ended[1]))
 
     signal.signal(signal.SIGCHLD, report_exits)
-    while (received := socket.recv_fds(requests, 1, 2))[0]:
+    while (received := next_request(requests))[0]:
         channel, output = socket.socket(fileno=received[1][0]), received[1][1]
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until it is in `running`
         with suppress(OSError):  # no memory, or too many processes: the socket is closed
@@ -109,6 +113,14 @@ def serve(requests: socket.socket) -> socket.socket | None:
             channel.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     return None
+
+
+def next_request(requests: socket.socket) -> tuple[bytes, list[int], int, Any]:
+    """Wait for a request, and meanwhile let the handlers of signals run."""
+    requests.settimeout(LOOK_SECONDS)
+    while True:
+        with suppress(TimeoutError):
+            return socket.recv_fds(requests, 1, 2)
 
 
 def become(request: dict[str, Any]) -> None:

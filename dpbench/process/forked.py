@@ -73,6 +73,7 @@ class ForkServer:
         self._environment = dict(environment)
         self._owner = os.getpid()
         self._requests, requests = socket.socketpair()
+        self._requests.settimeout(PATIENCE_SECONDS)
         with requests:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "dpbench.process.fork_server"],

@@ -152,10 +152,10 @@ def replay_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WITHOUT = [
-    *("-p", "no:cacheprovider", "-p", "no:hypothesispytest"),
+    *("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:anyio"),
     *("-p", "no:randomly", "-p", "no:syrupy", "-p", "no:unraisableexception"),
 ]
-"""Pytest plugins that a project does not need: loading Hypothesis takes half a second, of two that
+"""Pytest plugins that a project does not need: loading Hypothesis or anyio takes long, of two that
 may be installed one changes the order of tests and one the exit code, and the last looks at all
 objects of this process at the end of a session."""
 

@@ -155,7 +155,9 @@ def test_the_server_ends_with_its_session(how: str) -> None:
         "import os, sys; from dpbench.process.forked import fork_server;"
         f"print(fork_server().process.pid, flush=True); {how}"
     )
-    session = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    session = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, timeout=PATIENCE
+    )
     assert is_gone(int(session.stdout))
 
 
