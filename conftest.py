@@ -17,7 +17,7 @@ from dpbench.metrics import METRICS
 from dpbench.registry import NAMED, is_builtin
 
 if TYPE_CHECKING:
-    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.instruments.logical.logical import Logical
     from dpbench.results.outcome import Outcome
 
 pytest_plugins = ["pytester"]
@@ -60,7 +60,7 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     In one of their own the count is the same and takes seconds: see `test_apart.py`.
     """
-    from dpbench.instruments.logical.instrument import Counting, Logical
+    from dpbench.instruments.logical.logical import Counting, Logical
 
     monkeypatch.setattr(Logical, "start", lambda *counted: Counting(*counted))
 
@@ -74,7 +74,7 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count a case that came with dpbench once for all tests that are about what follows."""
     import torch  # noqa: F401  # where it is imported, such a case is counted in this process
 
-    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.instruments.logical.logical import Logical
 
     count = Logical.count
 

@@ -27,8 +27,8 @@ import pandas as pd
 
 from dpbench import Case
 from dpbench.case import AXES, PHASES
-from dpbench.instruments.child import Child, log_lines, step_command
-from dpbench.instruments.cupti.instrument import Cupti
+from dpbench.instruments.case_process import Child, log_lines, step_command
+from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.process.messages import Steps, is_record
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP, Measurement

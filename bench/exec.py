@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpbench.instruments.timing import TimingRecorder
-from dpbench.process.script import StepFinder
+from dpbench.process.step_finder import StepFinder
 from dpbench.process.watched import watch
 
 BOUND = 1.02

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.metrics import derived_name
 from dpbench.registry import MODELS, TRAINERS, WORKLOADS
 from dpbench.results.frame import complete, to_frame

@@ -30,7 +30,7 @@ Opacus 1.6.0, fp32 without TF32, one step of the 1b model at batch 8 × sequence
 
 def count(case: Case) -> dict[str, float]:
     """GB by ``phase metric``, and seconds, for one case counted in this process."""
-    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.instruments.logical.logical import Logical
 
     start = time.perf_counter()
     rows = Logical().measure(case)

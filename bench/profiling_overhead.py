@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from dpbench import TRAINERS, Case
-from dpbench.instruments.child import Child, step_command
-from dpbench.instruments.ncu.instrument import Ncu
+from dpbench.instruments.case_process import Child, step_command
+from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.instruments.ncu.program import find_ncu
 
 

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.instruments.base import Instrument, Running
+from dpbench.instruments.interface import Instrument, Running
 from dpbench.results.rows import Measurement
 from dpbench.session import Session
 from dpbench.settings import Settings

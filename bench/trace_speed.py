@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpbench import TRAINERS, Case
-from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.instruments.torch_profiler.trace import read
 
 

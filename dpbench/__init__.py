@@ -33,7 +33,7 @@ _HOMES = {
     "dpbench.workloads.base": ("Workload",),
     "dpbench.workloads.transformer": ("SimpleBigModel", "get_random_dataloader"),
     "dpbench.training.phases": ("in_phase", "phase"),
-    "dpbench.instruments.base": ("Instrument", "InstrumentError", "Running"),
+    "dpbench.instruments.interface": ("Instrument", "InstrumentError", "Running"),
     "dpbench.instruments.cupti.steps": ("count_ranges",),
     "dpbench.instruments.recorded": ("Recorded",),
     "dpbench.instruments.recorder": ("Recorder",),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import CaseRefused, Running
+from dpbench.instruments.interface import CaseRefused, Running
 from dpbench.results.kernels import guesses
 from dpbench.results.rows import STEP
 
@@ -51,7 +51,7 @@ def needed(case: Case) -> Needed:
         CaseRefused: its trainer does not take it.
         DpbenchError: it cannot be counted.
     """
-    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.instruments.logical.logical import Logical
 
     counting = Logical().start(case)
     try:

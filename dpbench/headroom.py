@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.case import PHASES, Case
-from dpbench.instruments.logical.instrument import Logical, untouched_torch
+from dpbench.instruments.logical.logical import Logical, untouched_torch
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP
 

@@ -274,12 +274,12 @@ INSTRUMENTS = Registry(
     "instrument",
     {
         "timing": "dpbench.instruments.timing:Timing",
-        "ncu": "dpbench.instruments.ncu.instrument:Ncu",
-        "cupti": "dpbench.instruments.cupti.instrument:Cupti",
-        "ncu_kernels": "dpbench.instruments.ncu.instrument:NcuKernels",
-        "logical": "dpbench.instruments.logical.instrument:Logical",
-        "torch_profiler": "dpbench.instruments.torch_profiler.instrument:TorchProfiler",
-        "nsys": "dpbench.instruments.nsys.instrument:Nsys",
+        "ncu": "dpbench.instruments.ncu.ncu:Ncu",
+        "cupti": "dpbench.instruments.cupti.cupti:Cupti",
+        "ncu_kernels": "dpbench.instruments.ncu.ncu:NcuKernels",
+        "logical": "dpbench.instruments.logical.logical:Logical",
+        "torch_profiler": "dpbench.instruments.torch_profiler.profiler:TorchProfiler",
+        "nsys": "dpbench.instruments.nsys.nsys:Nsys",
     },
 )
 """Instruments by name, in the order in which they measure. Others are named by import target, or

@@ -16,9 +16,9 @@ from dpbench.errors import DpbenchError
 from dpbench.files import Locked, locked
 from dpbench.fit import needed_by
 from dpbench.gpu import Gpu
-from dpbench.instruments.base import CaseRefused, Instrument, InstrumentError, Running
-from dpbench.instruments.child import Child, log_tail
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.case_process import Child, log_tail
+from dpbench.instruments.interface import CaseRefused, Instrument, InstrumentError, Running
+from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.processes import POLL_SECONDS
 from dpbench.registry import resolve
 from dpbench.results.outcome import Outcome

@@ -25,7 +25,7 @@ from dpbench.show.view import View
 if TYPE_CHECKING:
     from dpbench.gpu import Gpu
     from dpbench.grid import Grid
-    from dpbench.instruments.base import Instrument
+    from dpbench.instruments.interface import Instrument
     from dpbench.results.compare import Threshold
     from dpbench.results.gate import Verdict
     from dpbench.settings import Settings

@@ -18,7 +18,7 @@ from dpbench.case import ADDED
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.commands.step import write_profile
-from dpbench.instruments.torch_profiler import files as profile_files
+from dpbench.instruments.torch_profiler import profile_folder as profile_files
 from dpbench.options import own_values
 from dpbench.process.messages import Schedule, print_record
 

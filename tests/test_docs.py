@@ -252,7 +252,9 @@ def laptop(
     pytester: pytest.Pytester, imports: sessions.Imports, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
     """Paste a block into a checkout's directory; its commands run in this process."""
-    monkeypatch.setattr("dpbench.instruments.script.subprocess", SimpleNamespace(Popen=ProcessHere))
+    monkeypatch.setattr(
+        "dpbench.instruments.script_process.subprocess", SimpleNamespace(Popen=ProcessHere)
+    )
     (pytester.path / "docs").symlink_to(ROOT / "docs")
 
     def paste(text: str) -> None:

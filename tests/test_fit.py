@@ -12,8 +12,8 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.fit import MOST, Needed, largest_batch, needed, parse_memory
 from dpbench.gpu import Gpu
-from dpbench.instruments.base import CaseFailed
-from dpbench.instruments.logical.instrument import Counting, Logical
+from dpbench.instruments.interface import CaseFailed
+from dpbench.instruments.logical.logical import Counting, Logical
 from dpbench.results.outcome import NOT_TRIED
 from dpbench.results.rows import Measurement
 from dpbench.runner import DoesNotFit, check_fits

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.torch_profiler.files import COPIES
+from dpbench.instruments.torch_profiler.profile_folder import COPIES
 from dpbench.metrics import METRICS, Counters, Metric, Metrics, Share, derived_name, expectations
 from dpbench.results.kernels import KernelCount
 

@@ -14,7 +14,7 @@ import pytest
 from dpbench import Case
 from dpbench.files import locked
 from dpbench.gpu import Gpu
-from dpbench.instruments.base import CaseFailed, Instrument, Running
+from dpbench.instruments.interface import CaseFailed, Instrument, Running
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 from dpbench.runner import measure

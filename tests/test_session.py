@@ -14,7 +14,7 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import CaseFailed, Instrument, Running
+from dpbench.instruments.interface import CaseFailed, Instrument, Running
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage

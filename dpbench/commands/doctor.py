@@ -24,8 +24,8 @@ from dpbench.doctor import checks
 from dpbench.doctor.calibration import table
 from dpbench.doctor.finding import FAILED, Finding
 from dpbench.instruments import declare_built_in
+from dpbench.instruments.cupti.chosen_metrics import describe
 from dpbench.instruments.cupti.library import load_library
-from dpbench.instruments.cupti.metrics import describe
 from dpbench.options import own_values
 from dpbench.settings import Settings, declare
 

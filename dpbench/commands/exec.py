@@ -39,9 +39,9 @@ from dpbench.commands.step import write_profile
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
 from dpbench.instruments import choose, declare_built_in
-from dpbench.instruments.script import ScriptInterrupted, ScriptRun
-from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY
-from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.instruments.script_process import ScriptInterrupted, ScriptRun
+from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY
+from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.options import own_values
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome

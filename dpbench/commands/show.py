@@ -51,8 +51,8 @@ from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_distinct_files, check_is_file, write_text
 from dpbench.instruments.ncu import report as ncu
-from dpbench.instruments.nsys.instrument import timeline_of
-from dpbench.instruments.torch_profiler.files import with_operators
+from dpbench.instruments.nsys.nsys import timeline_of
+from dpbench.instruments.torch_profiler.profile_folder import with_operators
 from dpbench.metrics import METRICS
 from dpbench.registry import OUTPUTS
 from dpbench.results.frame import to_frame

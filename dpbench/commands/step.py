@@ -26,11 +26,11 @@ from dpbench.case import Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
 from dpbench.instruments import built_in, choose, declare_built_in
-from dpbench.instruments.base import CaseOutOfMemory, CaseRefused, Instrument
-from dpbench.instruments.child import name_of
+from dpbench.instruments.case_process import name_of
+from dpbench.instruments.interface import CaseOutOfMemory, CaseRefused, Instrument
 from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler.files import REPORT, write_summary
-from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.instruments.torch_profiler.profile_folder import REPORT, write_summary
+from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.options import own_values
 from dpbench.process.messages import Steps, print_record
 from dpbench.settings import Settings, declare

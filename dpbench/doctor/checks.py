@@ -27,10 +27,10 @@ from dpbench.doctor.calibration import (
 from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.files import check_writable
 from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
-from dpbench.instruments.counters.metrics import ALWAYS, on_chip
+from dpbench.instruments.counters.chosen_counters import ALWAYS, on_chip
 from dpbench.instruments.counters.options import CounterOptions
-from dpbench.instruments.cupti.instrument import Cupti
-from dpbench.instruments.ncu.instrument import Ncu
+from dpbench.instruments.cupti.cupti import Cupti
+from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
 from dpbench.instruments.processes import version_of
 from dpbench.metrics import METRICS
@@ -60,7 +60,7 @@ def packages(settings: Settings) -> Iterator[Finding]:
 
 def logical_counting(settings: Settings) -> Iterator[Finding]:
     """Logical bytes can be counted: what works without a GPU too."""
-    from dpbench.instruments.logical.instrument import Logical
+    from dpbench.instruments.logical.logical import Logical
 
     rows = {(row.phase, row.metric): row.value for row in Logical().count(SMALL_CASE).rows}
     moved = rows[STEP, "logical_read_bytes"] + rows[STEP, "logical_write_bytes"]

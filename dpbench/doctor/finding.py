@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpbench.errors import DpbenchError
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.interface import InstrumentError
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 

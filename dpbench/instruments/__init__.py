@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.base import Instrument
+from dpbench.instruments.interface import Instrument
 from dpbench.options import declare_own
 from dpbench.process.messages import Steps
 from dpbench.registry import INSTRUMENTS

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from dpbench.case import Case, Script
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments import choose
-from dpbench.instruments.base import CaseFailed, Delegating, Instrument, Running
+from dpbench.instruments.interface import CaseFailed, Delegating, Instrument, Running
 from dpbench.instruments.recorder import Recorder, on_cuda
 from dpbench.process.messages import Steps
-from dpbench.process.script import StepFinder
+from dpbench.process.step_finder import StepFinder
 from dpbench.process.watched import watch
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport

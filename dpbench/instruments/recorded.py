@@ -10,8 +10,8 @@ from typing import Any, Self
 from dpbench.case import Case
 from dpbench.files import check_writable
 from dpbench.gpu import require_gpu
-from dpbench.instruments.base import Instrument
-from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.case_process import Child, step_command
+from dpbench.instruments.interface import Instrument
 from dpbench.instruments.recorder import Recorder
 from dpbench.options import own_arguments
 from dpbench.process.messages import Steps

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.process.script import StepRecorder
+from dpbench.process.step_finder import StepRecorder
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments.child import Child
+from dpbench.instruments.case_process import Child
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder, device_and_torch, on_cuda
 from dpbench.metrics import unit

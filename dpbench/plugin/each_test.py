@@ -19,7 +19,7 @@ from dpbench.session import Session
 
 if TYPE_CHECKING:
     from dpbench.findings import Asked
-    from dpbench.instruments.base import Instrument
+    from dpbench.instruments.interface import Instrument
     from dpbench.results.compare import Threshold
     from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
@@ -111,7 +111,7 @@ class EachTest:
         return self._report(case, fields, self.session.instruments)
 
     def _count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
-        from dpbench.instruments.logical.instrument import Logical
+        from dpbench.instruments.logical.logical import Logical
 
         return self._report(case, fields, [Logical.from_settings(self.session.settings)])
 
@@ -165,7 +165,7 @@ class EachTest:
 
     def _try_out(self, case: Case, step: Step | None) -> None:
         """Take one step; that of a case on tensors without data, which works on any machine."""
-        from dpbench.instruments.logical.instrument import Logical
+        from dpbench.instruments.logical.logical import Logical
         from dpbench.runner import measure
 
         if step:

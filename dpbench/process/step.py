@@ -27,7 +27,7 @@ from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, OutOfMemory
 from dpbench.process.build import build, labels_of, pick_device
 from dpbench.process.messages import MEASURING, WAITING, Steps
-from dpbench.process.script import StepRecorder
+from dpbench.process.step_finder import StepRecorder
 from dpbench.registry import import_named
 from dpbench.training.base import TrainerBase
 from dpbench.training.phases import observed_step

@@ -18,7 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from dpbench.case import OUTSIDE
-from dpbench.process.script import StepFinder
+from dpbench.process.step_finder import StepFinder
 
 FUNCTIONS: dict[str, dict[str, str]] = {
     "torch": {

@@ -20,8 +20,8 @@ from dpbench.case import ALL_PHASES, Case, Script
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
-from dpbench.instruments.ncu.instrument import Ncu
-from dpbench.instruments.script import ScriptRun, run, unpacked
+from dpbench.instruments.ncu.ncu import Ncu
+from dpbench.instruments.script_process import ScriptRun, run, unpacked
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.rows import Measurement
 from dpbench.results.storage import Storage
@@ -81,7 +81,7 @@ class ProcessHere:
 @pytest.fixture
 def processes_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(Popen=ProcessHere)
-    monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
+    monkeypatch.setattr("dpbench.instruments.script_process.subprocess", here)
 
 
 @pytest.mark.usefixtures("processes_here")
@@ -203,7 +203,9 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
 
 def test_thread_that_waits_for_the_rest_of_a_script_does_not_keep_it_from_ending() -> None:
     waits = "import threading; threading.Thread(target=threading.Event().wait).start()"
-    leave = "from dpbench.instruments.script import leave_threads; print(1); leave_threads(0.1)"
+    leave = (
+        "from dpbench.instruments.script_process import leave_threads; print(1); leave_threads(0.1)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", f"{waits}; {leave}"], capture_output=True, text=True
     )
@@ -252,7 +254,9 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
     status: int,
     words: str,
 ) -> None:
-    monkeypatch.setattr("dpbench.instruments.script.GRACE_SECONDS", 300)  # on a busy machine
+    monkeypatch.setattr(
+        "dpbench.instruments.script_process.GRACE_SECONDS", 300
+    )  # on a busy machine
     how = ["--instrument=timing", "--instrument=logical", "--steps=20", "--json=run.json"]
     if status == 1:
         how.remove("--instrument=logical")  # an interrupted script is not run once more

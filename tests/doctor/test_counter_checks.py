@@ -26,7 +26,7 @@ from dpbench.doctor.calibration import (
 from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.doctor.known_work import KnownWork
 from dpbench.gpu import Gpu
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.process.build import build
 from dpbench.process.step import run_case

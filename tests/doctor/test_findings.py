@@ -10,7 +10,7 @@ import pytest
 from dpbench import ConfigurationError
 from dpbench.doctor.checks import CHECKS, examine
 from dpbench.doctor.finding import FAILED, OK, Finding
-from dpbench.instruments.base import CaseFailed, CaseTimedOut
+from dpbench.instruments.interface import CaseFailed, CaseTimedOut
 from dpbench.settings import Settings
 
 

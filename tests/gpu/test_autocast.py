@@ -9,7 +9,7 @@ import torch
 
 from dpbench import Case
 from dpbench.instruments.logical.counter import RunningCounter
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.process.build import build
 from dpbench.results.kernels import OperatorCount
 from dpbench.training.phases import observed_step

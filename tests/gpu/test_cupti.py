@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport
-from dpbench.instruments.cupti.instrument import Cupti
+from dpbench.instruments.cupti.cupti import Cupti
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 
 from dpbench import Case, CaseReport
 from dpbench.case import PHASES
-from dpbench.instruments.cupti.instrument import Cupti
-from dpbench.instruments.nsys.instrument import (
+from dpbench.instruments.cupti.cupti import Cupti
+from dpbench.instruments.nsys.nsys import (
     ImporterMissing,
     Nsys,
     NsysNotFound,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case
-from dpbench.instruments.torch_profiler.files import SNAPSHOT
-from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.instruments.torch_profiler.profile_folder import SNAPSHOT
+from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.report import CaseReport
 
 pytestmark = pytest.mark.gpu

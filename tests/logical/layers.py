@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dpbench.case import Case
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import STEP, Measurement

@@ -15,7 +15,7 @@ import pandas  # noqa: F401  # before pytester, which forgets what its test impo
 import pytest
 
 from dpbench import MODELS, TRAINERS, WORKLOADS
-from dpbench.instruments import INSTRUMENTS, child
+from dpbench.instruments import INSTRUMENTS, case_process
 from tests.programs import program
 
 REPLAYS = {name: Path(__file__).parents[1] / f"replay_{name}.py" for name in ("ncu", "step")}
@@ -25,7 +25,7 @@ FAKES = Path(__file__).parents[1] / "fakes"
 
 CONFTEST = """
 import os, pathlib, sys
-import dpbench.instruments.child
+import dpbench.instruments.case_process
 
 class Interpreter:
     executable = str(pathlib.Path(__file__).with_name("step"))
@@ -33,7 +33,7 @@ class Interpreter:
     def __getattr__(self, name):
         return getattr(sys, name)
 
-dpbench.instruments.child.sys = Interpreter()
+dpbench.instruments.case_process.sys = Interpreter()
 """
 
 SUITE = """
@@ -166,7 +166,7 @@ def in_this_process(
     """Run a session and leave this process as it was: registries, signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "sys", sys)
+        patch.setattr(case_process, "sys", sys)
         for registry in (TRAINERS, MODELS, WORKLOADS, INSTRUMENTS):
             patch.setattr(registry, "_targets", dict(registry._targets))
         try:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dpbench import Case, DPGhostClippingTrainer
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
 from tests.plugin.conftest import RunSuite

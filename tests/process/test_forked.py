@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case
-from dpbench.instruments.base import CaseFailed, CaseTimedOut, InstrumentError
-from dpbench.instruments.child import Child
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.case_process import Child
+from dpbench.instruments.interface import CaseFailed, CaseTimedOut, InstrumentError
+from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.process import forked
 from dpbench.process.forked import Forked, ForkServer, environment_of_cases

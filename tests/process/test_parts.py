@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dpbench import StandardTrainer, Workload, phase
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.process.build import smoke_test
 from dpbench.process.step import run_case

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from dpbench.case import Case
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.results.frame import summarise, to_frame, with_logical
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.tables import tables

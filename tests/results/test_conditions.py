@@ -10,7 +10,7 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.grid import GRIDS
-from dpbench.instruments.ncu.instrument import Ncu
+from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.results.conditions import automatic_name, begun, premise_differences, resumed
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run

@@ -9,7 +9,7 @@ import pytest
 
 from dpbench import Case
 from dpbench.cli import main
-from dpbench.instruments.nsys.instrument import timeline_rows
+from dpbench.instruments.nsys.nsys import timeline_rows
 from dpbench.instruments.nsys.sqlite import read_timeline
 from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome

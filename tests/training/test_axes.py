@@ -19,7 +19,7 @@ from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.grid import chosen_grid
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.model_size import ModelSize
 from dpbench.process.build import build, smoke_test

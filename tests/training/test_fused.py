@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, Case, SimpleBigModel, get_random_dataloader
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.model_size import ModelSize
 from dpbench.training.base import Batch
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent

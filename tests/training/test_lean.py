@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpbench import MODEL_SIZES, TRAINERS, Case, SimpleBigModel, get_random_dataloader
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.training import ghost_lean, lean
 
 TINY = MODEL_SIZES["tiny"]

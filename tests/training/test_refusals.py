@@ -16,7 +16,7 @@ from dpbench import TRAINERS, Workload
 from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import DpbenchError
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.process.build import smoke_test
 from dpbench.registry import resolve
 from dpbench.training.base import Batch

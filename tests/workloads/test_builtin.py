@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpbench import TRAINERS, Batch, Workload
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.process.build import workload_of
 from dpbench.registry import WORKLOADS, resolve
 from dpbench.verify.reference import Examples

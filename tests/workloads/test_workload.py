@@ -18,8 +18,8 @@ from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
 from dpbench.grid import chosen_grid
-from dpbench.instruments.base import CaseRefused
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.interface import CaseRefused
+from dpbench.instruments.logical.logical import Logical
 from dpbench.process.build import build, smoke_test
 from dpbench.registry import arguments, resolve
 from dpbench.runner import check_fits

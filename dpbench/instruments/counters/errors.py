@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.interface import InstrumentError
 
 
 class CountersForbidden(InstrumentError):

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.counters.errors import ProfilerNotLoaded
+from dpbench.instruments.interface import InstrumentError
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 """What libcupti opens by name, so that it must be loaded from beside it before. ncu-report loads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpbench.instruments.counters.metrics import resolve
+from dpbench.instruments.counters.chosen_counters import resolve
 from dpbench.metrics import METRICS
 from dpbench.options import listed, option
 from dpbench.process.messages import Steps

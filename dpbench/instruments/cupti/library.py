@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
@@ -22,6 +21,7 @@ from dpbench.instruments.cupti.errors import (
     CuptiUnusable,
 )
 from dpbench.instruments.cupti.structures import c_function, struct_size, structure
+from dpbench.instruments.interface import InstrumentError
 
 _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
     **dict.fromkeys((27, 33, *range(40, 46)), (CountersUnsupported, "not as this GPU is set up")),

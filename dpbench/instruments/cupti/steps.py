@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from dpbench.case import OUTSIDE
+from dpbench.instruments.counters.chosen_counters import ALWAYS, counters
 from dpbench.instruments.counters.errors import ProfilerNotLoaded
-from dpbench.instruments.counters.metrics import ALWAYS, counters
 from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
+from dpbench.instruments.cupti.chosen_metrics import LINKS, chosen, with_derived
 from dpbench.instruments.cupti.errors import CountersDoNotCombine, StepsDiffer
 from dpbench.instruments.cupti.library import Library, load_library
-from dpbench.instruments.cupti.metrics import LINKS, chosen, with_derived
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 

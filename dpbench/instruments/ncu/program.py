@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 
 from dpbench.case import Case
-from dpbench.instruments.base import InstrumentError
-from dpbench.instruments.child import log_lines
+from dpbench.instruments.case_process import log_lines
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
     ProfilerNotLoaded,
 )
+from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.ncu.report import NothingProfiled
 
 

@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.interface import InstrumentError
 from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.results.kernels import short_name
 from dpbench.results.timeline import Activity, Call, Range, Timeline

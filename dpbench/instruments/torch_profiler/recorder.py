@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.recorder import Recorder, Silent, device_and_torch, on_cuda
-from dpbench.instruments.torch_profiler import files
+from dpbench.instruments.torch_profiler import profile_folder
 from dpbench.process.messages import Schedule
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
@@ -65,7 +65,7 @@ class ProfileRecorder(Recorder):
 
     @cached_property
     def listener(self) -> PhaseListener:
-        files.prepare(self.directory)
+        profile_folder.prepare(self.directory)
         return PhaseAnnotations()
 
     def start_step(self) -> None:
@@ -94,7 +94,7 @@ class ProfileRecorder(Recorder):
         return device_and_torch() | {"schedule": {"active": 1, "repeat": self.heard}}
 
     def rows(self, case: Case) -> list[Measurement]:
-        return files.write_summary(case, self.record(case), self.directory).rows
+        return profile_folder.write_summary(case, self.record(case), self.directory).rows
 
 
 class ScheduledRecorder(ProfileRecorder):
@@ -115,7 +115,7 @@ class ScheduledRecorder(ProfileRecorder):
         self._cycles = count()
 
     def prepare(self) -> None:
-        files.prepare(self.directory)
+        profile_folder.prepare(self.directory)
 
     def start_step(self) -> None:
         import torch
@@ -138,7 +138,7 @@ class ScheduledRecorder(ProfileRecorder):
 
         self.listener.end_step()
         if self.heard == self.schedule.steps:
-            torch.cuda.memory._dump_snapshot(str(self.directory / files.SNAPSHOT))
+            torch.cuda.memory._dump_snapshot(str(self.directory / profile_folder.SNAPSHOT))
         else:
             if on_cuda():  # or what still runs would count as the next step's
                 torch.cuda.synchronize()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.interface import InstrumentError
 
 ANNOTATION = "dpbench."  # what the name of a phase's annotation begins with
 STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments.base import InstrumentError
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
@@ -18,6 +17,7 @@ from dpbench.instruments.counters.errors import (
 from dpbench.instruments.counters.libraries import Driver, candidate_folders, loaded_folders
 from dpbench.instruments.cupti.errors import CountersUnsupported, CuptiError, CuptiUnusable
 from dpbench.instruments.cupti.library import Library, call_error, open_in
+from dpbench.instruments.interface import InstrumentError
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
 from tests.recorded import unpacked
 

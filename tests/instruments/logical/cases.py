@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dpbench.case import Case
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.outcome import Outcome
 

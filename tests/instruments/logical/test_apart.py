@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpbench.instruments.base import CaseFailed
-from dpbench.instruments.logical.instrument import Counting, Logical
+from dpbench.instruments.interface import CaseFailed
+from dpbench.instruments.logical.logical import Counting, Logical
 from dpbench.runner import measure
 from tests.instruments.logical.cases import count, tiny
 from tests.instruments.logical.outside import CountsTokens, Crashes

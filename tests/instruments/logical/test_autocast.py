@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dpbench.case import Case
 from dpbench.instruments.logical.as_on_cuda import LOWER, SUMS, WIDEST
 from dpbench.instruments.logical.counter import ByteCounter, without_data
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch
 from dpbench.training.phases import observed_step

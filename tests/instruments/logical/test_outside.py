@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench import phase
-from dpbench.instruments.base import CaseFailed
+from dpbench.instruments.interface import CaseFailed
 from dpbench.instruments.logical import stand_ins
 from dpbench.instruments.logical.counter import without_data
-from dpbench.instruments.logical.instrument import Logical
+from dpbench.instruments.logical.logical import Logical
 from dpbench.model_size import ModelSize
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch

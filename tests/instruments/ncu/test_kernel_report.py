@@ -13,7 +13,7 @@ import pytest
 from dpbench.case import OUTSIDE, Case
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.ncu import report
-from dpbench.instruments.ncu.instrument import NcuKernels
+from dpbench.instruments.ncu.ncu import NcuKernels
 from dpbench.instruments.ncu.report import (
     ForeignReport,
     KernelReport,

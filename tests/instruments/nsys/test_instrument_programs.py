@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dpbench.instruments import processes
-from dpbench.instruments.nsys import instrument as nsys
-from dpbench.instruments.nsys.instrument import ExportFailed, ImporterMissing, NsysNotFound
+from dpbench.instruments.nsys import nsys
+from dpbench.instruments.nsys.nsys import ExportFailed, ImporterMissing, NsysNotFound
 from tests.programs import program
 
 WRITES = """
@@ -124,7 +124,7 @@ def test_a_version_that_exports_nothing_says_so(
 def test_a_real_nsys_takes_the_arguments_and_records_nothing_where_nothing_is_marked(
     tmp_path: Path,
 ) -> None:
-    from dpbench.instruments.nsys.instrument import Nsys
+    from dpbench.instruments.nsys.nsys import Nsys
     from tests.instruments.nsys.test_recorder import CASE
 
     instrument = Nsys(tmp_path, path=nsys.find_nsys())

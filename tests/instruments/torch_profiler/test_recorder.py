@@ -13,7 +13,7 @@ import pytest
 from dpbench import Case
 from dpbench.case import OUTSIDE
 from dpbench.cli import main
-from dpbench.instruments.torch_profiler.files import REPORT, SUMMARY, prepare
+from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY, prepare
 from dpbench.instruments.torch_profiler.trace import read
 from dpbench.process.messages import Schedule
 

@@ -14,7 +14,7 @@ import pytest
 
 from dpbench.case import OUTSIDE, Case
 from dpbench.instruments.torch_profiler import trace
-from dpbench.instruments.torch_profiler.files import profile_rows
+from dpbench.instruments.torch_profiler.profile_folder import profile_rows
 from dpbench.instruments.torch_profiler.trace import Trace, TraceUnreadable, read
 from dpbench.model_size import MODEL_SIZES
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, InstrumentError
-from dpbench.instruments.child import Child
-from dpbench.instruments.counters.metrics import counters, resolve
+from dpbench.instruments.case_process import Child
+from dpbench.instruments.counters.chosen_counters import counters, resolve
 from dpbench.instruments.counters.options import CounterOptions
+from dpbench.instruments.interface import CaseFailed, InstrumentError
 from dpbench.instruments.ncu.program import diagnose, find_ncu
 from dpbench.instruments.ncu.report import (
     KERNELS,

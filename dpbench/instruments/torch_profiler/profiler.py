@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Self
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable
-from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.case_process import Child, step_command
 from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.torch_profiler.files import INSTRUMENT, read_rows
+from dpbench.instruments.torch_profiler.profile_folder import INSTRUMENT, read_rows
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder
 from dpbench.options import option
 from dpbench.process.messages import Schedule, Steps

@@ -24,8 +24,8 @@ from unittest.mock import patch
 
 from dpbench.case import Case
 from dpbench.errors import DpbenchError, own_line
-from dpbench.instruments.base import CaseFailed, Instrument, Running
-from dpbench.instruments.child import Child, step_command
+from dpbench.instruments.case_process import Child, step_command
+from dpbench.instruments.interface import CaseFailed, Instrument, Running
 from dpbench.instruments.recorder import Recorder
 from dpbench.process.forked import fork_server
 from dpbench.registry import is_builtin

@@ -14,8 +14,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.base import CaseFailed, InstrumentError
-from dpbench.instruments.child import Child, log_lines
+from dpbench.instruments.case_process import Child, log_lines
+from dpbench.instruments.interface import CaseFailed, InstrumentError
 from dpbench.instruments.processes import run, version_of
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder

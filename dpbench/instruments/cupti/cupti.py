@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.child import Child
+from dpbench.instruments.case_process import Child
 from dpbench.instruments.counters.options import CounterOptions
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.recorded import Recorded

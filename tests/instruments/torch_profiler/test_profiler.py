@@ -9,8 +9,8 @@ import pytest
 
 from dpbench import Case, ConfigurationError
 from dpbench.instruments import choose
-from dpbench.instruments.torch_profiler import instrument as torch_profiler
-from dpbench.instruments.torch_profiler.instrument import TorchProfiler
+from dpbench.instruments.torch_profiler import profiler as torch_profiler
+from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.process.messages import Schedule, Steps
 from dpbench.settings import Settings
 

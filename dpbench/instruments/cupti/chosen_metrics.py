@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dpbench.instruments.counters.metrics import ALWAYS, counters, having, resolve
+from dpbench.instruments.counters.chosen_counters import ALWAYS, counters, having, resolve
 from dpbench.instruments.cupti.chip import MAY_LACK, Chip
 from dpbench.instruments.cupti.library import Library
 from dpbench.metrics import METRICS, Metric, Sum

@@ -14,13 +14,13 @@ from dpbench import Case, CaseReport, ConfigurationError, gpu
 from dpbench.cli import main
 from dpbench.instruments import choose
 from dpbench.instruments import recorder as recorders
-from dpbench.instruments.base import CaseFailed, CaseOutOfMemory, InstrumentError
-from dpbench.instruments.child import name_of
+from dpbench.instruments.case_process import name_of
 from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.chip import MAX_RANGES
+from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.errors import CuptiUnusable
-from dpbench.instruments.cupti.instrument import Cupti
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
+from dpbench.instruments.interface import CaseFailed, CaseOutOfMemory, InstrumentError
 from dpbench.process.step import run_case
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP

@@ -14,7 +14,7 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.files import check_writable
-from dpbench.instruments.base import InstrumentError
+from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.torch_profiler import trace
 from dpbench.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.results.kernels import KernelCount

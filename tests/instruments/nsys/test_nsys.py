@@ -9,9 +9,9 @@ import pytest
 
 from dpbench import Case
 from dpbench.instruments import choose
-from dpbench.instruments.base import CaseFailed
-from dpbench.instruments.nsys import instrument as nsys
-from dpbench.instruments.nsys.instrument import ImporterMissing, Nsys, timeline_of, timeline_rows
+from dpbench.instruments.interface import CaseFailed
+from dpbench.instruments.nsys import nsys
+from dpbench.instruments.nsys.nsys import ImporterMissing, Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.sqlite import NothingTraced
 from dpbench.process.messages import Steps
 from dpbench.results.frame import summarise, to_frame

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpbench.process.script import StepFinder, Stop
+from dpbench.process.step_finder import StepFinder, Stop
 from dpbench.process.turns import MOST_TURNS
 from dpbench.process.watched import watch
 from dpbench.training.phases import phase

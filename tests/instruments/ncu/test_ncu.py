@@ -9,9 +9,9 @@ import pytest
 
 from dpbench import Case, ConfigurationError, InstrumentError, gpu
 from dpbench.instruments import choose
-from dpbench.instruments.base import CaseFailed
+from dpbench.instruments.interface import CaseFailed
 from dpbench.instruments.ncu import program as ncu
-from dpbench.instruments.ncu.instrument import Ncu
+from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
 from dpbench.instruments.processes import version_of

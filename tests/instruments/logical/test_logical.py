@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpbench import phase
 from dpbench.case import PHASES
 from dpbench.instruments.logical.counter import ALLOCATION_BYTES, without_data
-from dpbench.instruments.logical.instrument import (
+from dpbench.instruments.logical.logical import (
     Logical,
     alive,
     new_objects_collected,

@@ -17,7 +17,7 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.gpu import child_environment
-from dpbench.instruments.base import (
+from dpbench.instruments.interface import (
     CaseFailed,
     CaseOutOfMemory,
     CaseTimedOut,

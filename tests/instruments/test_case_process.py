@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, ConfigurationError
-from dpbench.instruments.base import (
+from dpbench.instruments.case_process import Child, log_tail, name_of, step_command
+from dpbench.instruments.interface import (
     CaseFailed,
     CaseOutOfMemory,
     CaseRefused,
@@ -21,7 +22,6 @@ from dpbench.instruments.base import (
     GpuBusy,
     InstrumentError,
 )
-from dpbench.instruments.child import Child, log_tail, name_of, step_command
 from dpbench.process.messages import MEASURING, WAITING, Steps
 
 CASE = Case("dpsgd", 4, 32, "tiny")

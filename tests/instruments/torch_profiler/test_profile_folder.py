@@ -13,7 +13,7 @@ from dpbench import Case
 from dpbench.case import OUTSIDE
 from dpbench.commands.step import write_profile
 from dpbench.instruments.ncu.report import read_kernels
-from dpbench.instruments.torch_profiler.files import (
+from dpbench.instruments.torch_profiler.profile_folder import (
     REPORT,
     DeviceActivityMissing,
     copy_metric,

@@ -28,13 +28,13 @@ from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
-from dpbench.instruments.base import CaseFailed, Delegating, InstrumentError, Running
-from dpbench.instruments.child import describe_exit
+from dpbench.instruments.case_process import describe_exit
+from dpbench.instruments.interface import CaseFailed, Delegating, InstrumentError, Running
 from dpbench.instruments.processes import GRACE_SECONDS
 from dpbench.instruments.recorder import Recorder
 from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
-from dpbench.process.script import StepFinder, Stop
+from dpbench.process.step_finder import StepFinder, Stop
 from dpbench.process.turns import MOST_TURNS
 from dpbench.process.watched import watch
 from dpbench.registry import INSTRUMENTS
@@ -45,7 +45,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 START = (
     "import sys; del sys.path[:not sys.flags.safe_path]; "  # the current directory
-    "from dpbench.instruments.script import main; main()"
+    "from dpbench.instruments.script_process import main; main()"
 )
 """The code of that process; the current directory must not shadow modules of dpbench."""
 
