@@ -6,6 +6,7 @@ import compileall
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,18 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from dpbench.instruments.logical.logical import Counting, Logical
 
     monkeypatch.setattr(Logical, "start", lambda *counted: Counting(*counted))
+
+
+@pytest.fixture
+def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep measured processes from a GPU that this one uses, and wait for theirs."""
+    from dpbench.gpu import exclusive, visible_gpus
+
+    with exclusive(visible_gpus()[0], request.node.name):
+        yield
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 COUNTS: dict[Case, Outcome] = {}

@@ -21,10 +21,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dpbench import gpu
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import DpbenchError, own_line
@@ -61,10 +63,15 @@ def run(options: argparse.Namespace) -> int:
 
 def found(case: Case, device: str, elsewhere: Callable[[Path], None] | None = None) -> list[Check]:
     """What the checks found; whatever a trainer fails with is said with its name."""
+    from dpbench.process.build import pick_device
     from dpbench.verify.checks import verify  # which imports torch
 
+    on_gpu = pick_device(device).type == "cuda"
+    card = gpu.visible_gpus()[0] if on_gpu else None
     try:
-        return verify(case, device, elsewhere)
+        # Work beside a measured process would be counted there.
+        with gpu.exclusive(card, f"verify {case.id}") if card else nullcontext():
+            return verify(case, device, elsewhere)
     except DpbenchError:
         raise
     except Exception as error:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 import torch
 
 from dpbench import count_ranges
-from dpbench.gpu import exclusive, visible_gpus
 from dpbench.instruments.counters.chosen_counters import ALWAYS
 from dpbench.instruments.cupti.steps import ByPhase, StepCounter, Target
 from dpbench.results.rows import STEP
@@ -41,11 +39,9 @@ else:
 
 
 @pytest.fixture
-def alone_on_the_gpu() -> Iterator[None]:
-    with exclusive(visible_gpus()[0]):
-        torch.ones(1, device="cuda")
-        yield
-        torch.cuda.empty_cache()
+def alone_on_the_gpu(alone_on_the_gpu: None) -> None:
+    """Begin with a context on the GPU."""
+    torch.ones(1, device="cuda")
 
 
 @pytest.mark.usefixtures("alone_on_the_gpu")

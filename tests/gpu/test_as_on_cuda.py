@@ -7,7 +7,7 @@ import torch
 
 from dpbench.instruments.logical.counter import OWN_KERNELS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
 
 def test_what_is_made_of_others_but_has_a_kernel_of_its_own_is_counted_in_one_piece() -> None:

@@ -14,7 +14,7 @@ from dpbench.process.build import build
 from dpbench.results.kernels import OperatorCount
 from dpbench.training.phases import observed_step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
 COMPARED = (
     *("aten._to_copy", "aten.mm", "aten.addmm", "aten.native_layer_norm", "aten._log_softmax"),

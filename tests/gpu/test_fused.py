@@ -18,7 +18,7 @@ from dpbench.training.base import Batch, Momentum
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
 from dpbench.training.phases import observed_step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
 SIZE = ModelSize(500, 64, 2, 4)
 

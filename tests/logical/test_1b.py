@@ -28,13 +28,12 @@ def test_the_examples_print_what_comes_close_to_an_h200_and_two_shallow_models_t
     pytester: pytest.Pytester, imports: sessions.Imports
 ) -> None:
     pytester.makepyfile(
-        test_ncu=block_with("docs/guide.md", "def test_ghost_clipping_stays_below"),
         test_bound=block_with("docs/guide.md", "def test_bytes_of_a_private_step"),
         test_guide=block_with("docs/guide.md", "def test_flat_clipping_copies_every_gradient"),
     )
     asked = [*sessions.WITHOUT, "-p", "no:xdist", "--dpbench-json=run.json"]
     result = sessions.in_this_process(pytester, asked, imports)
-    result.assert_outcomes(passed=4, skipped=1)
+    result.assert_outcomes(passed=4)
     assert_printed(block_with("docs/guide.md", "dpsgd_fgc        224.8"), result.stdout.str())
 
     outcomes = Run.load(pytester.path / "run.json").outcomes
