@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import CHOICES, COUNTS, DECLARED
-from dpbench.errors import ConfigurationError
-from dpbench.registry import NAMED
+from dpbench.errors import ConfigurationError, unknown
+from dpbench.registry import NAMED, OUTPUTS
 
 
 def option(
@@ -89,6 +89,17 @@ def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ..
             raise ConfigurationError(f"{option} {text!r} names no {what}")
         every += names
     return tuple(every)
+
+
+def output_of(path: Path) -> str:
+    """The output that the ending of a file's name means."""
+    ending = path.suffix.removeprefix(".")
+    if ending not in OUTPUTS:
+        OUTPUTS.register_installed()
+    if ending not in OUTPUTS:
+        endings = [f".{name}" for name in OUTPUTS]
+        raise unknown("ending", path.suffix, endings, f"of {path}; each is an output")
+    return ending
 
 
 # --- options that instruments declare --------------------------------------------------------

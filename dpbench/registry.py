@@ -7,22 +7,19 @@ or hand it to a child process, without importing torch.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import OF_TRANSFORMER, USUAL, Case, Script
+from dpbench.case import Case, Script
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.names import joined, parted, read_parameters
 
@@ -298,22 +295,11 @@ OUTPUTS = Registry(
 bytes; see `dpbench.show.outputs`."""
 
 
-def output_of(path: Path) -> str:
-    """The output that the ending of a file's name means."""
-    ending = path.suffix.removeprefix(".")
-    if ending not in OUTPUTS:
-        OUTPUTS.register_installed()
-    if ending not in OUTPUTS:
-        endings = [f".{name}" for name in OUTPUTS]
-        raise unknown("ending", path.suffix, endings, f"of {path}; each is an output")
-    return ending
-
-
 NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
 """The axes of a case that are names, and the registry of each."""
 
 
-def _named(case: Case) -> Iterator[tuple[str, Registry, str]]:
+def names_of(case: Case) -> Iterator[tuple[str, Registry, str]]:
     """Each name in a case: its axis, its registry, the name."""
     for axis, registry in NAMED.items():
         if not isinstance(case, Script) and (axis != "model" or case.model):
@@ -325,7 +311,7 @@ def _named(case: Case) -> Iterator[tuple[str, Registry, str]]:
 
 def resolve(case: Case) -> Case:
     """The case with short names, whichever spelling it has."""
-    names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in _named(case)}
+    names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
     case = replace(case, **names) if names else case
     _check_parameters(case)
     return case
@@ -333,7 +319,7 @@ def resolve(case: Case) -> Case:
 
 def _check_parameters(case: Case) -> None:
     """Refuse parameters that a named class does not take; imports the classes that have some."""
-    for _, registry, name in _named(case):
+    for _, registry, name in names_of(case):
         if parted(name)[1]:
             registry[name]
 
@@ -341,46 +327,17 @@ def _check_parameters(case: Case) -> None:
 def locate(cases: Iterable[Case]) -> None:
     """Refuse cases that name a missing module, or parameters that a class does not take."""
     for case in cases:
-        for _, registry, name in _named(case):
+        for _, registry, name in names_of(case):
             registry.locate(name)
         _check_parameters(case)
 
 
 def import_named(case: Case) -> None:
     """Import the classes that a case names."""
-    for _, registry, name in _named(case):
+    for _, registry, name in names_of(case):
         registry[name]
 
 
 def is_builtin(case: Case) -> bool:
     """Whether every name in a case is built in."""
-    return all(registry.is_builtin(name) for _, registry, name in _named(case))
-
-
-def arguments(case: Case) -> list[str]:
-    """A case as command-line options that any dpbench process understands."""
-    named = asdict(case) | {axis: known.argument(name) for axis, known, name in _named(case)}
-    del named["set"]  # with the workload's name
-    return [
-        text
-        for name, value in named.items()
-        if value not in (USUAL[name], OF_TRANSFORMER.get(name)) or (name == "model_size" and value)
-        for text in (f"--{name.replace('_', '-')}", str(value))
-    ]
-
-
-def python_path(case: Case) -> str | None:
-    """``PYTHONPATH`` for a child to import what the case names; None if all of it is built in.
-
-    It has the entries of ``sys.path`` before the standard library, where pytest, for one, adds
-    some, and the directories that named classes came from, which may be elsewhere or not in it.
-    """
-    if is_builtin(case):
-        return None
-    own = sysconfig.get_paths()
-    added = takewhile(lambda entry: entry != own["stdlib"], sys.path)
-    others = [(known, name) for _, known, name in _named(case) if not known.is_builtin(name)]
-    imported = [str(path) for known, name in others if (path := known.import_path(name))]
-    entries = [*added, *imported, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    wanted = [e for e in entries if e and e not in own.values() and Path(e).exists()]
-    return os.pathsep.join(dict.fromkeys(wanted))
+    return all(registry.is_builtin(name) for _, registry, name in names_of(case))

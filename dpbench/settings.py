@@ -18,8 +18,8 @@ from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
 from dpbench.grid import GRIDS, Grid, chosen_grid
-from dpbench.options import SHORT_FORMS, below, own_values
-from dpbench.registry import INSTRUMENTS, OUTPUTS, output_of
+from dpbench.options import SHORT_FORMS, below, output_of, own_values
+from dpbench.registry import INSTRUMENTS, OUTPUTS
 
 Options = TypeVar("Options")
 

@@ -19,7 +19,8 @@ from dpbench.commands.options import chosen_case
 from dpbench.errors import ConfigurationError
 from dpbench.model_size import MODEL_SIZES, ModelSize
 from dpbench.names import joined, parted
-from dpbench.registry import MODELS, TRAINERS, arguments, import_named, resolve
+from dpbench.process.command_line import arguments
+from dpbench.registry import MODELS, TRAINERS, import_named, resolve
 
 CELL: dict[str, Any] = {"trainer": "dpsgd", "batch_size": 8, "seq_len": 256}
 ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")

@@ -15,12 +15,12 @@ import dpbench
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.grid import chosen_grid
+from dpbench.process.command_line import python_path
 from dpbench.registry import (
     MODELS,
     TRAINERS,
     Registry,
     locate,
-    python_path,
     resolve,
 )
 

@@ -30,7 +30,8 @@ from dpbench import gpu
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import DpbenchError, own_line
-from dpbench.registry import arguments, locate, python_path
+from dpbench.process.command_line import arguments, python_path
+from dpbench.registry import locate
 from dpbench.show.layout import Table
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from dpbench.instruments.interface import (
     Running,
 )
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
+from dpbench.process.command_line import arguments, python_path
 from dpbench.process.forked import UNKNOWN, environment_of_cases
 from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
-from dpbench.registry import arguments, python_path
 from dpbench.results.rows import Measurement
 
 

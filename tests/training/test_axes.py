@@ -23,8 +23,9 @@ from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.model_size import ModelSize
 from dpbench.process.build import build, smoke_test
+from dpbench.process.command_line import arguments
 from dpbench.process.step import run_case
-from dpbench.registry import arguments, resolve
+from dpbench.registry import resolve
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.refusals import CannotTrain
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable

@@ -21,7 +21,8 @@ from dpbench.grid import chosen_grid
 from dpbench.instruments.interface import CaseRefused
 from dpbench.instruments.logical.logical import Logical
 from dpbench.process.build import build, smoke_test
-from dpbench.registry import arguments, resolve
+from dpbench.process.command_line import arguments
+from dpbench.registry import resolve
 from dpbench.runner import check_fits
 from tests.workloads import digits
 
