@@ -200,7 +200,9 @@ def test_each_parameter_moves_by_the_mean_of_its_clipped_per_example_gradients(
         assert (old - parameter - gradient).norm() <= 1e-5 * gradient.norm()
 
 
-@pytest.mark.parametrize(("trainer", "layers"), [(t, each) for t in CANNOT for each in CANNOT[t]])
+@pytest.mark.parametrize(
+    ("trainer", "layers"), [(t, each) for t in CANNOT for each in sorted(CANNOT[t])]
+)
 def test_what_a_method_cannot_clip_it_refuses(trainer: str, layers: str) -> None:
     workload = Given(*LAYERS[layers])
 
