@@ -73,7 +73,7 @@ def seconds(*files: str) -> float:
                 session.measure(case)
             session.finish(complete=True)
             session.summary()
-            assert (len(session.outcomes()), session.problems) == (32, [])
+            assert (len(session.findings.outcomes()), session.problems) == (32, [])
             return time.process_time() - start
 
 
