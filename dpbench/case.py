@@ -30,6 +30,10 @@ CHECKPOINTING = ("off", "on")
 ATTENTIONS = ("sdpa", "dp_mha")
 """``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
 
+PARALLELS = ("none", "ddp", "fsdp2")
+"""How ranks, processes of one GPU each, share a step. ``ddp``: each has the whole model, and
+gradients are reduced over them. ``fsdp2``: each has a shard of every parameter."""
+
 TRANSFORMER = "transformer"
 """The workload that has four of its parameters as axes."""
 
@@ -95,6 +99,10 @@ class Case:
     activation_checkpointing: str = axis(
         "{names}: whether blocks run again in backward", "off", choices=CHECKPOINTING
     )
+    parallel: str = axis(
+        "{names}: how processes of one GPU each share a step", "none", choices=PARALLELS
+    )
+    gpus: int = axis("GPUs that share a batch in equal parts", 1, count="number of GPUs")
 
     def __post_init__(self) -> None:
         axes: dict[str, Any] = {**vars(self)}
@@ -110,12 +118,25 @@ class Case:
             object.__setattr__(self, axis, value)
         if "model_size" in checked:
             ModelSize.parse(self.model_size)
-        if self.batch_size % self.micro_batches:
+        if self.gpus == 1 and self.batch_size % self.micro_batches:
             raise ConfigurationError(
                 f"batch size {self.batch_size} cannot be trained in {self.micro_batches} parts of "
                 f"equal size"
             )
         lora_rank(self.trainable)  # refuses what is no rank
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if (self.parallel == "none") != (self.gpus == 1):
+            raise ConfigurationError(
+                f"gpus={self.gpus} with parallel={self.parallel}: several GPUs train in parallel, "
+                f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
+            )
+        if self.batch_size % (self.gpus * self.micro_batches):
+            raise ConfigurationError(
+                f"batch size {self.batch_size} is that of all {self.gpus} GPUs together, and "
+                f"cannot be shared by them in {self.micro_batches} parts of equal size each"
+            )
 
     def _take_parameters(self, axes: dict[str, Any]) -> None:
         """Write parameters in one way, and those of the workload where they belong."""

@@ -60,7 +60,12 @@ def run(options: argparse.Namespace) -> int:
     case = chosen_case(options)
     instrument = _chosen(options)
     try:
-        record = instrument.observe(case)
+        if case.gpus > 1:
+            from dpbench.process.ranks import observe_all  # which imports torch
+
+            record = observe_all(instrument.observe, case, options.device)
+        else:
+            record = instrument.observe(case)
         if isinstance(instrument, TorchProfiler):
             write_profile(case, record, instrument.directory, instrument.threshold)
     except Exception as error:  # whoever started this process learns why from the record

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,10 +74,20 @@ class Recorded(Instrument):
         return Child(self.command(case), case=case, log=log, timeout=self.timeout, read=self.read)
 
     def read(self, process: Child) -> list[Measurement]:
-        """Wait for a process; its rows are those that the recorder made."""
-        outcome = Outcome.from_json(process.record()["outcome"])
+        """Wait for a process; its rows are those that the recorder of each rank made."""
+        record = process.record()
+        ranks = record.get("ranks", [record])
+        return [
+            replace(row, rank=rank)
+            for rank, each in enumerate(ranks)
+            for row in self.rows_of(process, each)
+        ]
+
+    def rows_of(self, process: Child, record: dict[str, Any]) -> Iterable[Measurement]:
+        """The rows of one rank's record."""
+        outcome = Outcome.from_json(record["outcome"])
         process.operators, process.notes = outcome.operators, outcome.notes
-        return list(outcome.rows)
+        return outcome.rows
 
     # --- in the process of a case ----------------------------------------------------------------
 

@@ -30,9 +30,9 @@ class Timing(Recorded):
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         return TimingRecorder(steps)
 
-    def read(self, process: Child) -> list[Measurement]:
-        """Wait for a process; its rows are times by phase, samples per second, peak memory."""
-        return timing_rows(process.case, process.record())
+    def rows_of(self, process: Child, record: dict[str, Any]) -> list[Measurement]:
+        """Times by phase, samples per second, peak memory."""
+        return timing_rows(process.case, record)
 
 
 class TimingRecorder(Recorder):
@@ -85,8 +85,9 @@ def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
-        if case.batch_size:  # a script's may be unknown
-            values.append((STEP, "samples_per_second", case.batch_size / total, repeat))
+        if case.batch_size:  # a script's may be unknown, and so are its ranks
+            own = case.batch_size / (case.gpus or 1)
+            values.append((STEP, "samples_per_second", own / total, repeat))
     if record["peak_memory_bytes"] is not None:
         values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))
     where = record["device"], f"torch {record['torch']}"

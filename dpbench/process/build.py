@@ -15,8 +15,9 @@ from dpbench.errors import ConfigurationError
 from dpbench.process.parts import hold_to_parts
 from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS
 from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.parallel import rank_and_ranks
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
-from dpbench.workloads.base import Workload, batches_of
+from dpbench.workloads.base import Workload, batches_of, parts_of
 
 SEED = 0
 """Every build of a case is the same: a profiler that needs several passes runs it again."""
@@ -40,7 +41,15 @@ def build(
     """The trainer of a case and its batches, everything on ``device`` and seeded.
 
     Other options are the trainer's: they are its constructor's arguments, beside those of the case.
+    In one of several ranks each batch is this rank's part. All ranks build the same model, and draw
+    other random numbers from then on.
+
+    Raises:
+        ConfigurationError: the case has another number of ranks than this process group.
     """
+    rank, ranks = rank_and_ranks()
+    if ranks != case.gpus:
+        raise ConfigurationError(f"{case.id} has {case.gpus} ranks, and {ranks} train it")
     torch.manual_seed(seed)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
@@ -59,7 +68,7 @@ def build(
     dtype = torch.bfloat16 if case.precision == "bf16" else None
     trainer = TRAINERS[case.trainer](
         model.to(dtype),
-        batch_size=case.batch_size,
+        batch_size=case.batch_size // ranks,
         **_non_default_options(case, workload),
         **options,
     )
@@ -68,7 +77,10 @@ def build(
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
     labels_of(trainer)  # raises if they are no labels, before it trains
-    batches = list(batches_of(workload, case.batch_size, num_batches, place))
+    whole = batches_of(workload, case.batch_size, num_batches, place)
+    batches = [[*parts_of(batch, ranks)][rank] for batch in whole]
+    if ranks > 1:
+        torch.manual_seed(seed + 1 + rank)
     if case.micro_batches > 1:
         hold_to_parts(trainer, workload, batches, case.micro_batches)
     return trainer, batches
@@ -105,6 +117,8 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
         options["optimizer"] = OPTIMIZERS[case.optimizer]
     if case.micro_batches != 1:
         options["micro_batches"] = case.micro_batches
+    if case.parallel != "none":
+        options["parallel"] = case.parallel
     if case.precision in MIXED:
         options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
     return options

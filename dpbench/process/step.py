@@ -13,8 +13,9 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from itertools import cycle, pairwise, takewhile
 from typing import Any
@@ -30,6 +31,7 @@ from dpbench.process.messages import MEASURING, WAITING, Steps
 from dpbench.process.step_finder import StepRecorder
 from dpbench.registry import import_named
 from dpbench.training.base import TrainerBase
+from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.phases import observed_step
 
 
@@ -185,17 +187,30 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
         spent.end_step()
 
 
-def alone(device: torch.device, purpose: str) -> AbstractContextManager[None]:
-    """Lock a GPU against other dpbench processes; prints which of them this one waits for."""
-    if device.type != "cuda":
-        return nullcontext()
-    card = gpu.visible_gpus()[0]
+@contextmanager
+def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
+    """Lock the first GPUs against other dpbench processes; prints which of them it waits for.
+
+    Every process takes its locks in the same order, so that no two wait for each other. The ranks
+    of a case take none: whoever started them holds those of all.
+    """
+    locks = device.type == "cuda" and rank_and_ranks()[1] == 1
+    cards = gpu.visible_gpus()[:number] if locks else []
+    if locks and len(cards) < number:
+        raise ConfigurationError(
+            f"{purpose} needs {number} GPUs, and {len(cards)} are visible; CUDA_VISIBLE_DEVICES "
+            f"says which, and --device cpu trains on as many processes without any"
+        )
 
     def say(what: str) -> None:
         print(f"{WAITING} {what}", file=sys.stderr, flush=True)
 
-    say(card.uuid)
-    return gpu.exclusive(card, purpose, lambda holder: say(f"{card.uuid}, held by {holder}"))
+    with ExitStack() as held:
+        for card in sorted(cards, key=lambda card: card.uuid):
+            say(card.uuid)
+            told = partial(lambda card, holder: say(f"{card.uuid}, held by {holder}"), card)
+            held.enter_context(gpu.exclusive(card, purpose, told))
+        yield
 
 
 def describe(

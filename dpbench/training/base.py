@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpbench.errors import ConfigurationError
 from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in, parts_of
 from dpbench.workloads.transformer import Transformer, mean_cross_entropy
 
@@ -45,6 +46,8 @@ class TrainerBase(ABC):
         micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
         autocast: the 16-bit type that ``torch.autocast`` computes losses in, if it shall; with
             float16, ``scaler`` scales them.
+        parallel: how ranks share a step, see `dpbench.case.PARALLELS`; each trains ``batch_size``
+            examples.
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
@@ -61,18 +64,33 @@ class TrainerBase(ABC):
         workload: Workload | None = None,
         micro_batches: int = 1,
         autocast: torch.dtype | None = None,
+        parallel: str = "none",
     ) -> None:
         self.autocast = autocast
         self.device_type = next((p.device.type for p in model.parameters()), "cpu")
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=autocast is torch.float16)
         self.micro_batches = micro_batches
         self.workload = workload or Transformer()
+        self.parallel = parallel
         self.batch_size = batch_size
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
-        self.model = model.train()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.model = self.spread(model.train())
+        trained = [each for each in self.model.parameters() if each.requires_grad]
         self.plain_optimizer = optimizer(trained, lr=learning_rate)
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """The model as ``parallel`` spreads it over the ranks; here, on one."""
+        if self.parallel != "none":
+            raise self.refusal()
+        return model
+
+    def refusal(self, why: str = "") -> ConfigurationError:
+        """The error of a trainer that does not train as ``parallel`` says."""
+        name = type(self).__name__
+        return ConfigurationError(
+            f"{name} does not train under parallel={self.parallel}{why and f': {why}'}"
+        )
 
     @abstractmethod
     def train_step(self, batch: Batch) -> Tensor:

@@ -10,8 +10,9 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import wrap_model
-from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
+from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer, get_optimizer_class
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError, unknown
@@ -39,23 +40,41 @@ def mark_phases(optimizer: DPOptimizer) -> None:
 class OpacusTrainer(TrainerBase):
     """What all trainers of Opacus share; arguments as `TrainerBase`.
 
-    A subclass says how the model is wrapped, and which of Opacus's optimizers clips.
+    A subclass says how the model is wrapped, and which of Opacus's optimizers clips. In parallel
+    Opacus chooses that itself, by how it clips and by its ``grad_sample_mode``.
     """
 
     labels = PRIVATE
+    clip = "flat"
+    mode: str | None = None  # Opacus's grad_sample_mode, if it has one that does the same
     optimizer_class: type[DPOptimizer] = DPOptimizer
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        check_layers(model)
         super().__init__(model, batch_size=batch_size, **options)
         if self.autocast is torch.float16:
             raise ConfigurationError(
                 "Opacus clips gradients as a GradScaler has scaled them, all of them down to the "
                 "threshold, and fp16-amp needs one: use bf16-amp"
             )
-        check_layers(self.model)
         self.grad_sample_module = self.wrapped()
         self.optimizer = self.private_optimizer()
         mark_phases(self.optimizer)
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        if self.parallel != "ddp" or self.mode is None:
+            return super().spread(model)
+        self.optimizer_class = self.distributed_optimizer(self.mode)
+        replica: nn.Module = DifferentiallyPrivateDistributedDataParallel(model)
+        return replica
+
+    def distributed_optimizer(self, mode: str) -> type[DPOptimizer]:
+        """The optimizer that Opacus has for several ranks; its refusal, in its words."""
+        try:
+            found: type[DPOptimizer] = get_optimizer_class(self.clip, True, mode)
+        except ValueError as error:
+            raise self.refusal(f"Opacus says {str(error)!r}") from error
+        return found
 
     @abstractmethod
     def wrapped(self) -> nn.Module:
@@ -129,7 +148,7 @@ class DPSGDTrainer(OpacusTrainer):
         ):
             if value not in known:
                 raise unknown(name, value, known)
-        self.clip, self.grad_sample = clip, grad_sample
+        self.clip, self.grad_sample, self.mode = clip, grad_sample, grad_sample
         self.labels = {**PRIVATE, "clips": clip.replace("_", " ")}
         super().__init__(model, batch_size=batch_size, **options)
 
@@ -145,7 +164,8 @@ class DPSGDTrainer(OpacusTrainer):
         if self.clip == "flat":
             return super().private_optimizer()
         number = sum(len(group["params"]) for group in self.plain_optimizer.param_groups)
-        return DPPerLayerOptimizer(
+        per_layer = DPPerLayerOptimizer if self.parallel == "none" else self.optimizer_class
+        return per_layer(
             self.plain_optimizer,
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=[self.max_grad_norm / number**0.5] * number,

@@ -8,15 +8,31 @@ layers without per-sample gradients at all (Li et al., https://arxiv.org/abs/211
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
+from unittest.mock import patch
 
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
+    GradSampleModuleFastGradientClippingFSDP,
+)
 from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.utils import fsdp_utils
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from dpbench.training.base import Batch
 from dpbench.training.dpsgd import OpacusTrainer
+from dpbench.training.parallel import mesh_of_all
+
+
+def sharded_as_opacus_does(model: nn.Module) -> nn.Module:
+    """The model under FSDP2, each layer gathered by itself: Opacus's ``FSDP2Wrapper``."""
+    mesh = mesh_of_all(next(model.parameters()).device.type)
+    with patch.object(fsdp_utils, "fully_shard", partial(fully_shard, mesh=mesh)):
+        wrapped: nn.Module = fsdp_utils.FSDP2Wrapper(model)
+    return wrapped
 
 
 class DPFastGradientClippingTrainer(OpacusTrainer):
@@ -29,6 +45,7 @@ class DPFastGradientClippingTrainer(OpacusTrainer):
     use_ghost_clipping: ClassVar[bool] = False
     module_class = GradSampleModuleFastGradientClipping
     optimizer_class = DPOptimizerFastGradientClipping
+    mode = "ghost"
     loss_reduction = "mean"
 
     def wrapped(self) -> nn.Module:
@@ -50,3 +67,10 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
     """Ghost clipping: norms of Linear and Embedding layers without per-sample gradients."""
 
     use_ghost_clipping = True
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        if self.parallel != "fsdp2":
+            return super().spread(model)
+        self.module_class = GradSampleModuleFastGradientClippingFSDP
+        self.optimizer_class = self.distributed_optimizer("ghost_fsdp")
+        return sharded_as_opacus_does(model)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpbench.training.base import Batch, TrainerBase, mean_of
+from dpbench.training.parallel import reducing, replicated, sharded
 from dpbench.training.phases import phase
 
 
 class StandardTrainer(TrainerBase):
     """Minibatch gradient descent without privacy."""
 
+    def spread(self, model: nn.Module) -> nn.Module:
+        if self.parallel == "ddp":
+            return replicated(model)
+        return sharded(model, self.workload) if self.parallel == "fsdp2" else super().spread(model)
+
     def train_step(self, batch: Batch) -> Tensor:
         losses = []
-        for _, part in self.parts(batch):
-            with phase("forward"):
-                loss = self.mean_loss(self.model, part)
-            with phase("backward"):
-                part_loss = loss if self.micro_batches == 1 else loss / self.micro_batches
-                self.scaler.scale(part_loss).backward()
+        for last, part in self.parts(batch):
+            with reducing(self.model, last):
+                with phase("forward"):
+                    loss = self.mean_loss(self.model, part)
+                with phase("backward"):
+                    part_loss = loss if self.micro_batches == 1 else loss / self.micro_batches
+                    self.scaler.scale(part_loss).backward()
             losses.append(loss.detach())
         with phase("optimizer"):
             self.scaler.step(self.plain_optimizer)

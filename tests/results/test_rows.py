@@ -63,6 +63,8 @@ def test_row_is_flat_and_spells_everything_out() -> None:
         "micro_batches": 1,
         "trainable": "all",
         "activation_checkpointing": "off",
+        "parallel": "none",
+        "gpus": 1,
         "instrument": "ncu",
         "phase": "step",
         "metric": "dram_read_bytes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -57,8 +57,8 @@ class Cupti(Recorded):
 
         return CuptiRecorder(self.steps.active, self.names or None, alike=True)
 
-    def read(self, process: Child) -> list[Measurement]:
-        """Wait for a process; its rows are those of timing, and each metric by phase and step."""
+    def rows_of(self, process: Child, record: dict[str, Any]) -> Iterable[Measurement]:
+        """The rows of timing, and each metric by phase and step."""
         from dpbench.instruments.cupti.recorder import cupti_rows
 
-        return list(cupti_rows(process.case, process.record()))
+        return cupti_rows(process.case, record)
