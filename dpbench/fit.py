@@ -20,7 +20,7 @@ FRAGMENTS = 0.04
 needs room for the largest tensor, if that is more: a case with less failed on an H200."""
 
 MOST = 4096
-"""The largest batch that is tried."""
+"""The largest batch of a GPU that is tried."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ def largest_batch(case: Case, memory: float, need: Callable[[Case], Needed] = ne
 
     Peak memory grows with the batch nearly along straight lines, of which another phase begins the
     next: each count says where the line would meet the memory, until a batch fits whose next does
-    not. A batch is a multiple of the number of micro-batches.
+    not. A batch is a multiple of the number of micro-batches, on each of several GPUs.
 
     Args:
         case: its batch size does not matter.
         memory: bytes of the GPU.
         need: says what a case needs.
     """
-    part = case.micro_batches
+    part = case.micro_batches * case.gpus
     counted: dict[int, Needed] = {}
 
     def needs(parts: int) -> Needed:
@@ -106,7 +106,8 @@ def largest_batch(case: Case, memory: float, need: Callable[[Case], Needed] = ne
             counted[parts] = need(replace(case, batch_size=parts * part))
         return counted[parts]
 
-    fits, most = 0, MOST // part + 1  # the largest known to fit, the smallest known not to
+    limit = MOST // case.micro_batches
+    fits, most = 0, limit + 1  # the largest known to fit, the smallest known not to
     tried = 1
     while True:
         if needs(tried).fits(memory):
@@ -117,7 +118,7 @@ def largest_batch(case: Case, memory: float, need: Callable[[Case], Needed] = ne
             break
         tried = 2 if len(counted) == 1 else _guess(counted, fits, most, memory)
         tried = min(max(tried, fits + 1), most - 1)
-    unbounded = most > MOST // part
+    unbounded = most > limit
     return Largest(fits * part, needs(fits or 1), unbounded)
 
 

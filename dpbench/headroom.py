@@ -67,7 +67,14 @@ def read_by_norms(case: Case) -> int:
         nonlocal total
         total += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((given, out)))
 
-    once = replace(case, trainer="standard", activation_checkpointing="off")
+    once = replace(
+        case,
+        trainer="standard",
+        activation_checkpointing="off",
+        batch_size=case.batch_size // case.gpus,
+        parallel="none",
+        gpus=1,
+    )
     with untouched_torch(), without_data():
         trainer, (batch,) = build(once, torch.device("cpu"), 1)
         for module in trainer.model.modules():

@@ -121,8 +121,8 @@ class Metric:
     signed: bool = False  # whether it can be negative
     throughput: bool = True  # whether its throughput is shown, too
     spread: bool = False  # whether its spread over the steps counts for the row's largest
-    # Where an instrument finds it: a field of `KernelCount`, or how an activity's name in a trace
-    # of the PyTorch profiler begins.
+    # Where an instrument finds it: a field of `KernelCount` or `OperatorCount`, or how an
+    # activity's name in a trace of the PyTorch profiler begins.
     source: str = ""
     # The metric that is shown in its place where a run has both, e.g. one that counts better.
     replaced_by: str = ""

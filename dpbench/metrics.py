@@ -243,6 +243,9 @@ METRICS = Metrics((
     Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=_VALUE),
     Metric("logical_bytes", "logical\ntotal", _LOGICAL,
            Sum(("logical_read_bytes", "logical_write_bytes")), shown=_AND_RATIO),
+    # What one rank sends to others, by the ring of each collective's algorithm.
+    Metric("collective_bytes", "sent by\na rank", _LOGICAL, ranks="mean", shown=_AND_RATIO,
+           throughput=False, source="collective_bytes"),
     Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), Peak(), throughput=False,
            logical="peak_memory_bytes"),
     # Of those that a step makes: the allocator needs a free block of that size at once.

@@ -22,7 +22,7 @@ from dpbench import gpu
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.fit import CONTEXT, FRAGMENTS, MOST, Largest, largest_batch, parse_memory
+from dpbench.fit import CONTEXT, FRAGMENTS, Largest, largest_batch, parse_memory
 from dpbench.grid import GRIDS
 from dpbench.options import axis_help
 from dpbench.registry import locate
@@ -80,7 +80,8 @@ def _found(largest: Largest, notes: list[str], case: Case) -> dict[str, Any]:
     if needs.guessed:
         notes.append(f"{case.trainer}: operators without a rule of their own weigh in the count.")
     if largest.unbounded:
-        notes.append(f"{case.trainer}: {MOST} fits too, and larger ones were not tried.")
+        size = largest.batch_size
+        notes.append(f"{case.trainer}: {size} fits too, and larger ones were not tried.")
     if not largest.batch_size:
         one = f"one example in each of {case.micro_batches} micro-batches"
         notes.append(f"{case.trainer}: not even {one} fits.")
@@ -91,10 +92,13 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     """A case for each trainer and number of micro-batches."""
     for trainer in options.trainer or GRIDS["grid1"].values("trainer"):
         named = chosen_case(
-            argparse.Namespace(**vars(options) | {"trainer": trainer, "micro_batches": None})
+            argparse.Namespace(
+                **vars(options)
+                | {"trainer": trainer, "micro_batches": None, "batch_size": options.gpus}
+            )
         )
         cases = [
-            replace(named, batch_size=parts, micro_batches=parts)
+            replace(named, batch_size=parts * named.gpus, micro_batches=parts)
             for parts in options.micro_batches or [1]
         ]
         locate(cases)

@@ -28,6 +28,7 @@ from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_li
 from dpbench.instruments import built_in, choose, declare_built_in
 from dpbench.instruments.case_process import name_of
 from dpbench.instruments.interface import CaseOutOfMemory, CaseRefused, Instrument
+from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, write_summary
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     case = chosen_case(options)
     instrument = _chosen(options)
     try:
-        if case.gpus > 1:
+        if case.gpus > 1 and not isinstance(instrument, Logical):  # which counts one of the ranks
             from dpbench.process.ranks import observe_all  # which imports torch
 
             record = observe_all(instrument.observe, case, options.device)

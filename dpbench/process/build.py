@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def build(
 
     labels_of(trainer)  # raises if they are no labels, before it trains
     whole = batches_of(workload, case.batch_size, num_batches, place)
-    batches = [[*parts_of(batch, ranks)][rank] for batch in whole]
+    batches = [next(islice(parts_of(batch, ranks), rank, None)) for batch in whole]
     if ranks > 1:
         torch.manual_seed(seed + 1 + rank)
     if case.micro_batches > 1:

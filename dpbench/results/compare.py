@@ -90,7 +90,8 @@ def largest_changes(
     if not (metric and metric.unit == "B" and metric.adds_up and (counted or metric.logical)):
         return []
     kinds = ["operators"] if counted else ["kernels", "operators"]
-    sides = ([_moved(run, case, kind) for run in (before, after)] for kind in kinds)
+    of_operators = (counted and metric.source) or "total_bytes"
+    sides = ([_moved(run, case, kind, of_operators) for run in (before, after)] for kind in kinds)
     old, new = next(filter(all, sides), [{}, {}])
     change = {
         key: new.get(key, 0) - old.get(key, 0)
@@ -105,13 +106,13 @@ def largest_changes(
     ]
 
 
-def _moved(run: Run, case: Case, kind: str) -> Mapping[tuple[str, str], float]:
-    """Bytes of a step by phase and name of an operator or kernel."""
+def _moved(run: Run, case: Case, kind: str, of_operators: str) -> Mapping[tuple[str, str], float]:
+    """Bytes of a step by phase and name of an operator, of a field of these, or of a kernel."""
     moved: dict[tuple[str, str], float] = defaultdict(float)
     for outcome in (each for each in run.outcomes if each.case == case):
         if kind == "operators":
             for operator in outcome.operators:
-                moved[operator.phase, operator.operator] += operator.total_bytes
+                moved[operator.phase, operator.operator] += getattr(operator, of_operators)
             continue
         steps = len({kernel.repeat for kernel in outcome.kernels})
         for kernel in outcome.kernels:

@@ -263,13 +263,16 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
 
     ``logical`` is what an unfused step of the same case and phase must move at least (for peak
     memory: hold), counted without hardware; ``over_logical`` is value ÷ logical. NaN where nothing
-    was counted, where that is 0, and in the rows that were counted.
+    was counted, where that is 0, and in the rows that were counted. One of several ranks is
+    counted, the first: what all moved together is compared with as many of it.
     """
     by_hardware = summary.device != NO_HARDWARE
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
     wanted = summary.metric.map(said).where(by_hardware).astype(object)
     counted = summary[~by_hardware]
     logical = _beside(summary.assign(metric=wanted), counted, summed("instrument", "device"))
+    together = [name for name, metric in METRICS.items() if metric.over("rank") == "sum"]
+    logical *= summary.gpus.where(summary.metric.isin(together), 1)
     over = summary.value / logical.where(logical != 0)
     return summary.assign(logical=logical, over_logical=over)
 

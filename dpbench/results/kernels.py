@@ -53,6 +53,7 @@ class OperatorCount(Entry):
     write_bytes: int
     flops: int  # a multiply-add counts as two
     general_rule: bool = False  # counted by the rule for unknown operators, a guess
+    collective_bytes: int = 0  # sent to other ranks
 
     @property
     def total_bytes(self) -> int:

@@ -106,8 +106,9 @@ class CaseReport:
     def operators(self) -> pd.DataFrame:
         """What each operator did, by phase and operator; the one with most bytes comes first.
 
-        Columns are ``calls``, ``logical_read_bytes``, ``logical_write_bytes``, ``logical_bytes``
-        and ``flops``, so ``report.operators.logical_bytes["clip", "aten.clone"]`` is a number.
+        Columns are ``calls``, ``logical_read_bytes``, ``logical_write_bytes``, ``logical_bytes``,
+        ``flops`` and ``collective_bytes``, so ``report.operators.flops["forward", "aten.mm"]`` is
+        a number.
         """
         if not self.operator_counts:
             raise ConfigurationError(

@@ -86,8 +86,9 @@ def _columns(group: Group, view: View) -> list[Metric]:
         return list(chosen) if filled else []
     if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
         return filled
-    # Not every chip and instrument says how busy the GPU was, or has what others declare.
-    usual = METRICS.built_in - {BUSY}
+    # Not every chip and instrument says how busy the GPU was, or has what others declare, and one
+    # rank alone sends nothing.
+    usual = METRICS.built_in - {BUSY, "collective_bytes"}
     return [c for c in chosen if c in filled or (c.of or c.name) in usual]
 
 
@@ -120,6 +121,8 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
     if (ranks := rows.ranks.max()) > 1:
         how = "counts are the sum, times and peaks the largest, shares the mean"
         yield f"Of {ranks:.0f} ranks: {how}."
+    elif ((rows.device == NO_HARDWARE) & (rows.gpus > 1)).any():
+        yield "Counted is one rank of each case, the first; no number is a sum over ranks."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):

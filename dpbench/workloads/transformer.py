@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from dpbench.case import ATTENTIONS
 from dpbench.errors import ConfigurationError, unknown
@@ -217,4 +217,5 @@ def get_random_dataloader(
         vocab_size, (num_batches * batch_size, seq_len + 1), generator=generator, device="cpu"
     ).to(device)
     dataset = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    return DataLoader(dataset, batch_size=batch_size)
+    whole = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
+    return DataLoader(dataset, sampler=whole, batch_size=None)  # not example by example

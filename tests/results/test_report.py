@@ -283,6 +283,7 @@ def test_operators_are_a_table_by_phase_and_operator_the_largest_first() -> None
         "logical_read_bytes": 6,
         "logical_write_bytes": 4,
         "flops": 100,
+        "collective_bytes": 0,
         "logical_bytes": 10,
     }
 

@@ -73,6 +73,7 @@ def test_what_is_shown_by_default() -> None:
     ]
     assert [shown.name for shown in shown_by_default(logical=True)] == [
         *("logical_read_bytes", "logical_write_bytes", "logical_bytes", "logical_ratio"),
+        *("collective_bytes", "collective_ratio"),
         "peak_memory_bytes",
     ]
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,12 +31,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
-from dpbench.instruments.logical.repeats import Cost, Repeats, answer
+from dpbench.instruments.logical.costs import Cost, cost
+from dpbench.instruments.logical.regions import tensors
+from dpbench.instruments.logical.repeats import Repeats, answer
 from dpbench.instruments.logical.stand_ins import STAND_INS, AssumedValues, UnsupportedOperation
 from dpbench.metrics import unit
 from dpbench.results.kernels import NOT_COUNTED, OperatorCount
@@ -68,7 +70,10 @@ class LiveMemory:
 
     def see(self, tensor: Tensor) -> None:
         """Take note of a tensor's storage and its present size."""
-        storage = tensor.untyped_storage()
+        self.see_storage(tensor.untyped_storage())
+
+    def see_storage(self, storage: torch.UntypedStorage) -> None:
+        """Take note of a storage, whose size may have changed."""
         key = storage._cdata
         size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
         before, reference = self._known.get(key, (0, None))
@@ -139,6 +144,8 @@ class ByteCounter(TorchDispatchMode):
         return tuple(sorted(counts, key=lambda count: -count.total_bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_distributed(types):
+            return NotImplemented  # it does the same with its part, and comes back
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three calls: not worth asking the next mode
@@ -156,7 +163,7 @@ class ByteCounter(TorchDispatchMode):
             effect.answer = None if given is None else answer(out, given)
         if device == "meta":  # without data on a real device, too
             return out
-        for tensor in rules.tensors(out):
+        for tensor in tensors(out):
             self.memory.see(tensor)
         if self._phase is not None:
             if torch.is_autocast_enabled("cuda"):
@@ -225,6 +232,8 @@ class RunningCounter(ByteCounter):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_distributed(types):
+            return NotImplemented  # it does the same with its part, and comes back
         kwargs = kwargs or {}
         if self._phase is None or func.namespace in NOT_WORK:
             return func(*args, **kwargs)
@@ -235,7 +244,8 @@ class RunningCounter(ByteCounter):
         out = func(*args, **kwargs)
         try:
             self._record(phase, func, cost(func, args, kwargs, out))
-        except (NotImplementedError, RuntimeError) as error:  # sparse tensors have no storage
+        except (NotImplementedError, RuntimeError, UnsupportedOperation) as error:
+            # Sparse tensors have no storage.
             what = str(error).partition("\n")[0]
             self.notes[f"{NOT_COUNTED}: {label(func)} ({what})"] += 1
         return out
@@ -249,7 +259,16 @@ def without_data() -> Iterator[ByteCounter]:
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with as_on_cuda(), fake, ByteCounter(fake) as counter:
-        yield counter
+        by_torch = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = by_torch(storage, size)
+            counter.memory.see_storage(storage)
+            return resized
+
+        # No operator: FSDP2 lends parameters memory while they are whole.
+        with patch.object(torch.UntypedStorage, "resize_", resize):
+            yield counter
 
 
 def logical_rows(
@@ -261,6 +280,8 @@ def logical_rows(
     largest: int = 0,
 ) -> Iterator[Measurement]:
     """The rows of a step, by the phases that it had and as a whole, with its ``largest`` tensor."""
+    operators = tuple(operators)
+    with_others = case.gpus > 1 or any(count.collective_bytes for count in operators)
     tool = f"torch {torch.__version__}"
     for phase in (*(phase for phase in ALL_PHASES if phase in phases), STEP):
         counts = [count for count in operators if phase in (count.phase, STEP)]
@@ -269,6 +290,8 @@ def logical_rows(
             "logical_write_bytes": sum(count.write_bytes for count in counts),
             "flops": sum(count.flops for count in counts),
         }
+        if with_others:
+            values["collective_bytes"] = sum(count.collective_bytes for count in counts)
         if peaks:
             values["peak_memory_bytes"] = peaks.get(phase, max(peaks.values()))
         if largest and phase == STEP:
@@ -297,11 +320,9 @@ def is_composite(func: OpOverload) -> bool:
     )
 
 
-def cost(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
-    """What a call moves and computes."""
-    formula = flop_formula(func)
-    flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
-    return Cost(*rules.traffic(func, args, kwargs, out), flops)
+def is_distributed(types: Iterable[type]) -> bool:
+    """Whether one of a call's tensors stands for those of several ranks, or for one to come."""
+    return any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types)
 
 
 def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
@@ -317,15 +338,3 @@ def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
             f"model, so that the step can be counted without hardware"
         )
     return asked
-
-
-@cache
-def flop_formula(func: OpOverload) -> Callable[..., int] | None:
-    """PyTorch's own formula for an operator's floating-point operations, if it has one.
-
-    There are some for matrix products, convolutions and attention (`torch.utils.flop_counter`).
-    They count a multiply-add as two, and do not halve causal attention.
-    """
-    # The CPU's fused attention takes its operands in the same order as CUDA's.
-    name = str(func.overloadpacket).replace("_for_cpu", "")
-    return next((formula for known, formula in flop_registry.items() if str(known) == name), None)

@@ -54,6 +54,10 @@ class Logical(Instrument):
     the next. Without data every further step repeats the steady one, so one is enough. If none of
     `MOST_STEPS` is, the last counts, and a note says so.
 
+    A case of several ranks is counted as its first one, see `one_rank`, and never in its first
+    step: there PyTorch works out on whole tensors how operators are sharded. It is counted in a
+    process of its own if this one has a process group.
+
     Trainers and models from outside are counted in a process of their own: they may end it, or
     never end. Others are where this process has not imported torch, but a server can fork.
     """
@@ -71,7 +75,7 @@ class Logical(Instrument):
 
     def start(self, case: Case) -> Running:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
-        if is_builtin(case) and ("torch" in sys.modules or fork_server() is None):
+        if is_builtin(case) and not _grouped() and ("torch" in sys.modules or not fork_server()):
             return Counting(self, case)
         kept = None if is_builtin(case) else self.directory  # as there is none of one counted here
         log = kept and (kept / case.report_path).with_suffix(".logical.log")
@@ -97,9 +101,15 @@ class Logical(Instrument):
         operators were counted by the general rule, beside the heavy ones: the tables name those.
         """
         from dpbench.instruments.logical.counter import logical_rows, without_data
+        from dpbench.instruments.logical.one_rank import one_of
 
         try:
-            with untouched_torch(), new_objects_collected(), without_data() as counter:
+            with (
+                untouched_torch(),
+                new_objects_collected(),
+                one_of(case.gpus),
+                without_data() as counter,
+            ):
                 labels = self._run(case, counter)
         except DpbenchError:
             raise
@@ -114,6 +124,8 @@ class Logical(Instrument):
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
         notes += [f"{name}: counted by the general rule" for name in sorted(light)]
+        if case.gpus > 1:
+            notes.append(f"counted: one rank of {case.gpus}")
         return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes), labels=labels)
 
     def _run(self, case: Case, counter: ByteCounter) -> dict[str, str]:
@@ -125,12 +137,13 @@ class Logical(Instrument):
 
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
         after = alive(counter)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             before = after
             with untraced(), observed_step(counter):
                 trainer.train_step(batch)
             after = alive(counter)
-            if abs(after - before) <= STEADY * before:
+            steady = abs(after - before) <= STEADY * before
+            if steady and number >= (case.gpus > 1):
                 break
         else:
             counter.notes[f"step {MOST_STEPS} still added {after - before:,} B to what lives"] = 1
@@ -149,6 +162,13 @@ class Counting(Running):
         self.operators, self.notes = counted.operators, counted.notes
         self.labels = counted.labels
         return list(counted.rows)
+
+
+def _grouped() -> bool:
+    """Whether this process is one of a process group, which a count must not replace."""
+    torch = sys.modules.get("torch")
+    distributed = torch and torch.distributed
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
 def _counted_apart(child: Child) -> list[Measurement]:
@@ -206,5 +226,7 @@ def untouched_torch() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         # Opacus puts full backward hooks on embeddings, whose inputs never need gradients.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
+        # A module's view is gathered again all the same, unless it is changed in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         torch.set_default_dtype(torch.float32)
         yield

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
+
+from dpbench.instruments.logical.costs import Cost
 
 Given: TypeAlias = Sequence[FakeTensor]
 """The tensors that a call is given, those in lists too, in order."""
@@ -32,14 +34,6 @@ UNUSUAL = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,  # changes the shape of its argument
 )
-
-
-class Cost(NamedTuple):
-    """What one call moves and computes."""
-
-    read_bytes: int
-    write_bytes: int
-    flops: int
 
 
 @dataclass

@@ -50,23 +50,28 @@ Fused kernels
     drawn again from two numbers, and moves nothing. The general rule also counts the kernels of
     dpbench's trainers (``dpbench::``), by their operands.
 
+Collectives
+    A rank reads what it contributes and writes what it gets; a gather into memory that holds its
+    own part writes the rest. Operators of ``c10d`` write their first argument, whatever their
+    schema says, and read it if it is the only one; who broadcasts reads. FSDP2's copy into a
+    gather writes the part of this rank alone.
+
 Scratch memory inside an operator is not counted: another kernel could do without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
-"""Storage, offset in elements, and ``(size, stride)`` of each dimension that cannot be merged."""
+from dpbench.instruments.logical.regions import Region, region_of, tensors
 
 
 def names(text: str) -> frozenset[str]:
@@ -80,6 +85,7 @@ FREE = names(
     empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_
     unsafe_split unsafe_split_with_sizes set_ squeeze_ unsqueeze_ transpose_ t_ as_strided_
     is_same_size record_stream
+    c10d::barrier _c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd
     """
 )
 """Operators that touch metadata only, beside those whose schema says that they are views."""
@@ -131,6 +137,12 @@ MADE_OF: Mapping[str, tuple[str, ...]] = {
 RUNNING = ("running_mean", "running_var")
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
 
+UNSAID: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(BATCH_NORMS, RUNNING),
+    "fsdp::all_gather_copy_in": ("all_gather_output",),
+}
+"""Arguments that an operator writes, which its schema does not say."""
+
 GATHERS = dict.fromkeys(("index_select", "gather", "index", "take"), "self")
 GATHERS |= {"embedding": "weight"}
 """Operators that read of this argument only what comes out."""
@@ -179,10 +191,19 @@ REVIEWED = names(
     _fused_sgd _fused_adam _fused_adamw _fused_adagrad
     _amp_foreach_non_finite_check_and_unscale _amp_update_scale
     dpbench.gram_norms dpbench.layer_norm_samples dpbench.noisy_descent
+    fsdp.all_gather_copy_in fsdp.chunk_cat fsdp.split_with_sizes_copy
+    c10d.allreduce c10d.broadcast c10d._allgather_base c10d._reduce_scatter_base
+    c10d.allgather c10d.reduce_scatter c10d.alltoall_base
+    _c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.all_to_all_single
+    _c10d_functional.all_gather_into_tensor _c10d_functional.reduce_scatter_tensor
     """
 )
 """Operators (without ``_foreach_`` and the in-place ``_``) whose rule was reviewed. Others that are
 neither free nor overwriters are counted by the general rule and reported as such."""
+
+
+ONLY_READ = ("c10d::broadcast_", "c10d::reduce_", "c10d::send")
+"""Operators of ``c10d`` that are counted as by a rank that sends, and gets nothing."""
 
 
 class Limits(NamedTuple):
@@ -222,14 +243,12 @@ def traffic(
     """The bytes that a finished call had to read and to write; ``out`` is what it returned."""
     if is_free(func):
         return 0, 0
-    arguments = _arguments(func)
-    given = {name: value for (name, *_), value in zip(arguments, args, strict=False)}
-    given.update(kwargs)
+    given = arguments_of(func, args, kwargs)
     limits = _limits(operator_name(func), given, out)
     storages: set[int] = set()
     reads: dict[Region, int] = {}
     writes: dict[Region, int] = {}
-    for name, is_read, is_written in arguments:
+    for name, is_read, is_written in _arguments(func):
         for tensor in tensors(given.get(name)):
             region, size = region_of(tensor)
             storages.add(region[0])
@@ -244,6 +263,14 @@ def traffic(
         if region[0] not in storages:  # a new tensor, not an argument that is returned
             writes[region] = size
     return sum(reads.values()), sum(writes.values())
+
+
+def arguments_of(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments that a call was given, by name."""
+    names = (name for name, *_ in _arguments(func))
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
@@ -270,6 +297,14 @@ def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
         return Limits({"self": touched if accumulates else 0}, {"self": touched})
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
         return Limits({"self": given["target"].numel() * given["self"].itemsize})
+    if name == "fsdp::all_gather_copy_in":
+        own = sum(region_of(tensor)[1] for tensor in given["all_gather_inputs"])
+        return Limits({"all_gather_output": 0}, {"all_gather_output": own})
+    if name == "c10d::_allgather_base_":
+        output, own = given["output_tensor"], given["input_tensor"]
+        inside = output.untyped_storage()._cdata == own.untyped_storage()._cdata
+        rest = region_of(output)[1] - inside * region_of(own)[1]
+        return Limits(writes={"output_tensor": rest})
     if name.startswith("_fused_") and given.get("grad_scale") is None:
         return Limits(writes={"grads": 0})
     return Limits()
@@ -299,50 +334,17 @@ def operator_name(func: OpOverload) -> str:
 
 @cache
 def _arguments(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
-    """The arguments in an operator's schema, and whether they are read, and written."""
-    unsaid = RUNNING if operator_name(func) in BATCH_NORMS else ()
-    return tuple(
+    """The arguments of an operator, and whether they are read, and written."""
+    unsaid = UNSAID.get(operator_name(func), ())
+    arguments = [
         (
             each.name,
             not each.is_out,
             each.name in unsaid or (each.alias_info is not None and each.alias_info.is_write),
         )
         for each in func._schema.arguments
-    )
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an argument or a result: one, a list of them, or none."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors(item)
-
-
-def region_of(tensor: Tensor) -> tuple[Region, int]:
-    """What a tensor addresses, and how many bytes that is; transposing changes neither."""
-    dims, elements = _layout(tuple(tensor.shape), tensor.stride())
-    storage = tensor.untyped_storage()._cdata
-    return (storage, int(tensor.storage_offset()), dims), elements * tensor.itemsize
-
-
-@lru_cache(maxsize=8192)
-def _layout(
-    shape: tuple[int, ...], stride: tuple[int, ...]
-) -> tuple[tuple[tuple[int, int], ...], int]:
-    """An index set in a form that `view`, `expand` and `transpose` leave, and its size.
-
-    Dimensions by falling stride, neighbours merged.
-    """
-    if 0 in shape:
-        return (), 0
-    merged: list[tuple[int, int]] = []
-    dims = [(size, step) for size, step in zip(shape, stride, strict=True) if size > 1 and step]
-    for size, step in sorted(dims, key=lambda dim: -dim[1]):
-        if merged and merged[-1][1] == size * step:
-            merged[-1] = (merged[-1][0] * size, step)
-        else:
-            merged.append((size, step))
-    span = 1 + sum((size - 1) * step for size, step in merged)
-    return tuple(merged), min(span, math.prod(size for size, _ in merged))
+    ]
+    if func.namespace == "c10d":
+        alone = "Tensor" not in str(func._schema.arguments[1].type)
+        arguments[0] = (arguments[0][0], alone, operator_name(func) not in ONLY_READ)
+    return tuple(arguments)

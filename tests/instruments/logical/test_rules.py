@@ -16,8 +16,8 @@ from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.counter import ByteCounter, without_data
+from dpbench.instruments.logical.regions import region_of
 from dpbench.training.phases import observed_step
 
 E = 4
@@ -213,13 +213,13 @@ def test_converting_reads_and_writes_at_each_width() -> None:
 def test_transposing_and_reshaping_do_not_make_another_region() -> None:
     x = torch.empty(2, 3, 4)
     same = [x, x.view(6, 4), x.transpose(0, 2), x.view(24), x.unsqueeze(1).expand(2, 5, 3, 4)]
-    assert len({rules.region_of(tensor) for tensor in same}) == 1
+    assert len({region_of(tensor) for tensor in same}) == 1
 
 
 def test_parts_of_a_storage_are_regions_of_their_own() -> None:
     x = torch.empty(4, 6)
     parts = [x, x[:2], x[2:], x[:, :3], x[:, 3:], x[:, ::2]]
-    assert len({rules.region_of(tensor) for tensor in parts}) == len(parts)
+    assert len({region_of(tensor) for tensor in parts}) == len(parts)
 
 
 class TestLists:

@@ -1,0 +1,154 @@
+"""Being one rank of many, without the others: its collectives end at once and move nothing.
+
+PyTorch's fake process group (``torch.testing``, private) has any number of ranks, of which this
+process is the first. What does not work on tensors without data, or takes long with many ranks, is
+done in another way here, with the same result:
+
+DistributedDataParallel
+    Its C++ reads tensors' data. `Buckets` makes the same copies and collectives.
+Device meshes
+    Ranks in a mesh have values, so a mesh is made outside the modes that count.
+FSDP2's chunks
+    It cuts a parameter into a chunk for each rank, and takes the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    _compute_bucket_assignment_by_size,
+)
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dpbench.instruments.logical.stand_ins import UnsupportedOperation
+
+BUCKET = 25 * 1024**2
+"""Bytes of gradients after which a bucket of DDP is full, but the first."""
+
+PLACES = {"device_ids", "output_device", "dim"}
+"""Arguments of DDP that do not change what it moves."""
+
+
+@contextmanager
+def one_of(ranks: int) -> Iterator[None]:
+    """Be the first rank of a fake process group in here; in that of one rank, change nothing."""
+    if ranks == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (DeviceMesh, "__init__", _without_modes(DeviceMesh.__init__)),
+        (_fsdp_param, "_chunk_with_empty", _first_chunk),
+        (DistributedDataParallel, "__init__", _replicate),
+        (DistributedDataParallel, "forward", _forward),
+    ]
+    with ExitStack() as stack:
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        stack.callback(distributed.destroy_process_group)
+        for place, name, value in replaced:
+            stack.enter_context(patch.object(place, name, value))
+        yield
+
+
+def _without_modes(make: Callable[..., None]) -> Callable[..., None]:
+    def make_mesh(self: DeviceMesh, *args: Any, _rank_map: Any = None, **named: Any) -> None:
+        with _disable_current_modes():
+            if _rank_map is not None:  # made just before, of all ranks in order
+                named["_rank_map"] = torch.arange(_rank_map.numel(), dtype=torch.int)
+            make(self, *args, **named)
+
+    return make_mesh
+
+
+def _first_chunk(tensor: Tensor, number: int, dim: int) -> Sequence[Tensor]:
+    """The chunk of the first rank, of which no other is larger."""
+    return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // number))]
+
+
+class Buckets:
+    """What DDP does with gradients and buffers, as its reducer with its defaults.
+
+    Each gradient is divided into its place in a bucket, which stays from step to step; buckets are
+    reduced, and copied back. They are filled in the order in which the gradients came, 1 MiB first
+    and 25 MiB from then on. Buffers are those of the first rank, sent before each forward.
+    """
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self._replica = replica
+        self._arrived: list[Tensor] = []
+        self._memory: list[tuple[Tensor, list[Tensor]]] = []  # of each bucket, whose gradients
+        for parameter in replica.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def send_buffers(self) -> None:
+        """Give all ranks the buffers of the first, those of a dtype together."""
+        buffers = sorted(self._replica.module.buffers(), key=lambda buffer: str(buffer.dtype))
+        for _, alike in groupby(buffers, key=lambda buffer: buffer.dtype):
+            values = [buffer.detach() for buffer in alike]
+            together = torch.cat([value.flatten() for value in values])
+            distributed.broadcast(together, 0)
+            for value, sent in zip(values, _places(together, values), strict=True):
+                value.copy_(sent)
+
+    def _arrive(self, parameter: Tensor) -> None:
+        if self._replica.require_backward_grad_sync:
+            if not self._arrived:
+                Variable._execution_engine.queue_callback(self._reduce)
+            self._arrived.append(parameter)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        self._memory = self._memory or _buckets_for(arrived)
+        part = 1 / distributed.get_world_size()
+        for memory, parameters in self._memory:
+            gradients: list[Any] = [parameter.grad for parameter in parameters]
+            places = _places(memory, gradients)
+            for gradient, place in zip(gradients, places, strict=True):
+                torch.mul(gradient, part, out=place)
+            distributed.all_reduce(memory)
+            for gradient, place in zip(gradients, places, strict=True):
+                gradient.copy_(place)
+
+
+def _buckets_for(arrived: list[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    limits = [_DEFAULT_FIRST_BUCKET_BYTES, BUCKET]
+    assigned, _ = _compute_bucket_assignment_by_size(arrived, limits)
+    groups = [[arrived[number] for number in numbers] for numbers in assigned]
+    return [(g[0].new_empty(sum(p.numel() for p in g)), g) for g in groups]
+
+
+def _places(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Where each of the tensors lies in memory that is as large as all together."""
+    parts = memory.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _replicate(self: Any, module: nn.Module, **options: Any) -> None:
+    if unknown := {*options} - PLACES:
+        what = ", ".join(sorted(unknown))
+        raise UnsupportedOperation(f"DistributedDataParallel is not counted with {what}")
+    nn.Module.__init__(self)
+    self.module = module
+    self.require_backward_grad_sync = True
+    self.buckets = Buckets(self)
+
+
+def _forward(self: Any, *inputs: Any, **named: Any) -> Any:
+    if self.require_backward_grad_sync:
+        self.buckets.send_buffers()
+    return self.module(*inputs, **named)

@@ -1,0 +1,91 @@
+"""Trainers and an instrument for tests of the count of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, distributed
+
+from dpbench.case import Case
+from dpbench.instruments.logical.recorder import LogicalRecorder
+from dpbench.instruments.recorded import Recorded
+from dpbench.instruments.recorder import Recorder
+from dpbench.training.base import Batch
+from dpbench.training.phases import phase
+from dpbench.training.standard import StandardTrainer
+
+PAIRS = (
+    ("standard", "ddp"),
+    ("standard", "fsdp2"),
+    ("dpsgd", "ddp"),
+    ("dpsgd:clip=per_layer", "ddp"),
+    ("dpsgd_ghost", "ddp"),
+    ("dpsgd_ghost", "fsdp2"),
+    ("dpsgd_fgc", "ddp"),
+)
+"""What PyTorch and Opacus train on several ranks."""
+
+
+@dataclass(frozen=True)
+class Heard(Recorded):
+    """Counts the operators of all `PAIRS` as they run, in one process group after another."""
+
+    name: ClassVar[str] = "heard"
+
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        return LogicalRecorder(steps)
+
+    def observe(self, case: Case) -> dict[str, Any]:
+        from dpbench.process.step import run_case
+
+        heard = []
+        for trainer, parallel in PAIRS:
+            pair = replace(case, trainer=trainer, parallel=parallel)
+            recorder = LogicalRecorder(1)
+            # PyTorch's DDP has its final buckets in the second step.
+            warmup = 2 if (trainer, parallel) == ("standard", "ddp") else 1
+            run_case(pair, recorder, device="cpu", warmup=warmup, active=1)
+            heard.append(recorder.outcome(pair).as_json())
+        return {"heard": heard}
+
+
+class Noisy(StandardTrainer):
+    """Adds noise to the part of each gradient that this rank has."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with phase("forward"):
+            loss = self.mean_loss(self.model, batch)
+        with phase("backward"):
+            loss.backward()
+            self.reduce()
+        with phase("noise"):
+            for parameter in self.model.parameters():
+                part: Any = parameter.grad
+                part.to_local().add_(self.noise(part))
+        with phase("optimizer"):
+            self.plain_optimizer.step()
+            self.plain_optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def reduce(self) -> None:
+        """FSDP2 has done it."""
+
+    def noise(self, gradient: Any) -> Tensor:
+        return torch.randn_like(gradient.to_local())
+
+
+class ReducesTwice(Noisy):
+    def reduce(self) -> None:
+        for parameter in self.model.parameters():
+            part: Any = parameter.grad
+            distributed.all_reduce(part.to_local())
+
+
+class DrawsAll(Noisy):
+    """Draws noise for a whole parameter, and takes the part of this rank."""
+
+    def noise(self, gradient: Any) -> Tensor:
+        rows, *_ = gradient.to_local().shape
+        return torch.randn(gradient.shape)[:rows]

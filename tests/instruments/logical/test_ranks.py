@@ -1,0 +1,274 @@
+"""One rank of many, counted: as gloo's ranks do it for real, and as arithmetic says."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch._C import _distributed_c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
+from torch.testing._internal.distributed import fake_pg
+
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.logical import collectives, one_rank
+from dpbench.instruments.logical.counter import without_data
+from dpbench.instruments.logical.logical import Counting, Logical
+from dpbench.model_size import MODEL_SIZES
+from dpbench.process.messages import Steps
+from dpbench.registry import TRAINERS
+from dpbench.results.compare import Threshold
+from dpbench.results.gate import Gate
+from dpbench.results.kernels import OperatorCount
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import STEP
+from dpbench.results.run import Run
+from dpbench.training.phases import observed_step
+from dpbench.workloads.transformer import SimpleBigModel
+from tests.instruments.logical.cases import count
+from tests.instruments.logical.ranks import PAIRS, DrawsAll, Heard, Noisy, ReducesTwice
+from tests.results.figures import tables_of
+
+F32 = 4
+
+
+def case_of(trainer: str = "standard", parallel: str = "fsdp2", gpus: int = 4, **axes: Any) -> Case:
+    """Two layers whose widths four does not divide, with more gradients than DDP's first bucket."""
+    axes = {"model_size": "1001x90x2x2", "seq_len": 8, "batch_size": 2 * gpus} | axes
+    return Case(trainer, parallel=parallel, gpus=gpus, **axes)
+
+
+@cache
+def heard(gpus: int) -> list[list[Outcome]]:
+    """What each rank heard of each pair, for real."""
+    with TemporaryDirectory() as directory:
+        heard = Heard(Path(directory), device="cpu", steps=Steps(0, 1), timeout=300)
+        running = heard.start(case_of(gpus=gpus))
+        try:
+            ranks = running.record()["ranks"]
+        finally:
+            running.cancel()
+    return [[Outcome.from_json(each) for each in rank["heard"]] for rank in ranks]
+
+
+def between_ranks(operators: Any) -> set[OperatorCount]:
+    """What collectives did, and FSDP2's copies for them."""
+    spaces = ("c10d.", "_c10d_functional.", "fsdp.")
+    return {each for each in operators if each.operator.startswith(spaces)}
+
+
+def sent(outcome: Outcome) -> dict[str, float]:
+    """The bytes that a rank sends, by phase."""
+    return {row.phase: row.value for row in outcome.rows if row.metric == "collective_bytes"}
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_the_count_is_what_ranks_do(pair: tuple[str, str], gpus: int) -> None:
+    counted = count(case_of(*pair, gpus))
+    assert between_ranks(counted.operators)
+    for rank in heard(gpus):
+        outcome = rank[PAIRS.index(pair)]
+        assert sent(outcome) == sent(counted)
+        assert between_ranks(outcome.operators) == between_ranks(counted.operators)
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_buckets_are_copied_as_ddp_does(gpus: int) -> None:
+    def of_backward(outcome: Outcome) -> set[OperatorCount]:
+        return {each for each in outcome.operators if each.phase == "backward"}
+
+    counted = count(case_of("standard", "ddp", gpus))
+    assert of_backward(heard(gpus)[0][0]) == of_backward(counted)
+    reduced = next(each for each in counted.operators if each.operator == "c10d.allreduce_")
+    assert reduced.calls == 2
+
+
+def padded(shapes: list[torch.Size], ranks: int) -> int:
+    """Bytes of float32 parameters of which each rank holds the same number of rows."""
+    return sum(-(-shape[0] // ranks) * ranks * shape[1:].numel() * F32 for shape in shapes)
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_fsdp_sends_what_arithmetic_says_of_any_number_of_ranks(ranks: int) -> None:
+    with torch.device("meta"):
+        model = SimpleBigModel(MODEL_SIZES["1b"])
+    every = [parameter.shape for parameter in model.parameters()]
+    blocks = [parameter.shape for parameter in model.blocks.parameters()]
+    started = time.process_time()
+    outcome = count(case_of(model_size="1b", gpus=ranks, batch_size=4 * ranks, seq_len=256))
+    assert time.process_time() - started < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 8e9
+    operators = {(each.phase, each.operator): each for each in outcome.operators}
+    gathered, again, reduced = (
+        operators[key].collective_bytes
+        for key in (
+            ("forward", "c10d._allgather_base_"),
+            ("backward", "c10d._allgather_base_"),
+            ("backward", "c10d._reduce_scatter_base_"),
+        )
+    )
+    assert gathered == reduced == padded(every, ranks) * (ranks - 1) // ranks
+    assert again == padded(blocks, ranks) * (ranks - 1) // ranks
+    if ranks == 64:  # 5.275 GB without the table of 1024 positions
+        table = 1024 * MODEL_SIZES["1b"].hidden * F32 * 63 // 64
+        assert (gathered - table) / 1e9 == pytest.approx(5.275, abs=5e-4)
+        assert again / 1e9 == pytest.approx(4.759, abs=5e-4)
+
+
+def test_the_first_chunk_alone_is_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(gpus=64)
+    short = Logical().count(case)
+    monkeypatch.setattr(one_rank, "_first_chunk", _fsdp_common._chunk_with_empty)
+    whole = Logical().count(case)
+    assert (short.rows, short.operators) == (whole.rows, whole.operators)
+
+
+def test_opacus_sends_five_times_the_parameters() -> None:
+    ghost, standard = (sent(count(case_of(name))) for name in ("dpsgd_ghost", "standard"))
+    assert ghost[STEP] == 5 * ghost["forward"]
+    assert ghost["forward"] == standard["forward"]
+
+
+def test_a_rank_holds_its_shard_and_what_is_gathered() -> None:
+    def peak(gpus: int, phase: str) -> float:
+        rows = count(case_of(gpus=gpus, model_size="1001x64x4x2")).rows
+        return next(
+            row.value for row in rows if (row.phase, row.metric) == (phase, "peak_memory_bytes")
+        )
+
+    assert peak(64, "optimizer") < 0.1 * peak(2, "optimizer")
+    assert peak(64, "backward") < peak(2, "backward")
+
+
+class Normed(nn.Module):
+    """A model with buffers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_buffers_are_sent_before_each_forward() -> None:
+    with one_rank.one_of(2), without_data() as counter:
+        model = nn.parallel.DistributedDataParallel(Normed())
+        with observed_step(counter):
+            model(torch.empty(3, 6))
+            with model.no_sync():
+                model(torch.empty(3, 6)).sum().backward()
+    moved = {each.operator: each for each in counter.operators}
+    assert moved["c10d.broadcast_"].calls == 2
+    assert moved["c10d.broadcast_"].collective_bytes == 2 * 4 * F32 + 8
+    assert "c10d.allreduce_" not in moved
+
+
+def test_options_of_ddp_that_move_other_bytes_are_refused() -> None:
+    with (
+        one_rank.one_of(2),
+        pytest.raises(one_rank.UnsupportedOperation, match="gradient_as_bucket_view"),
+    ):
+        nn.parallel.DistributedDataParallel(Normed(), gradient_as_bucket_view=True)
+
+
+# --- what is left of it ----------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_the_process_group() -> None:
+    count(case_of())
+    assert not distributed.is_initialized()
+    with pytest.raises(ConfigurationError, match="does not train under"):
+        Logical().count(case_of("dpsgd", "fsdp2"))
+    assert not distributed.is_initialized()
+
+
+def test_a_process_group_of_the_callers_stays() -> None:
+    expected = count(case_of())
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        running = Logical().start(case_of())
+        assert not isinstance(running, Counting)
+        assert (tuple(running.rows()), tuple(running.notes)) == (expected.rows, expected.notes)
+        assert distributed.get_backend() == "gloo"
+    finally:
+        distributed.destroy_process_group()
+    assert "counted: one rank of 4" in expected.notes
+
+
+# --- parts of torch that are its own ---------------------------------------------------------
+
+
+def test_torch_has_no_collective_that_is_not_known() -> None:
+    spaces = tuple(f"{space}::" for space in collectives.NAMESPACES)
+    every = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    there = {name for name in every if name.startswith(spaces)}
+    known = collectives.REDUCE_TO_ALL | collectives.SHARE_WITH_ALL
+    known |= collectives.PASS_ON | collectives.SEND_NOTHING
+    refused = {"c10d::gather_", "c10d::scatter_", "_c10d_functional::batch_p2p_ops"}
+    assert there - known <= refused, f"in torch {torch.__version__}"
+
+
+def test_torch_has_what_one_rank_is_made_of() -> None:
+    needed: list[tuple[object, str]] = [
+        (fake_pg, "FakeStore"),
+        (_fsdp_param, "_chunk_with_empty"),
+        (_distributed_c10d, "_compute_bucket_assignment_by_size"),
+        (_distributed_c10d, "_resolve_process_group"),
+        (_distributed_c10d.ProcessGroup, "unbox"),
+        (torch.ops.fsdp, "all_gather_copy_in"),
+        (torch.ops.fsdp, "chunk_cat"),
+        (torch.ops.fsdp, "split_with_sizes_copy"),
+    ]
+    missing = [name for place, name in needed if not hasattr(place, name)]
+    assert not missing, f"torch {torch.__version__} lacks {missing}"
+
+
+# --- the gate --------------------------------------------------------------------------------
+
+
+@cache
+def counted_as_noisy(trainer: type) -> Outcome:
+    for each in (Noisy, trainer):
+        TRAINERS.register(each.__name__, each)
+    counted, noisy = Logical().count(case_of(trainer.__name__)), case_of(Noisy.__name__)
+    rows = tuple(replace(row, case=noisy) for row in counted.rows)
+    return replace(counted, case=noisy, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "limit", "operator"),
+    [
+        (ReducesTwice, "collective_bytes:1%", "c10d.allreduce_"),
+        (DrawsAll, "logical_write_bytes@noise:1%", "aten.randn"),
+    ],
+)
+def test_a_limit_finds_what_is_done_too_often(trainer: type, limit: str, operator: str) -> None:
+    before, good, bad = (
+        Run.of(name, [counted_as_noisy(each)])
+        for name, each in (("before", Noisy), ("good", Noisy), ("bad", trainer))
+    )
+    limits = [Threshold.parse(limit)]
+    assert Gate(before, good).judge(limits).passed
+    (regression,) = Gate(before, bad).judge(limits).regressions
+    assert regression["largest_changes"][0]["name"] == operator
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("axes", "alone"), [({}, False), ({"gpus": 1, "parallel": "none"}, True)])
+def test_a_table_says_that_it_is_of_one_rank(axes: dict[str, Any], alone: bool) -> None:
+    table, *_ = tables_of(count(case_of(**axes)).rows)
+    assert ("sent by\na rank" in table.headers) is not alone
+    assert any("no number is a sum over ranks" in note for note in table.notes) is not alone
