@@ -78,7 +78,11 @@ def as_on_cuda() -> Iterator[None]:
         replaced: list[tuple[Any, str, Any]] = [
             (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),
             (eval_frame, "_callback_from_stance", _refuse_compiled),
-            (optimizer, "_foreach_supported_types", [FakeTensor, torch.nn.Parameter]),
+            (
+                optimizer,
+                "_foreach_supported_types",
+                [FakeTensor, *optimizer._foreach_supported_types],
+            ),
             (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
             (autocast, "__init__", _begin_region),
             (GradScaler, "__init__", _make_scaler),

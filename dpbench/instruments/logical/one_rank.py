@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
     _DEFAULT_FIRST_BUCKET_BYTES,
     _compute_bucket_assignment_by_size,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -64,11 +65,14 @@ def one_of(ranks: int) -> Iterator[None]:
 
 
 def _without_modes(make: Callable[..., None]) -> Callable[..., None]:
-    def make_mesh(self: DeviceMesh, *args: Any, _rank_map: Any = None, **named: Any) -> None:
+    def real(value: Any) -> Any:
+        if not isinstance(value, FakeTensor):  # else the numbers of all ranks, in order
+            return value
+        return torch.arange(value.numel(), dtype=torch.int).view(value.shape)
+
+    def make_mesh(self: DeviceMesh, *args: Any, **named: Any) -> None:
         with _disable_current_modes():
-            if _rank_map is not None:  # made just before, of all ranks in order
-                named["_rank_map"] = torch.arange(_rank_map.numel(), dtype=torch.int)
-            make(self, *args, **named)
+            make(self, *map(real, args), **{name: real(value) for name, value in named.items()})
 
     return make_mesh
 
