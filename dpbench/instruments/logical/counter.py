@@ -258,17 +258,22 @@ def without_data() -> Iterator[ByteCounter]:
     Real tensors from outside may be used; they are taken for their shape.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with as_on_cuda(), fake, ByteCounter(fake) as counter:
-        by_torch = torch.UntypedStorage.resize_
+    with as_on_cuda(), fake, ByteCounter(fake) as counter, resizing_seen(counter.memory):
+        yield counter
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            resized = by_torch(storage, size)
-            counter.memory.see_storage(storage)
-            return resized
 
-        # No operator: FSDP2 lends parameters memory while they are whole.
-        with patch.object(torch.UntypedStorage, "resize_", resize):
-            yield counter
+@contextmanager
+def resizing_seen(memory: LiveMemory) -> Iterator[None]:
+    """See what no operator does: FSDP2 lends parameters memory while they are whole."""
+    by_torch = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = by_torch(storage, size)
+        memory.see_storage(storage)
+        return resized
+
+    with patch.object(torch.UntypedStorage, "resize_", resize):
+        yield
 
 
 def logical_rows(

@@ -7,9 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench.case import Case
+from dpbench.instruments.logical.counter import LiveMemory, is_distributed, resizing_seen
 from dpbench.instruments.logical.recorder import LogicalRecorder
+from dpbench.instruments.logical.regions import tensors
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder
 from dpbench.training.base import Batch
@@ -28,6 +31,38 @@ PAIRS = (
 """What PyTorch and Opacus train on several ranks."""
 
 
+class Alive(TorchDispatchMode):
+    """Follows the memory of real tensors as the counter does that of fake ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = LiveMemory()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_distributed(types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors(out):
+            self.memory.see(tensor)
+        return out
+
+
+class PeakRecorder(LogicalRecorder):
+    """Notes the most bytes alive at once in its one step, too."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        super().__init__(1)
+        self.memory = memory
+
+    def start_step(self) -> None:
+        self.memory.peak = self.memory.now
+        super().start_step()
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.notes = [str(self.memory.peak)]
+
+
 @dataclass(frozen=True)
 class Heard(Recorded):
     """Counts the operators of all `PAIRS` as they run, in one process group after another."""
@@ -43,10 +78,12 @@ class Heard(Recorded):
         heard = []
         for trainer, parallel in PAIRS:
             pair = replace(case, trainer=trainer, parallel=parallel)
-            recorder = LogicalRecorder(1)
+            alive = Alive()
+            recorder = PeakRecorder(alive.memory)
             # PyTorch's DDP has its final buckets in the second step.
             warmup = 2 if (trainer, parallel) == ("standard", "ddp") else 1
-            run_case(pair, recorder, device="cpu", warmup=warmup, active=1)
+            with alive, resizing_seen(alive.memory):
+                run_case(pair, recorder, device="cpu", warmup=warmup, active=1)
             heard.append(recorder.outcome(pair).as_json())
         return {"heard": heard}
 

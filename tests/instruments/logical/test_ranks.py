@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from dataclasses import replace
@@ -20,9 +21,10 @@ from torch.testing._internal.distributed import fake_pg
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical import collectives, one_rank
-from dpbench.instruments.logical.counter import without_data
+from dpbench.instruments.logical.counter import resizing_seen, without_data
 from dpbench.instruments.logical.logical import Counting, Logical
 from dpbench.model_size import MODEL_SIZES
+from dpbench.process.build import build
 from dpbench.process.messages import Steps
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import Threshold
@@ -34,7 +36,7 @@ from dpbench.results.run import Run
 from dpbench.training.phases import observed_step
 from dpbench.workloads.transformer import SimpleBigModel
 from tests.instruments.logical.cases import count
-from tests.instruments.logical.ranks import PAIRS, DrawsAll, Heard, Noisy, ReducesTwice
+from tests.instruments.logical.ranks import PAIRS, Alive, DrawsAll, Heard, Noisy, ReducesTwice
 from tests.results.figures import tables_of
 
 F32 = 4
@@ -90,6 +92,31 @@ def test_buckets_are_copied_as_ddp_does(gpus: int) -> None:
     assert of_backward(heard(gpus)[0][0]) == of_backward(counted)
     reduced = next(each for each in counted.operators if each.operator == "c10d.allreduce_")
     assert reduced.calls == 2
+
+
+def peak_of(case: Case) -> float:
+    """The most bytes alive at once in a step, counted."""
+    rows = count(case).rows
+    return next(r.value for r in rows if (r.phase, r.metric) == (STEP, "peak_memory_bytes"))
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "ddp" in pair], ids="-".join)
+def test_a_replica_holds_as_much_as_counted(pair: tuple[str, str]) -> None:
+    (peak,) = heard(2)[0][PAIRS.index(pair)].notes
+    assert int(peak) == pytest.approx(peak_of(case_of(*pair, 2)), rel=0.005)
+
+
+@pytest.mark.parametrize("trainer", ["standard", "dpsgd_ghost"])
+def test_shards_of_tensors_with_data_take_as_much(trainer: str) -> None:
+    """Among gloo's ranks it depends on when its threads forget what they have gathered."""
+    case, alive = case_of(trainer), Alive()
+    with one_rank.one_of(case.gpus), alive, resizing_seen(alive.memory):
+        taught, batches = build(case, torch.device("cpu"), 2)
+        for batch in batches:
+            gc.collect()
+            alive.memory.peak = alive.memory.now
+            taught.train_step(batch)
+    assert alive.memory.peak == pytest.approx(peak_of(case), rel=0.005)
 
 
 def padded(shapes: list[torch.Size], ranks: int) -> int:
