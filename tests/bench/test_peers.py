@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from dpbench.instruments.observe import observe
 from dpbench.registry import resolve
 from dpbench.verify.check import Check
 
+ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "50x16x1x2"}
 FASTDP = "bench.peers.fastdp:FastDPTrainer"
 BACKPACK = "bench.peers.backpack:BackPACKTrainer"
@@ -122,3 +125,12 @@ def test_steps_in_jax_are_observed() -> None:
             with seen.step():
                 jax.block_until_ready(steps.step(*map(in_jax, batch)))
     assert seen.report.value("step_time_seconds") > 0
+
+
+def test_the_tables_of_the_readme_are_those_that_verify_printed() -> None:
+    readme = (ROOT / "bench/peers/README.md").read_text(encoding="utf-8")
+    printed = (ROOT / "docs/results/verify-peers.txt").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.M | re.S)
+    tables = [text for language, text in blocks if not language]
+    assert len(tables) == 3
+    assert [table for table in tables if table not in printed] == []
