@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,7 +44,7 @@ def _verify(
     asked: Any, *, device: str = "auto", processes: bool = False, **axes: Any
 ) -> list[Check]:
     from dpbench.commands.options import chosen_case
-    from dpbench.commands.verify import SMALL, as_text, draw_elsewhere, found
+    from dpbench.commands.verify import SMALL, as_text, found
 
     if wrong := [name for name in axes if name not in AXES]:
         raise unknown("field of a case", wrong[0], AXES)
@@ -54,7 +53,7 @@ def _verify(
     else:
         given = {"trainer": asked, **axes, "set": [parameters_text(axes.get("set", ""))]}
         case = chosen_case(Namespace(**given), **SMALL)
-    checks = found(case, device, partial(draw_elsewhere, case, device) if processes else None)
+    checks = found(case, device, processes=processes)
     if not all(check.passed for check in checks):
         pytest.fail(as_text(case, checks), pytrace=False)
     return checks
