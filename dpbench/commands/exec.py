@@ -42,7 +42,6 @@ from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.script_process import ScriptInterrupted, ScriptRun
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.options import own_values
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
@@ -67,13 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.usage = "dpbench exec [options] (SCRIPT | -m MODULE) [ARGUMENT …]"
     measuring = parser.add_argument_group("measuring")
-    measuring.add_argument(
-        "--instrument",
-        action="append",
-        metavar="NAME",
-        help="timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
-        "default cupti, without a GPU logical",
-    )
+    named = "timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
+    usual = "default cupti, without a GPU logical"
+    declare(measuring.add_argument, "instrument", help=f"{named}{usual}")
     for name, default, help in (
         ("--skip", 3, "steps that come before those that count (default %(default)d)"),
         ("--steps", 5, "steps that count (default %(default)d)"),
@@ -110,11 +105,8 @@ def run(options: argparse.Namespace) -> int:
             f"without torchrun, or with --nproc-per-node 1"
         )
     card = next(iter(gpu.visible_gpus()), None)
-    declared = {name: getattr(options, name) for names in DECLARED.values() for name in names}
-    for repeatable in ("compare_fail", "output"):
-        declared[repeatable] = tuple(declared[repeatable])
-    own = own_values(options)
-    settings = Settings(device="cuda" if card else "cpu", own=own, **declared)
+    options.device = "cuda" if card else "cpu"
+    settings = Settings.read(options)
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
     baseline, standards = None, []

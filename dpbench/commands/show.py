@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write other outputs; returns the exit code."""
-    asked = Settings(output=tuple(options.output), markdown=options.markdown, html=options.html)
+    asked = Settings.read(options)
     asked.check()
     files = [*asked.files.values()]
     read = {name: Path(name) for name in options.files}
