@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -16,28 +16,16 @@ from dpbench.results.rows import STEP
 BYTES = ("logical_read_bytes", "logical_write_bytes")
 
 
-@dataclass(frozen=True)
-class Floor:
+def floor(case: Case) -> dict[str, float]:
     """Logical bytes by phase that flat clipping needs at least, if kernels share nothing.
 
     A standard step, and in ``clip`` what the norms must read again: each layer's input and its
     output's gradient. Norms come before gradients can be weighted, so neither can be used while it
     is read for the gradient. Noise that is drawn while parameters are updated moves nothing.
     """
-
-    bytes: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """The bytes of the whole step."""
-        return sum(self.bytes.values())
-
-
-def floor(case: Case) -> Floor:
-    """The floor of a case, whatever its trainer."""
     standard = by_phase(replace(case, trainer="standard"))
     phases = {phase: standard[phase]["bytes"] for phase in PHASES if phase in standard}
-    return Floor(phases | {"clip": float(read_by_norms(case))})
+    return phases | {"clip": float(read_by_norms(case))}
 
 
 def by_phase(case: Case) -> dict[str, dict[str, float]]:
