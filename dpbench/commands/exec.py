@@ -162,8 +162,6 @@ def _chosen(
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
     stem = program[0].rpartition(".")[2] if options.module else Path(program[0]).stem
     name = options.name or stem
-    if "/" in name:
-        raise ConfigurationError(f"--name {name!r} names files, and cannot have a slash in it")
     if name == BASELINE_TRAINER:
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
@@ -189,11 +187,8 @@ def _standards(
     named: str, run: Run, case: Case, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
     """The outcomes of a saved run's script on these devices by these instruments."""
-    scripts = [
-        outcome
-        for outcome in run.outcomes
-        if isinstance(outcome.case, Script) and outcome.case.trainer != BASELINE_TRAINER
-    ]
+    scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
+    scripts = [o for o in scripts if o.case.trainer != BASELINE_TRAINER]
     shared = [
         replace(outcome, rows=tuple(rows))
         for outcome in scripts
@@ -205,13 +200,10 @@ def _standards(
         raise ConfigurationError(
             f"--baseline {named}: {run.path} has no script's steps on {needed}; it has {had}"
         )
-    if wrong := {outcome.case.batch_size for outcome in shared} - {case.batch_size}:
-        there, here = (
-            f"--batch-size {size}" if size else "none" for size in (*wrong, case.batch_size)
-        )
+    if (there := shared[0].case.batch_size) != case.batch_size:
         raise ConfigurationError(
             f"--baseline {named}: the batch size of {shared[0].case.id} was said to be "
-            f"{there}, here {here}: say the same for both"
+            f"{there or 'none'}, here {case.batch_size or 'none'}: say the same for both"
         )
     return shared
 

@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     for kind, _ in others:
         OUTPUTS[kind]  # what it needs may not be installed
     together = bool(others) or options.roofline is not None or options.time is not None
-    names = [name for name, path in read.items() if together or path.suffix not in RECORDED]
+    names = [name for name in options.files if together or Path(name).suffix not in RECORDED]
     runs = [saved_run(name, options.storage) for name in names]
     with METRICS.including(*(run.metrics for run in runs)):
         view = _view(options, runs)
