@@ -127,9 +127,8 @@ def run(options: argparse.Namespace) -> int:
             _measure(session, case, scripts)
         finally:  # an interrupted session keeps and shows what it has
             outcomes = session.findings.outcomes()
-            measured = {outcome.case for outcome in outcomes}
             failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
-            complete = {*cases} <= measured and not failed
+            complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete, limited=session.asked)
             if baseline:
                 session.notes += _about_baseline(baseline, session.begun)
