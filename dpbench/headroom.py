@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 
@@ -45,6 +44,7 @@ def read_by_norms(case: Case) -> int:
     A gradient has the bytes of the output that it belongs to.
     """
     import torch
+    from torch.utils import _pytree as pytree
 
     from dpbench.instruments.logical.counter import without_data
     from dpbench.process.build import build
@@ -53,7 +53,8 @@ def read_by_norms(case: Case) -> int:
 
     def add(module: object, given: object, out: object) -> None:
         nonlocal total
-        total += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((given, out)))
+        leaves = pytree.tree_leaves((given, out))
+        total += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     once = replace(case, trainer="standard", activation_checkpointing="off")
     with untouched_torch(), without_data():
@@ -63,13 +64,6 @@ def read_by_norms(case: Case) -> int:
                 module.register_forward_hook(add)
         trainer.train_step(batch)
     return total
-
-
-def _tensors(value: object) -> Iterator[Any]:
-    import torch
-    from torch.utils import _pytree as pytree
-
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def measured(frame: pd.DataFrame, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:
