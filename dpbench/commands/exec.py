@@ -105,8 +105,7 @@ def run(options: argparse.Namespace) -> int:
             f"without torchrun, or with --nproc-per-node 1"
         )
     card = next(iter(gpu.visible_gpus()), None)
-    options.device = "cuda" if card else "cpu"
-    settings = Settings.read(options)
+    settings = replace(Settings.read(options), device="cuda" if card else "cpu")
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
     baseline, standards = None, []

@@ -87,8 +87,8 @@ def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
 def draw_elsewhere(case: Case, device: str) -> list[Gradients]:
     """The noise of a case's steps in a process of its own, on the CPU."""
     spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
-    ignoring = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process
-    with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, ignoring) as pool:
+    at_once = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback of its own
+    with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, at_once) as pool:
         drawn = pool.submit(_draw, replace(case, **spelled), device).result()
     return [{name: torch.from_numpy(g).double() for name, g in step.items()} for step in drawn]
 
