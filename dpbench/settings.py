@@ -17,7 +17,7 @@ from dpbench import options
 from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
-from dpbench.grid import GRIDS, Grid, chosen_grid
+from dpbench.grid import GRIDS, Grid
 from dpbench.options import SHORT_FORMS, below, output_of, own_values
 from dpbench.registry import INSTRUMENTS, OUTPUTS
 
@@ -217,7 +217,7 @@ class Settings:
 
     def chosen_grid(self) -> Grid:
         """The grid with the axes that replace its own."""
-        return chosen_grid(self.grid, self.baseline, **self.axes)
+        return Grid.named(self.grid).with_axes(self.baseline, **self.axes)
 
     def of(self, options: type[Options]) -> Options:
         """The options of an instrument, see `dpbench.Instrument.options`."""
