@@ -87,7 +87,7 @@ RECORDED = (REPORT, *TIMELINES)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
+    parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="runs, reports or timelines")
     declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
     parser.add_argument("--phase", choices=ALL_PHASES, help="of kernels, those of this phase only")
     parser.add_argument(
