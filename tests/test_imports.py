@@ -78,7 +78,6 @@ MAY_USE = {
     "submitit": {"cluster"},
     "tabulate": {"show"},
     "pytest": {"plugin", "pytest_plugin"},
-    "xdist": {"plugin"},
 }
 """The places that use a library."""
 
