@@ -63,7 +63,6 @@ FRONTS |= {
     "pytest_plugin",
     "saving",
     "runner",
-    "cluster",
     "findings",
     "fit",
     "headroom",
@@ -75,10 +74,8 @@ MAY_USE = {
     "opacus": {"workloads", "training"},
     "pandas": {"results", "show", "session", "plugin", "commands", "headroom"},
     "plotly": {"show"},
-    "submitit": {"cluster"},
     "tabulate": {"show"},
     "pytest": {"plugin", "pytest_plugin"},
-    "xdist": {"plugin"},
 }
 """The places that use a library."""
 

@@ -14,7 +14,7 @@ import pytest
 import dpbench
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.grid import chosen_grid
+from dpbench.grid import Grid
 from dpbench.process.command_line import python_path
 from dpbench.registry import (
     MODELS,
@@ -401,16 +401,18 @@ def test_unknown_trainer_or_model_is_refused_with_what_exists(
 
 
 def test_grid_has_each_case_once_however_it_is_spelled() -> None:
-    grid = chosen_grid("grid1", trainer=["dpsgd", "DPSGDTrainer"], seq_len=[8, 8])
+    grid = Grid.named("grid1").with_axes(trainer=["dpsgd", "DPSGDTrainer"], seq_len=[8, 8])
     axes = {"trainer": ("dpsgd",), "batch_size": (8, 16), "seq_len": (8,)}
     assert grid.axes == axes
-    assert "unknown trainer 'sgd'" in refusal(lambda: chosen_grid("grid1", trainer=["sgd"]))
+    assert "unknown trainer 'sgd'" in refusal(
+        lambda: Grid.named("grid1").with_axes(trainer=["sgd"])
+    )
 
 
 def test_unknown_trainer_in_a_grid_file_is_refused_by_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("trainer = 'sgd'\nbatch_size = 8\nseq_len = 256\n")
-    message = refusal(lambda: chosen_grid(str(path)))
+    message = refusal(lambda: Grid.named(str(path)))
     assert message.startswith(f"grid file {path}: unknown trainer 'sgd'; choose from standard")
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from dpbench.commands.options import saved_run
 from dpbench.files import printable
@@ -31,48 +30,32 @@ from dpbench.show.layout import as_text, terminal_width
 from dpbench.show.outputs import write_output
 from dpbench.show.view import View
 
-WRITTEN = ("output", "json", "markdown", "csv", "html", "save", "storage")
-"""The options that say what is written of the run."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="numbers or files")
-    for name in WRITTEN:
-        declare(parser.add_argument, name)
+    written = ("output", "json", "markdown", "csv", "html", "save", "storage")
+    declare(parser.add_argument, *written)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Join the runs, show and write what they are together."""
-    asked_for(options)  # before anything is done
-    return finish([saved_run(name, options.storage) for name in options.runs], options, "merge")
-
-
-def asked_for(options: argparse.Namespace) -> Settings:
-    """What is to be written, if it can be."""
-    files = {name: getattr(options, name) for name in ("json", "markdown", "csv", "html")}
-    settings = Settings(output=tuple(options.output), **files)
-    settings.check()
-    return settings
-
-
-def finish(
-    runs: Sequence[Run], options: argparse.Namespace, command: str, problems: Sequence[str] = ()
-) -> int:
     """Join runs, show and write the one that they are; the exit status is 1 if it lacks a part."""
+    settings = Settings.read(options)
+    settings.check()  # before anything is done
+    runs = [saved_run(name, options.storage) for name in options.runs]
     with METRICS.including(*(run.metrics for run in runs)):
         merged, notes = joined(runs)
         view = View(baseline=merged.baseline)
         whole = document(merged.outcomes, merged.environment, merged.session)
         merged = Run(merged.path, whole, measured=merged.outcomes)
-        for kind, path in asked_for(options).files.values():
+        for kind, path in settings.files.values():
             write_output(kind, path, [merged], view)
-        if options.save is not None:
+        if settings.save is not None:
             device = next((name for name in merged.devices if name != NO_HARDWARE), None)
             text = document_text(whole)
-            notes.append(f"saved {Storage(options.storage).allocate(options.save, device, text)}")
-        for note in (*problems, *notes):
-            print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
+            notes.append(f"saved {Storage(settings.storage).allocate(settings.save, device, text)}")
+        for note in notes:
+            print(printable(f"dpbench merge: {note}"), file=sys.stderr)
         print(as_text(summary_tables(merged.outcomes, view), terminal_width()))
     failed = any(outcome.error and not outcome.skipped for outcome in merged.outcomes)
-    return int(bool(problems) or failed or merged.status != COMPLETE)
+    return int(failed or merged.status != COMPLETE)

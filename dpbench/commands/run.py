@@ -37,13 +37,14 @@ from importlib import import_module
 
 from tqdm import tqdm
 
-from dpbench import cluster, gpu
+from dpbench import gpu
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.options import CounterOptions
 from dpbench.registry import locate
+from dpbench.results.shards import Shard
 from dpbench.session import Session
 from dpbench.settings import OPTIONS, Settings, declare
 from dpbench.show.layout import as_text, terminal_width
@@ -66,18 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         declare(group.add_argument, name)
         if name == "instrument":
             declare_built_in(group.add_argument)
-    cluster.add_arguments(parser.add_argument_group("a cluster, with a job for each shard"))
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure the cases; the exit status is 1 if one failed or got worse."""
-    if options.cluster:
-        return cluster.run(options)
     settings = Settings.read(options)
     cases = settings.chosen_grid().cases()
     locate(cases)
     if settings.shard:
-        cases = _of_shard(settings.shard, cases)
+        cases = Shard.parse(settings.shard).cases(cases)
+        if not cases:
+            raise ConfigurationError(
+                f"shard {settings.shard} has no case: the grid has fewer cells than shards"
+            )
     settings.check()
     import_module("dpbench.show.comparison")
     card = next(iter(gpu.visible_gpus()), None)
@@ -93,14 +95,6 @@ def run(options: argparse.Namespace) -> int:
             session.finish(complete=complete, limited=session.asked)
             show(session, "run")
         return 1 if session.failed else 0
-
-
-def _of_shard(shard: str, cases: Sequence[Case]) -> list[Case]:
-    from dpbench.results.shards import Shard
-
-    if not (own := Shard.parse(shard).cases(cases)):
-        raise ConfigurationError(f"shard {shard} has no case: the grid has fewer cells than shards")
-    return own
 
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from dpbench.case import AXES, Case, Script
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
-from dpbench.plugin.marker import limits_of
+from dpbench.plugin.fixtures import NEEDS, case_of, limits_of, measuring, takes
 from dpbench.process.messages import Steps
 from dpbench.registry import resolve
 from dpbench.session import Session

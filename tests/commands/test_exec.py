@@ -99,7 +99,7 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     words = "no script's steps on logical (no hardware) by logical; it has NVIDIA H200 by logical"
     assert words in capfd.readouterr().err
     assert main([*private[:2], "--batch-size=8", *private[2:]]) == 2
-    refused = "the batch size of training was said to be none, here --batch-size 8"
+    refused = "the batch size of training was said to be none, here 8"
     assert refused in capfd.readouterr().err
     assert main(private) == 0
     shown = capfd.readouterr()
@@ -286,7 +286,6 @@ def test_one_of_several_ranks_is_refused(
         (["--steps=0", "training.py"], "needs --skip >= 0 and --steps >= 1, not 3 and 0"),
         (["--name=standard", "training.py"], "'standard' is what the baseline of ratios is called"),
         (["--baseline=7", "training.py"], "no run number 0007"),
-        (["--name=a/b", "training.py"], "'a/b' names files, and cannot have a slash in it"),
     ],
     ids=str,
 )
