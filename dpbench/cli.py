@@ -103,9 +103,11 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
     if directory not in sys.path:  # last, or its files could hide modules of libraries
         sys.path.append(directory)
-    if [*written[:1]] == ["run"] and not {*written} & {"-h", "--help"}:
+    if [*written[:1]] == ["run"] and not {*written} & {"-h", "--help", "--cluster"}:
         fork_server()  # imports torch, while this process reads its options and imports pandas
-    return build_parser("".join(written[:1]), written).parse_args(written)
+    options = build_parser("".join(written[:1]), written).parse_args(written)
+    options.words = [*written[1:]]
+    return options
 
 
 @contextmanager

@@ -63,6 +63,7 @@ FRONTS |= {
     "pytest_plugin",
     "saving",
     "runner",
+    "cluster",
     "findings",
     "fit",
     "headroom",
@@ -74,6 +75,7 @@ MAY_USE = {
     "opacus": {"workloads", "training"},
     "pandas": {"results", "show", "session", "plugin", "commands", "headroom"},
     "plotly": {"show"},
+    "submitit": {"cluster"},
     "tabulate": {"show"},
     "pytest": {"plugin", "pytest_plugin"},
 }

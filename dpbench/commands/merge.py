@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from dpbench.commands.options import saved_run
 from dpbench.files import printable
@@ -30,19 +31,27 @@ from dpbench.show.layout import as_text, terminal_width
 from dpbench.show.outputs import write_output
 from dpbench.show.view import View
 
+WRITTEN = ("output", "json", "markdown", "csv", "html", "save", "storage")
+"""The options that say what is written of the run."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="numbers or files")
-    written = ("output", "json", "markdown", "csv", "html", "save", "storage")
-    declare(parser.add_argument, *written)
+    declare(parser.add_argument, *WRITTEN)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Join runs, show and write the one that they are; the exit status is 1 if it lacks a part."""
+    """Join the runs, show and write what they are together."""
     settings = Settings.read(options)
     settings.check()  # before anything is done
-    runs = [saved_run(name, options.storage) for name in options.runs]
+    return finish([saved_run(name, options.storage) for name in options.runs], settings, "merge")
+
+
+def finish(
+    runs: Sequence[Run], settings: Settings, command: str, problems: Sequence[str] = ()
+) -> int:
+    """Join runs, show and write the one that they are; the exit status is 1 if it lacks a part."""
     with METRICS.including(*(run.metrics for run in runs)):
         merged, notes = joined(runs)
         view = View(baseline=merged.baseline)
@@ -54,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
             device = next((name for name in merged.devices if name != NO_HARDWARE), None)
             text = document_text(whole)
             notes.append(f"saved {Storage(settings.storage).allocate(settings.save, device, text)}")
-        for note in notes:
-            print(printable(f"dpbench merge: {note}"), file=sys.stderr)
+        for note in (*problems, *notes):
+            print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
         print(as_text(summary_tables(merged.outcomes, view), terminal_width()))
     failed = any(outcome.error and not outcome.skipped for outcome in merged.outcomes)
-    return int(failed or merged.status != COMPLETE)
+    return int(bool(problems) or failed or merged.status != COMPLETE)

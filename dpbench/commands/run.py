@@ -37,7 +37,7 @@ from importlib import import_module
 
 from tqdm import tqdm
 
-from dpbench import gpu
+from dpbench import cluster, gpu
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
@@ -67,10 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         declare(group.add_argument, name)
         if name == "instrument":
             declare_built_in(group.add_argument)
+    cluster.add_arguments(parser.add_argument_group("a cluster, with a job for each shard"))
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure the cases; the exit status is 1 if one failed or got worse."""
+    if options.cluster:
+        return cluster.run(options)
     settings = Settings.read(options)
     cases = settings.chosen_grid().cases()
     locate(cases)

@@ -1,4 +1,4 @@
-"""A grid in shards is the run that one session makes."""
+"""A grid in shards, by hand and on a cluster, is the run that one session makes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dpbench.cli import main
+from dpbench.files import locked
 from dpbench.results.run import Run
 
 RUN = ["run", "--instrument=logical", "--seq-len=8", "--model-size=99x16x1x2"]
@@ -40,15 +41,49 @@ def test_merged_shards_have_the_rows_of_the_whole(capsys: pytest.CaptureFixture[
     assert main(["merge", "1.json", "whole.json"]) == 2
 
 
+def test_local_executor_measures_each_shard_in_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("submitit")
+    on_cluster = [*GRID, "--cluster=local", "--shards=2", "--json", "all.json"]
+    assert main(on_cluster) == 0
+    captured = capsys.readouterr()
+    assert "shard 2/2: finished" in captured.err
+    assert "2/2       100%" in captured.out
+    assert len({row["batch_size"] for row in rows("all.json")}) == 2
+    first, second = sorted(Path("dpbench_shards").glob("shard-*.json"))
+    done = first.stat().st_mtime_ns
+    second.write_text("{")  # damaged
+    assert main([*on_cluster, "--resume", "--trainer=lean"]) == 2
+    assert "for this session differs: grid's trainer ['standard', 'd" in capsys.readouterr().err
+    with locked(first.with_name(".lock")):
+        assert main([*on_cluster, "--resume"]) == 2
+    assert "dpbench_shards is in use: name another" in capsys.readouterr().err
+    assert main([*on_cluster, "--resume"]) == 0
+    assert "shard 2/2: finished" in (said := capsys.readouterr().err)
+    assert "shard 1/2" not in said
+    assert first.stat().st_mtime_ns == done
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--shard=3/2"], "a shard is K/N, from 1/N to N/N, not '3/2'"),
         (["--shard=3/3"], "the grid has fewer cells than shards"),
+        (["--cluster=local", "--shards=3"], "--shards must be from 1 to 2, the cells of the grid"),
+        (["--cluster=local", "--autosave"], "--cluster does not take --autosave"),
+        (["--cluster=local", "--cluster-set=fast"], "NAME=VALUE, not 'fast'"),
+        (["--cluster=local", "--cluster-set=fast=1"], "cluster local: Parameter 'fast'"),
+        (["--cluster=slurm"], "cluster slurm: Could not detect"),
     ],
 )
 def test_bad_input_is_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if words[0].startswith("--cluster"):
+        pytest.importorskip("submitit")
     assert main([*GRID, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_cluster_is_told_what_measures_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--cluster=local", "--batch-size=2", "--batch-size=4"]) == 2
+    assert "name what measures there" in capsys.readouterr().err

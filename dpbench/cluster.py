@@ -1,0 +1,177 @@
+"""A grid on a cluster, by submitit: one job a shard, each a ``dpbench run`` of its own."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dpbench import gpu
+from dpbench.errors import ConfigurationError
+from dpbench.files import Locked, check_writable, locked
+from dpbench.results.conditions import begun, environment, resumed
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, write_document
+from dpbench.results.run import Run
+from dpbench.results.shards import Shard, cells
+from dpbench.settings import Settings, declare
+
+REFUSED = ("shard", "autosave", "compare", "compare_fail")
+"""Options of ``dpbench run`` that belong to one session."""
+
+MINUTES = 24 * 60
+"""How long a job may take, unless it is said: submitit's default is 5."""
+
+ASKED = "asked.json"
+"""In the directory of shards, what they are of."""
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Declare what ``dpbench run`` takes for a cluster."""
+    parser.add_argument(
+        "--cluster",
+        choices=("slurm", "local"),
+        help="submit the grid in shards and wait; local starts processes of this machine",
+    )
+    parser.add_argument("--shards", type=int, default=2, metavar="N", help="(default %(default)s)")
+    parser.add_argument(
+        "--cluster-set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of submitit, such as slurm_partition=gpu; repeatable",
+    )
+    parser.add_argument(
+        "--cluster-dir",
+        type=Path,
+        default=Path("dpbench_shards"),
+        metavar="DIR",
+        help="where jobs log and write; with --resume, shards complete there are not run again "
+        "(default %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Submit the shards, wait, and join what they have measured."""
+    from dpbench.commands.merge import WRITTEN, finish  # loads pandas
+
+    settings, directory = _checked(options), options.cluster_dir
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(own)
+    declare(own.add_argument, *WRITTEN, "resume")
+    words = own.parse_known_args(options.words)[1]
+    shards = [Shard(number, options.shards) for number in range(1, options.shards + 1)]
+    files = {shard: directory / f"shard-{shard.number}-of-{shard.of}.json" for shard in shards}
+    check_writable(directory)
+    try:
+        with locked(directory / ".lock", wait=False):
+            resumes = _begin(settings, directory / ASKED, options.shards, words)
+            wanted = {s: path for s, path in files.items() if not (resumes and _complete(path))}
+            jobs = _submit(options, words, wanted) if wanted else {}
+            _wait(jobs)
+    except Locked as error:
+        raise ConfigurationError(f"{directory} is in use: name another --cluster-dir") from error
+    absent = {shard: job for shard, job in jobs.items() if not files[shard].exists()}
+    problems = [f"shard {s} has no run; see {job.paths.stderr}" for s, job in absent.items()]
+    if len(absent) == len(files):
+        raise ConfigurationError("; ".join(problems))
+    runs = [Run.load(path) for shard, path in files.items() if shard not in absent]
+    return finish(runs, settings, "run", problems)
+
+
+def _checked(options: argparse.Namespace) -> Settings:
+    """What is asked for; what makes no sense on a cluster is refused before a job is submitted."""
+    for name in REFUSED:
+        if getattr(options, name):
+            raise ConfigurationError(f"--cluster does not take --{name.replace('_', '-')}")
+    settings = Settings.read(options)
+    if not settings.instrument:  # this machine's default need not be the others'
+        raise ConfigurationError(
+            "--cluster measures on other machines: name what measures there, such as --instrument "
+            "cupti, or --instrument logical without a GPU"
+        )
+    there = len(cells(settings.chosen_grid().cases()))
+    if not 1 <= options.shards <= there:
+        raise ConfigurationError(f"--shards must be from 1 to {there}, the cells of the grid")
+    settings.check()
+    return settings
+
+
+def _begin(settings: Settings, file: Path, shards: int, words: Sequence[str]) -> bool:
+    """Write what the shards are of; returns whether those that are there are resumed.
+
+    Refused if they are of something else.
+    """
+    asked = begun(environment(project=settings.directory.absolute()), settings.chosen_grid())
+    chosen = {"cluster": {"shards": shards, "options": shlex.join(words)}}
+    session = asked.session | {"settings": chosen, "status": INTERRUPTED}
+    asked = Run.of("this session", (), asked.environment, session)
+    resumes = settings.resume and file.exists()
+    if resumes:
+        resumed(Run.load(file), asked)
+    write_document(file, document((), asked.environment, session, derive=False))
+    return resumes
+
+
+def _submit(
+    options: argparse.Namespace, words: Sequence[str], files: Mapping[Shard, Path]
+) -> dict[Shard, Any]:
+    """A job for each shard, a ``dpbench run`` with these words, which writes the shard's file."""
+    try:
+        import submitit
+    except ImportError as error:
+        raise ConfigurationError("--cluster needs submitit: pip install 'dpbench[cluster]'") from (
+            error
+        )
+    # Otherwise submitit would hide the GPUs from its processes on this machine.
+    own = {"gpus_per_node": len(gpu.visible_gpus())} if options.cluster == "local" else {}
+    given = {"name": "dpbench", "timeout_min": MINUTES, **own, **_parameters(options.cluster_set)}
+    command = partial(_command, words)
+    try:
+        executor = submitit.AutoExecutor(options.cluster_dir / "jobs", cluster=options.cluster)
+        executor.update_parameters(**given)
+        for path in files.values():
+            path.unlink(missing_ok=True)
+        jobs = executor.map_array(subprocess.run, map(command, files, files.values()))
+    except (NameError, TypeError, RuntimeError, OSError) as error:
+        raise ConfigurationError(f"cluster {options.cluster}: {error}") from error
+    return dict(zip(files, jobs, strict=True))
+
+
+def _parameters(texts: Sequence[str]) -> dict[str, Any]:
+    """Submitit's parameters from ``NAME=VALUE``; a value of digits is a number."""
+    given: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigurationError(f"a parameter of the cluster is NAME=VALUE, not {text!r}")
+        given[name] = int(value) if value.isdecimal() else value
+    return given
+
+
+def _wait(jobs: Mapping[Shard, Any]) -> None:
+    """Wait for all jobs; if that is interrupted, none goes on."""
+    try:
+        for shard, job in jobs.items():
+            job.wait()
+            print(f"dpbench run: shard {shard}: {job.state.lower()}", file=sys.stderr)
+    except BaseException:
+        for job in jobs.values():
+            job.cancel()
+        raise
+
+
+def _complete(path: Path) -> bool:
+    with suppress(ConfigurationError):  # damaged, so it is measured again
+        return path.exists() and Run.load_head(path).status == COMPLETE
+    return False
+
+
+def _command(words: Sequence[str], shard: Shard, path: Path) -> list[str]:
+    own = ["--shard", str(shard), "--json", str(path.absolute())]
+    return [sys.executable, "-m", "dpbench", "run", *words, *own]
