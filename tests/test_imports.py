@@ -78,6 +78,7 @@ MAY_USE = {
     "submitit": {"cluster"},
     "tabulate": {"show"},
     "pytest": {"plugin", "pytest_plugin"},
+    "xdist": {"plugin"},
 }
 """The places that use a library."""
 

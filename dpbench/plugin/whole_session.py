@@ -192,6 +192,15 @@ class WholeSession:
         for number, spec in enumerate(spec for spec in specs if names and spec.popen):
             spec.env["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Give workers whole cases, unless the user chose another distribution."""
+        if not (self.measures and config.getvalue("dist") in ("load", "worksteal")):
+            return None
+        from dpbench.plugin.scheduling import CaseScheduling
+
+        return CaseScheduling(config, log, self.session.findings)
+
     # --- the end -----------------------------------------------------------------------------
 
     def pytest_report_header(self) -> list[str]:

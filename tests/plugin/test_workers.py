@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import pytest
 
+from dpbench.findings import Findings
 from dpbench.gpu import Gpu
 from dpbench.grid import GRIDS
 from dpbench.plugin import whole_session
+from dpbench.plugin.scheduling import CaseScheduling
 from dpbench.plugin.whole_session import useful_workers, visible_names
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
@@ -77,3 +80,21 @@ def test_gpus_are_named_by_uuid_or_as_the_caller_named_them(
     assert visible_names() == ["GPU-0", "GPU-1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, MIG-7,-1,2")  # CUDA stops at -1
     assert visible_names() == ["5", "MIG-7"]
+
+
+def test_tests_of_a_case_stay_together(pytester: pytest.Pytester) -> None:
+    case, other = GRIDS["grid1"].cases()[:2]
+    config = pytester.parseconfigure("--tx=popen", "--dpbench-disable")
+    with closing(Findings()) as findings:
+        tests = {"test_first": [(case, "ncu")], "test_again": [(case, "logical")]}
+        tests |= {"test_other": [(other, "ncu")], "test_by_name": []}
+        findings.share(tests=tests)
+        scheduling = CaseScheduling(config, None, findings)
+        scopes = {test: scheduling._split_scope(test) for test in (*findings.tests, "test_plain")}
+    assert scopes == {
+        "test_first": case.id,
+        "test_again": case.id,
+        "test_other": other.id,
+        "test_by_name": "test_by_name",
+        "test_plain": "test_plain",
+    }

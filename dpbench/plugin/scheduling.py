@@ -1,0 +1,50 @@
+"""How pytest-xdist distributes tests: a worker gets all tests of a case together.
+
+Otherwise workers would wait for a case that another measures, while their GPU is idle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from dpbench.findings import Findings
+
+
+class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """xdist's ``--dist=loadscope`` with cases as scopes; every other test is a scope of its own."""
+
+    def __init__(self, config: pytest.Config, log: Any, findings: Findings) -> None:
+        super().__init__(config, log)
+        self.findings = findings
+        self.scopes: dict[str, str] = {}
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid not in self.scopes:
+            asked = self.findings.tests.get(nodeid, ())
+            self.scopes[nodeid] = next((case.id for case, _ in asked), nodeid)
+        return self.scopes[nodeid]
+
+    def _reschedule(self, node: Any) -> None:
+        """Give a worker scopes until it has two tests, or none is left.
+
+        A worker begins a test only when it has another one or is shut down. xdist gives one scope
+        at a time, so the replacement of a dead worker would wait for ever with a single test, or
+        with a scope whose tests the dead one had finished.
+        """
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
+
+    def remove_node(self, node: Any) -> str | None:
+        """Remove a worker; the test that killed it counts as done, and is given to no other."""
+        for tests in self.assigned_work[node].values():
+            for test, done in tests.items():
+                if not done:
+                    tests[test] = True
+                    super().remove_node(node)
+                    return str(test)
+        super().remove_node(node)
+        return None
