@@ -13,9 +13,9 @@ from typing import Any
 
 from dpbench import gpu
 from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_writable, locked
+from dpbench.files import Locked, check_writable, locked, write_text
 from dpbench.results.conditions import begun, environment, premise_differences
-from dpbench.results.outcome import COMPLETE, document, write_document
+from dpbench.results.outcome import COMPLETE, document, document_text
 from dpbench.results.run import Run
 from dpbench.results.shards import MACHINES_MAY_DIFFER, Shard, cells
 from dpbench.settings import Settings, declare
@@ -171,7 +171,7 @@ def run_shards(
         for shard in wanted:
             files[shard].unlink(missing_ok=True)
         empty = document((), asked.environment, asked.session, derive=False)
-        write_document(directory / ASKED, empty)
+        write_text(directory / ASKED, document_text(empty))
         with executor.batch() if wanted else nullcontext():
             jobs = {
                 shard: executor.submit(subprocess.run, _command(words, shard, files[shard]))

@@ -117,7 +117,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.keep([next(outcomes)])
+                session.findings.keep([next(outcomes)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:

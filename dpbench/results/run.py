@@ -17,7 +17,15 @@ from dpbench.files import printable, read_file
 from dpbench.metric import Metric
 from dpbench.metrics import METRICS
 from dpbench.results.document import checked_frame, naming, parsed
-from dpbench.results.outcome import COMPLETE, LISTS, SEEN, Outcome, baseline_of, each_once
+from dpbench.results.outcome import (
+    COMPLETE,
+    LISTS,
+    SEEN,
+    Outcome,
+    baseline_of,
+    document_text,
+    each_once,
+)
 from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE, as_rows
 
 if TYPE_CHECKING:
@@ -39,14 +47,12 @@ class Run:
         path: the file.
         document: what `dpbench.results.outcome.document` made.
         label: what it is called, instead of its file.
-        repeated: how many rows the file has a second time, which were dropped.
         measured: the outcomes of a session that has no document yet.
     """
 
     path: Path
     document: Mapping[str, Any] = field(repr=False)
     label: str = ""
-    repeated: int = 0
     measured: tuple[Outcome, ...] | None = field(default=None, repr=False)
 
     @classmethod
@@ -60,7 +66,7 @@ class Run:
             with METRICS.including(cls(path, document).metrics):
                 again = checked_frame(document["rows"]).duplicated(IDENTITY)
             document["rows"] = [*compress(document["rows"], ~again)]
-            return cls(path, document, repeated=int(again.sum()))
+            return cls(path, document)
 
     @classmethod
     def load_head(cls, path: Path) -> Run:
@@ -191,14 +197,18 @@ class Run:
             return numbers(self.frame, self.baseline)
 
     @cached_property
-    def places(self) -> dict[Case, dict[str, list[str]]]:
-        """The devices that measured each case, by instrument."""
-        places: dict[Case, dict[str, list[str]]] = {}
+    def places(self) -> dict[tuple[Case, str], list[str]]:
+        """The devices that measured each case by each instrument."""
+        places: dict[tuple[Case, str], list[str]] = defaultdict(list)
         measured = self.frame[[*AXES, "instrument", "device"]].drop_duplicates()
         for row in measured.to_dict("records"):
-            by_instrument = places.setdefault(Case.from_row(row), {})
-            by_instrument.setdefault(row["instrument"], []).append(row["device"])
-        return places
+            places[Case.from_row(row), row["instrument"]].append(row["device"])
+        return dict(places)
+
+    @cached_property
+    def text(self) -> str:
+        """The document as it is written."""
+        return document_text(self.document)
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
