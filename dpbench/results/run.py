@@ -23,10 +23,11 @@ from dpbench.results.outcome import (
     SEEN,
     Outcome,
     baseline_of,
+    document,
     document_text,
     each_once,
 )
-from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE, as_rows
+from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,14 +60,14 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
         with naming(path):
-            document = parsed(read_file(path))
+            saved = parsed(read_file(path))
             for part in SEEN:
-                for entry in document.get(part, ()):
+                for entry in saved.get(part, ()):
                     LISTS[part].from_row(entry)
-            with METRICS.including(cls(path, document).metrics):
-                again = checked_frame(document["rows"]).duplicated(IDENTITY)
-            document["rows"] = [*compress(document["rows"], ~again)]
-            return cls(path, document)
+            with METRICS.including(cls(path, saved).metrics):
+                again = checked_frame(saved["rows"]).duplicated(IDENTITY)
+            saved["rows"] = [*compress(saved["rows"], ~again)]
+            return cls(path, saved)
 
     @classmethod
     def load_head(cls, path: Path) -> Run:
@@ -78,9 +79,9 @@ class Run:
             data = read_file(path)
             head, is_ours, rows = data.partition(ROWS)
             if is_ours and data.rstrip().endswith(b"}"):
-                document = parsed(head.rstrip().rstrip(b",") + b', "rows": []}')
+                saved = parsed(head.rstrip().rstrip(b",") + b', "rows": []}')
                 in_rows = map(json.loads, {*_DEVICE.findall(rows)})
-                return cls(path, {"devices": sorted(in_rows), **document})
+                return cls(path, {"devices": sorted(in_rows), **saved})
         return cls.load(path)  # written by another program, or cut off
 
     @classmethod
@@ -93,14 +94,8 @@ class Run:
     ) -> Run:
         """A session so far, which need not have a file."""
         listed = tuple(each_once(outcomes))
-        rows = [row for outcome in listed for row in outcome.rows]
-        document = {
-            "environment": environment or {},
-            "session": session or {},
-            "metrics": METRICS.definitions({row.metric for row in rows}),
-            "rows": as_rows(rows),
-        }
-        return cls(Path(name), document, measured=listed)
+        whole = document(listed, environment or {}, session, derive=False)
+        return cls(Path(name), whole, measured=listed)
 
     @classmethod
     def merge(cls, runs: Sequence[Run]) -> Run:
@@ -111,9 +106,8 @@ class Run:
         regressed if one has; all else of the session is the last part's. If parts differ in
         environment or settings, ``parts`` of the session has those of each.
         """
-        parts: list[dict[str, Any]] = []
-        for part in (part for run in runs for part in run.parts):
-            parts += [part] if part not in parts else []
+        every = [part for run in runs for part in run.parts]
+        parts = [part for place, part in enumerate(every) if part not in every[:place]]
         outcomes = [outcome for run in runs for outcome in run.outcomes]
         session = runs[-1].session | {
             "seconds": sum(run.session.get("seconds", 0.0) for run in runs),
