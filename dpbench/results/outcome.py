@@ -76,7 +76,8 @@ class Outcome:
         """Plain JSON types, the case's fields first; the inverse of `from_json`."""
         case = vars(self.case)
         own = {name: [*v] if isinstance(v, tuple) else v for name, v in vars(self).items()}
-        for name in LISTS:
+        own["rows"] = [row.as_row() for row in self.rows]  # which have their case's fields
+        for name in SEEN:
             own[name] = [case | entry.as_row() for entry in own[name]]
         del own["case"]
         return case | own

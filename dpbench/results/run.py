@@ -233,20 +233,16 @@ class Run:
         return (*outcomes, *map(Outcome.from_json, left))
 
     @cached_property
-    def tests(self) -> dict[str, list[tuple[Case, str]]]:
-        """The cases that each test asked for, by its id, each with the name of an instrument."""
-        asked: dict[str, list[tuple[Case, str]]] = defaultdict(list)
-        for outcome in self.outcomes:
-            by_each = [(outcome.case, name) for name in outcome.instruments]
-            for test in outcome.tests:
-                asked[str(test.get("test"))] += by_each
-        return asked
+    def tests(self) -> set[str]:
+        """The ids of the tests that asked for its cases."""
+        return {str(test.get("test")) for outcome in self.outcomes for test in outcome.tests}
 
     def asked_by(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
         """The cases that a test, or the tests of a module, asked these instruments for."""
         return [
-            (case, name)
-            for test, asked in self.tests.items()
-            for case, name in asked
-            if f"{test}::".startswith(f"{tests}::") and name in by
+            (outcome.case, name)
+            for outcome in self.outcomes
+            for name in outcome.instruments
+            for test in outcome.tests
+            if name in by and f"{test.get('test')}::".startswith(f"{tests}::")
         ]

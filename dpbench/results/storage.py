@@ -86,20 +86,17 @@ class Storage:
         folders = {LOGICAL, *map(folder_name, devices)}
         return [path for path in reversed(self.paths()) if path.parent.name in folders]
 
-    def interrupted(
-        self, device: str | None, shard: str | None = None
-    ) -> tuple[Path | None, list[str]]:
+    def interrupted(self, device: str | None, shard: str | None, skipped: list[str]) -> Path | None:
         """A device's latest interrupted run, of a shard, with at least one case, if there is one.
 
-        Also returns why files could not be read.
+        Why files could not be read is added to ``skipped``.
         """
-        skipped: list[str] = []
         paths = [p for p in reversed(self.paths()) if p.parent.name == folder_name(device)]
         for run in readable(paths, Run.load_head, skipped):
             of_it = run.session.get("grid", {}).get("shard") == shard
             if of_it and run.status == INTERRUPTED and run.document.get("cases"):
-                return run.path, skipped
-        return None, skipped
+                return run.path
+        return None
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
         """Create the file of the next number with this text; each session gets its own number."""
