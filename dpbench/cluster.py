@@ -14,9 +14,9 @@ from typing import Any
 
 from dpbench import gpu
 from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_writable, locked
+from dpbench.files import Locked, check_writable, locked, write_text
 from dpbench.results.conditions import begun, environment, resumed
-from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, write_document
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, document_text
 from dpbench.results.run import Run
 from dpbench.results.shards import Shard, cells
 from dpbench.settings import Settings, declare
@@ -114,7 +114,8 @@ def _begin(settings: Settings, file: Path, shards: int, words: Sequence[str]) ->
     resumes = settings.resume and file.exists()
     if resumes:
         resumed(Run.load(file), asked)
-    write_document(file, document((), asked.environment, session, derive=False))
+    empty = document((), asked.environment, session, derive=False)
+    write_text(file, document_text(empty))
     return resumes
 
 

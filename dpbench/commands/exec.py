@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
     with closing(session):
         session.begin()
-        session.keep(map(_as_standard, standards))
+        session.findings.keep(map(_as_standard, standards))
         try:
             _measure(session, case, scripts)
         finally:  # an interrupted session keeps and shows what it has

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dpbench.commands.options import saved_run
 from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, document, document_text
+from dpbench.results.outcome import COMPLETE, document
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
 from dpbench.results.shards import joined
@@ -61,8 +61,8 @@ def finish(
             write_output(kind, path, [merged], view)
         if settings.save is not None:
             device = next((name for name in merged.devices if name != NO_HARDWARE), None)
-            text = document_text(whole)
-            notes.append(f"saved {Storage(settings.storage).allocate(settings.save, device, text)}")
+            storage = Storage(settings.storage)
+            notes.append(f"saved {storage.allocate(settings.save, device, merged.text)}")
         for note in (*problems, *notes):
             print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
         print(as_text(summary_tables(merged.outcomes, view), terminal_width()))

@@ -114,7 +114,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.keep([next(outcomes)])
+                session.findings.keep([next(outcomes)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:
@@ -131,18 +131,11 @@ def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ..
 
 
 def show(session: Session, command: str) -> None:
-    """Print tables, notes and problems; on GitHub also into the step's summary."""
+    """Print tables, notes and problems."""
     from dpbench.show.comparison import grown_text  # pandas, once there is something to show
-    from dpbench.show.export import append_step_summary
 
     tables = session.summary()
-    warning = append_step_summary(tables)
-    lines = [
-        *session.notes,
-        *([f"WARNING: {warning}"] if warning else []),
-        *(f"ERROR: {text}" for text in session.problems),
-    ]
-    for line in lines:
+    for line in (*session.notes, *(f"ERROR: {text}" for text in session.problems)):
         print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
     print(as_text(tables, terminal_width()))
     if grown := grown_text(session.findings.regressions):

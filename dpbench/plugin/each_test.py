@@ -244,9 +244,7 @@ class EachTest:
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
-        if (
-            unwritten := self.session.findings.store.unwritten
-        ):  # goes with the report to the controller
+        if unwritten := self.session.findings.unwritten:  # goes with the report to the controller
             vars(report)["dpbench"] = unwritten
         if judged.excinfo and not (_is_skip(judged) or report.failed):
             # An xfail mark or another plugin may have expected a failure, but not this one.

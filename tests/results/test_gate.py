@@ -89,12 +89,12 @@ LOSSES: dict[str, tuple[Run, set[str], str]] = {
     "the rows of an instrument, of one trainer": (
         changed(lambda f: (f.trainer != DP) | (f.instrument != "ncu")),
         {"plain", "either way", "ratio", "phase"},
-        "dpsgd-bs8-seq256-1b-fp32, *: without ncu in after",
+        "dpsgd-bs8-seq256-1b-fp32, *: not in after",
     ),
     "the times of one trainer": (
         changed(lambda f: (f.trainer != DP) | (f.instrument != "timing")),
         {"time"},
-        "without timing in after",
+        "not in after",
     ),
     "one case": (
         changed(lambda f: (f.trainer != "dpsgd_fgc") | (f.batch_size != 16) | (f.seq_len != 1024)),
@@ -114,7 +114,7 @@ LOSSES: dict[str, tuple[Run, set[str], str]] = {
     "the baseline in one cell": (
         changed(lambda f: (f.trainer != "standard") | (f.batch_size != 8) | (f.seq_len != 256)),
         {"plain", "either way", "ratio", "time"},
-        "the ratio needs its baseline standard-bs8-seq256-1b-fp32, which is not in after",
+        "no dram_bytes of its baseline standard-bs8-seq256-1b-fp32 to divide by in after",
     ),
     "a metric": (
         changed(lambda f: f.metric != "dram_read_bytes"),
@@ -209,9 +209,9 @@ def test_what_was_not_asked_for_is_named_and_is_no_failure() -> None:
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        ("logical_bytes:5%", "neither h200-grid1 nor after has logical_bytes of the step"),
-        ("dram_bytes@clip:5%", "fp32 and 2 more only, which was not asked for"),
-        ("dram_ratio:5%", "only, which was not asked for"),
+        ("logical_bytes:5%", "h200-grid1 has no logical_bytes of the step of what was asked for"),
+        ("dram_bytes@clip:5%", "h200-grid1 has no dram_bytes in phase clip of what was asked for"),
+        ("dram_ratio:5%", "h200-grid1 has no dram_ratio of the step of what was asked for"),
     ],
 )
 def test_limit_that_judges_nothing_has_not_passed(limit: str, words: str) -> None:
@@ -252,7 +252,7 @@ def test_number_that_only_the_new_run_has_is_not_judged() -> None:
     assert len(missing.cases) == 4
     before = LOSSES["the baseline in one cell"][0]
     found = verdict(GRID1, LIMITS["ratio"], before=before)
-    assert "the ratio needs its baseline standard-bs8-seq256" in found.unjudged[0].why
+    assert "of its baseline standard-bs8-seq256-1b-fp32 to divide by" in found.unjudged[0].why
 
 
 # --- what is said beside it ----------------------------------------------------------------------
@@ -262,18 +262,6 @@ def test_missing_baseline_is_said_without_a_limit() -> None:
     found = verdict(LOSSES["the baseline"][0])
     assert not found.changes.metric.str.endswith("_ratio").any()
     assert found.notes[0].startswith("not in after: standard-")
-
-
-@pytest.mark.parametrize("limit", ["dram_ratio:3%", "dram_ratio:0.1"])
-def test_baseline_that_moved_is_said_beside_a_ratio(limit: str) -> None:
-    after = changed(edit=lambda f: set_values(f, f.trainer == "standard", 2))
-    found = verdict(after, limit)
-    assert found.passed
-    moved = [note for note in found.notes if note.startswith(limit)]
-    assert len(moved) == 4
-    assert "the baseline itself moved by more than that: dram_bytes of standard-" in moved[0]
-    assert moved[0].endswith("+100.00%")
-    assert not verdict(GRID1, limit).notes
 
 
 def of_script(name: str, asked: int, counted: int) -> Run:

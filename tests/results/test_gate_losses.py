@@ -157,12 +157,11 @@ def test_a_case_with_fewer_steps_than_its_reference_is_unjudged(
         assert [each.why for each in found.unjudged] == ["before has 4 steps of it, after only 1"]
 
 
-def test_phases_of_a_script_may_come_and_go_and_the_gate_says_how_often_they_came() -> None:
+def test_phases_of_a_script_may_come_and_go() -> None:
     before, change = run("before", "times of a script"), LOSSES["steps of a phase"][0]
     after = of_rows("after", dict(before.document), change)
     found = verdict(before, after, "step_time_seconds@clip:5%")
     assert found.passed
-    assert "clip of train came in 4 of 4 steps in before, in 1 of 4 in after" in found.notes
 
 
 @pytest.mark.parametrize("phase", [STEP, "clip"])
@@ -178,7 +177,7 @@ def test_a_ratio_without_a_baseline_on_either_side_is_unjudged(phase: str) -> No
     )
     [missing] = verdict(before, after, limit).unjudged
     assert missing.cases == [Case("dpsgd", 8, 256).id]
-    assert "the ratio needs its baseline standard-bs8-seq256-1b-fp32, which " in missing.why
+    assert "of its baseline standard-bs8-seq256-1b-fp32 to divide by" in missing.why
     first = verdict(Run.of("the storage"), after, limit, first_run_ok=True)
     assert not first.passed
     assert not verdict(before, after, "kernel_dram_read_ratio:5%").passed
@@ -205,7 +204,7 @@ def test_a_baseline_that_moved_nothing_is_nothing_to_divide_by() -> None:
         for name in ("before", "after")
     )
     [missing] = verdict(before, after, "dram_read_ratio@clip:5%").unjudged
-    assert missing.why.endswith("which has nothing to divide by in phase clip in after")
+    assert missing.why.startswith("no dram_read_bytes in phase clip of its baseline standard-")
 
 
 def test_numbers_in_another_unit_are_not_compared() -> None:
@@ -236,7 +235,7 @@ def test_an_operator_that_is_no_longer_counted_leaves_its_case_unjudged() -> Non
 # --- rows that are said twice ----------------------------------------------------------------
 
 
-def test_rows_that_an_old_file_has_twice_count_once_and_are_noted(tmp_path: Path) -> None:
+def test_rows_that_an_old_file_has_twice_count_once(tmp_path: Path) -> None:
     before, worse = (
         run(name, "times of a case", factor) for name, factor in (("before", 1.0), ("after", 10.0))
     )
@@ -247,7 +246,6 @@ def test_rows_that_an_old_file_has_twice_count_once_and_are_noted(tmp_path: Path
     assert after.outcomes[0].rows == worse.outcomes[0].rows
     found = verdict(before, after, "step_time_seconds:5%")
     assert len(found.regressions) == 1
-    assert "after has 3 rows twice, which count once" in found.notes
 
 
 CLIP = Measurement(RESNET, "timing", "clip", "step_time_seconds", 1.0, "s", 0, "cpu", "")

@@ -13,7 +13,6 @@ import pandas as pd
 from dpbench.case import AXES, SCRIPT
 from dpbench.metrics import METRICS, expectations
 from dpbench.results.frame import of_one_instrument, summarise, with_logical, with_ratios
-from dpbench.results.roofline import Roofs
 from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 from dpbench.show.groups import in_order, title_parts
@@ -44,13 +43,11 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 class Material:
     """What the charts of one page have in common: the frames, and which bytes they are about.
 
-    ``expected`` has by metric the expected range of its ratio to standard, ``ceilings`` what the
-    card reaches, if not as known.
+    ``expected`` has by metric the expected range of its ratio to standard.
     """
 
     runs: Sequence[Run]
     expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
-    ceilings: Roofs | None = None
 
     @cached_property
     def baseline(self) -> str:
@@ -75,25 +72,19 @@ class Material:
         return summary.assign(title=titles(summary, summary))
 
     @cached_property
-    def outcomes(self) -> pd.DataFrame:
-        """What became of each case: its fields, ``run``, and if it has no result ``error``.
+    def failed(self) -> pd.DataFrame:
+        """The cases without a result: ``error``, ``run``, and a ``title`` as in `summary`.
 
-        A case without a result failed or was skipped: ``fate``.
+        They failed or were skipped, as ``fate`` says; ``device`` is where the others of the run
+        were measured.
         """
         rows = [
             {**vars(o.case), **vars(o), "run": run.name, "fate": ["failed", "skipped"][o.skipped]}
             for run in self.runs
             for o in run.outcomes
+            if o.error
         ]
-        return pd.DataFrame(rows, columns=["run", *AXES, "error", "message", "fate"])
-
-    @cached_property
-    def failed(self) -> pd.DataFrame:
-        """The outcomes without a result, with a ``title`` as in `summary`.
-
-        ``device`` is where the others of the run were measured.
-        """
-        failed = self.outcomes.dropna(subset="error")
+        failed = pd.DataFrame(rows, columns=["run", *AXES, "error", "fate"])
         devices = _subject(self.summary).drop_duplicates("run").set_index("run").device
         failed = failed.assign(device=[devices.get(run, "") for run in failed.run])
         return failed.assign(title=titles(failed, self.summary))
