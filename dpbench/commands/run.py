@@ -131,11 +131,18 @@ def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ..
 
 
 def show(session: Session, command: str) -> None:
-    """Print tables, notes and problems."""
+    """Print tables, notes and problems; on GitHub also into the step's summary."""
     from dpbench.show.comparison import grown_text  # pandas, once there is something to show
+    from dpbench.show.export import append_step_summary
 
     tables = session.summary()
-    for line in (*session.notes, *(f"ERROR: {text}" for text in session.problems)):
+    warning = append_step_summary(tables)
+    lines = [
+        *session.notes,
+        *([f"WARNING: {warning}"] if warning else []),
+        *(f"ERROR: {text}" for text in session.problems),
+    ]
+    for line in lines:
         print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
     print(as_text(tables, terminal_width()))
     if grown := grown_text(session.findings.regressions):

@@ -297,6 +297,7 @@ class WholeSession:
     def _show_tables(
         self, terminalreporter: pytest.TerminalReporter, outcomes: Sequence[Outcome]
     ) -> None:
+        from dpbench.show.export import append_step_summary
         from dpbench.show.layout import as_text, terminal_width
 
         tables = self.session.summary()
@@ -310,6 +311,8 @@ class WholeSession:
             # Line by line: if the terminal's encoding lacks a character, pytest escapes the whole
             # text, line ends included.
             terminalreporter.write_line(line)
+        if warning := append_step_summary(tables):
+            terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
 
     def pytest_unconfigure(self) -> None:
         """Remove what the processes shared."""

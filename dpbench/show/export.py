@@ -1,9 +1,11 @@
-"""Every table of a whole run."""
+"""Every table of a whole run, and GitHub's step summary of them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -12,10 +14,12 @@ from dpbench.results.frame import to_frame
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.show.kernels import case_kernel_tables
-from dpbench.show.layout import Shown, Table, gigabytes
+from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
 from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import tables
 from dpbench.show.view import View
+
+STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
 
 def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> list[Table]:
@@ -68,3 +72,19 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
     failures = [failure for line in summary for failure in line["failures"]]
     reasons = [f"{failure['error']}: {failure['message']}" for failure in failures]
     return Table.of("Cases by trainer", lines, columns, [*reasons, *notes])
+
+
+def append_step_summary(tables: Sequence[Table]) -> str | None:
+    """Append tables to GitHub's summary of a workflow step, where there is one.
+
+    Returns a warning if it cannot be written: the measurement is none the worse for it.
+    """
+    name = os.environ.get(STEP_SUMMARY)
+    if not name or not tables:
+        return None
+    try:
+        with Path(name).open("a", encoding="utf-8", errors="replace") as stream:
+            stream.write("\n" + as_markdown(tables))
+    except OSError as error:
+        return f"{STEP_SUMMARY}: {name}: {error.strerror}"
+    return None

@@ -52,7 +52,9 @@ def test_columns_order_groups_and_files(
     replayed: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "absent" / "summary.md"))
     table = ["--columns=dram_bytes,dram_over_logical", "--sort=dram_over_logical"]
     files = ["--csv=out/run.csv", "--markdown=out/run.md"]
     assert replayed(*table, "--group-by=device", *files) == 0
@@ -62,6 +64,7 @@ def test_columns_order_groups_and_files(
     assert lines[start + 2].split() == ["case", "DRAM", "DRAM"]
     assert [line.split()[0] for line in lines[start + 5 : start + 7]] == ["dpsgd", "standard"]
     assert max(map(len, lines)) <= 80
+    assert "WARNING: GITHUB_STEP_SUMMARY: " in shown.err
     with (tmp_path / "out/run.csv").open(newline="") as stream:
         assert {row["instrument"] for row in csv.DictReader(stream)} == {"ncu", "logical"}
     markdown = (tmp_path / "out/run.md").read_text(encoding="utf-8")

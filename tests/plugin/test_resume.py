@@ -21,6 +21,7 @@ def test_a_session_goes_on(
     project: RunSuite,
     refused: Callable[..., str],
     pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = pytester.path / "reference.json"
     old = recorded_document(halved)
@@ -48,11 +49,13 @@ def test_a_session_goes_on(
     assert "0001_first.json cannot be resumed, for this session differs: " in line
     assert "ncu's steps {'warmup': 1, 'active': 1} -> {'warmup': 1, 'active': 2}" in line
 
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "absent/summary.md")
     result = project("-n1", *RESUMED)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
             "*l2_total_bytes*step*+100.00%*1%*",
+            "WARNING: dpbench: GITHUB_STEP_SUMMARY: *absent/summary.md*",
             "dpbench: not in reference: dpsgd-bs4-seq64-tiny-fp32",
         ]
     )

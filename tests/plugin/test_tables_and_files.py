@@ -35,6 +35,7 @@ SHOWN = [
 def test_a_session_is_shown_written_and_judged_as_asked(
     project: RunSuite,
     pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
     temporary: Path,
     mode: list[str],
 ) -> None:
@@ -44,6 +45,7 @@ def test_a_session_is_shown_written_and_judged_as_asked(
         cells="trainer = ['standard', 'dpsgd', 'dpsgd_ghost']\n"
         "batch_size = 4\nseq_len = 64\nmodel_size = 'tiny'",
     )
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "summary.md"))
     result = project(*mode, *SHOWN)
 
     # Each case once, however many tests ask; one that fails or got worse fails its own tests.
@@ -111,6 +113,9 @@ def check_files(folder: Path) -> None:
     markdown = (folder / "out/run.md").read_text(encoding="utf-8")
     assert (folder / "out/also.md").read_text(encoding="utf-8") == markdown
     assert "| dpsgd bs4 seq64" in markdown.partition("phase backward")[0]
+    summary = (folder / "summary.md").read_text(encoding="utf-8")
+    assert summary.startswith(f"\n{markdown.rstrip()}")
+    assert "Change: " in summary
     page = (folder / "out/run.html").read_text(encoding="utf-8")
     assert "2 cases measured on NVIDIA H200. 1 case failed." in page
     assert 'id="plot-phases-0"' in page

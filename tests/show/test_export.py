@@ -6,6 +6,7 @@ import csv
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import COLUMNS, STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.settings import Settings
+from dpbench.show.export import STEP_SUMMARY, append_step_summary
+from dpbench.show.layout import Table
 from dpbench.show.outputs import csv_rows, markdown_tables
 from dpbench.show.view import View
 
@@ -95,3 +98,40 @@ def test_markdown_of_a_session_that_broke_off_says_what_is_missing() -> None:
         [run(MEASURED, status="interrupted", cases_asked=4)], View()
     ).splitlines()
     assert first == "Not complete: 2 of the cases asked for are missing."
+
+
+# --- GitHub's step summary -------------------------------------------------------------------
+
+TABLE = Table("Title", ["trainer", "GB"], [["dpsgd", "1.0"]])
+
+
+def test_step_summary_is_appended_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.md"
+    path.write_text("# Before", encoding="utf-8")
+    monkeypatch.setenv(STEP_SUMMARY, str(path))
+    assert append_step_summary([TABLE]) is None
+    assert append_step_summary([TABLE]) is None
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# Before\n### Title")
+    assert text.count("### Title") == 2
+
+
+def test_step_summary_of_nothing_or_nowhere_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STEP_SUMMARY, str(tmp_path / "summary.md"))
+    assert append_step_summary([]) is None
+    monkeypatch.setenv(STEP_SUMMARY, "")
+    assert append_step_summary([TABLE]) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["absent/summary.md", "."])
+def test_step_summary_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv(STEP_SUMMARY, str(tmp_path / where))
+    warning = append_step_summary([TABLE])
+    assert warning is not None
+    assert warning.startswith(f"{STEP_SUMMARY}: {tmp_path}")
+    assert "\n" not in warning
