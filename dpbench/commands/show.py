@@ -11,7 +11,7 @@ counted the operations: dpbench run --instrument logical.
 
 With --time the time of each phase is held against the least time for its arithmetic and for its
 bytes, and the part in which the GPU was idle; and of a private step, the time that it takes more
-than the standard one. The ceilings are measured ones, of this card or of a FILE.
+than the standard one. The ceilings are measured ones, of this card or of a FILE, also with --html.
 
 The reports are Nsight Compute's. Of ranges, they are those that dpbench made: the case is read off
 the path, .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. Of kernels (in each configuration's
@@ -40,6 +40,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -146,7 +147,8 @@ def run(options: argparse.Namespace) -> int:
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> View:
     """What was asked for; the usual ranges are of ratios to the standard trainer."""
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
-    return View.of(options, *sorted(baselines)[:1])
+    ceilings = read_ceilings(Path(options.time)) if options.time else None
+    return replace(View.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
 
 
 def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Iterator[Table]:
@@ -191,7 +193,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
         yield from roofline_tables(under(rows, roofs), roofs)
 
 
-def _times(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
+def _times(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Iterator[Table]:
     """What the time of the runs' cases is made of, by device."""
     frame = _together(runs, options)
     counted = frame.device == NO_HARDWARE
@@ -204,9 +206,8 @@ def _times(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
     if len(baselines) > 1:
         names = " and ".join(sorted(baselines))
         raise ConfigurationError(f"the baselines of these runs are {names}: show them one by one")
-    given = read_ceilings(Path(options.time)) if options.time else None
     for device in dict.fromkeys(frame[timed].device):
-        roofs = given or find_ceilings(device)
+        roofs = view.ceilings or find_ceilings(device)
         times = account(frame[counted | (frame.device == device)], roofs)
         yield from time_tables(times, roofs, *baselines)
 

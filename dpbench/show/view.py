@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dpbench.results.outcome import Outcome
+    from dpbench.results.roofline import Roofs
 
 
 def columns() -> dict[str, Metric]:
@@ -90,7 +91,8 @@ class View:
     Without ``columns`` those of `shown_by_default` are shown, and all other tables; ``sort`` is a
     column's name or an axis. Rows of different devices never share a table. ``expected`` has by
     metric the expected range of its ratio. Ratios are to the trainer ``baseline``; the default
-    ranges are of ratios to the standard trainer.
+    ranges are of ratios to the standard trainer. ``ceilings`` are what
+    the card reaches, if others than dpbench knows.
     """
 
     columns: tuple[Metric, ...] = ()
@@ -99,6 +101,7 @@ class View:
     top: int = Settings.top
     expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
     baseline: str = BASELINE_TRAINER
+    ceilings: Roofs | None = None
 
     @classmethod
     def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> View:

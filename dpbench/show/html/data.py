@@ -13,6 +13,7 @@ import pandas as pd
 from dpbench.case import AXES, SCRIPT
 from dpbench.metrics import METRICS, expectations
 from dpbench.results.frame import of_one_instrument, summarise, with_logical, with_ratios
+from dpbench.results.roofline import Roofs
 from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 from dpbench.show.groups import in_order, title_parts
@@ -43,11 +44,13 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 class Material:
     """What the charts of one page have in common: the frames, and which bytes they are about.
 
-    ``expected`` has by metric the expected range of its ratio to standard.
+    ``expected`` has by metric the expected range of its ratio to standard, ``ceilings`` what the
+    card reaches, if not as known.
     """
 
     runs: Sequence[Run]
     expected: Mapping[str, tuple[float, float]] = field(default_factory=expectations)
+    ceilings: Roofs | None = None
 
     @cached_property
     def baseline(self) -> str:

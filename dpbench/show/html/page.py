@@ -24,7 +24,7 @@ from dpbench.show.export import trainer_table
 from dpbench.show.html.charts import against_logical, memory, phases
 from dpbench.show.html.data import MEASURED, Material, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
-from dpbench.show.html.roofs import roofline
+from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.outputs import labels_text
 from dpbench.show.profile import recorded_tables
@@ -44,7 +44,7 @@ def page(runs: Sequence[Run], view: View) -> str:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
     named = labelled((run.name, run.document) for run in runs)
-    return render(Material(named, view.expected))
+    return render(Material(named, view.expected, view.ceilings))
 
 
 def render(material: Material) -> str:
@@ -91,7 +91,7 @@ def _template() -> Template:
 
 def draw(material: Material) -> list[Chart]:
     """Every chart of the page, in order."""
-    every = (phases, memory, roofline, against_logical)
+    every = (phases, memory, time, roofline, against_logical)
     return [chart for draws in every if (chart := draws(material))]
 
 

@@ -1,8 +1,10 @@
-"""The roofline: phases under the roofs of the card that ran them."""
+"""The charts of phases under the roofs of their card: the roofline, and what time is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,25 +15,30 @@ from dpbench.results.frame import CONFIGURATION
 from dpbench.results.roofline import (
     LAUNCH_BOUND,
     MEASURED_BYTES,
+    Roofs,
     find_card,
+    find_ceilings,
     phases,
     under,
 )
 from dpbench.results.rows import NO_HARDWARE, STEP, identity, summed
+from dpbench.results.run import Run
+from dpbench.results.times import account, additional
 from dpbench.show.groups import ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import Material, titles
 from dpbench.show.html.figures import NAMES, NEUTRAL, PHASE_STYLES, Chart, Json
 from dpbench.show.kernels import ROOFLINE_COLUMNS, launch_bound_notes, roofs_in_words
-from dpbench.show.layout import Shown, Table
+from dpbench.show.layout import Shown, Table, step_milliseconds
 from dpbench.show.tables import SHOWN_SHARE
+from dpbench.show.times import ADDED_COLUMNS, HOW_TO_READ, TIME_COLUMNS, about_shares, lacking
 
 TERA = 1e12
 
 
 def roofline(material: Material) -> Chart | None:
     """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
-    table, notes = _under_roofs(material)
+    table, notes = _accounts(material, _under_roofs)
     premise = (
         "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
         "operations counted without hardware"
@@ -58,8 +65,7 @@ def roofline(material: Material) -> Chart | None:
     if (placed.busy < LAUNCH_BOUND).any():
         waits = f"in a mark: launch-bound, GPU busy below {LAUNCH_BOUND:.0%}"
         keys.append(("·", waits, "inherit"))
-    columns: dict[str, Shown] = {"phase": ("phase", str)}
-    columns |= {header.replace("\n", " "): shown for header, shown in ROOFLINE_COLUMNS.items()}
+    columns = _in_one_line({"phase": ("phase", str), **ROOFLINE_COLUMNS})
     how_to_read = (
         "A mark is a phase of a trainer; rings about one centre are trainers at the same place. "
         "Operations are those of matrix products and attention. Phases without any have no place "
@@ -70,48 +76,62 @@ def roofline(material: Material) -> Chart | None:
     return Chart("roofline", premise, as_text, panels, keys)
 
 
-def _under_roofs(material: Material) -> tuple[pd.DataFrame, list[str]]:
-    """Phases with counted operations and measured bytes, each device's under its card's roofs.
+Account = tuple[pd.DataFrame, Roofs]
+"""The phases of a run on one device, and the roofs that they were held against."""
 
-    Operations are those that any of the runs has counted.
+
+def _under_roofs(frame: pd.DataFrame, device: str, run: Run) -> Account | None:
+    """Phases with counted operations and measured bytes under the roofs of their card."""
+    rows = phases(frame[frame.precision != ""]).dropna(subset="flops")
+    rows = rows[rows.bytes_are == MEASURED_BYTES]
+    if rows.empty:
+        return None
+    card = find_card(device)
+    table = under(rows, card)
+    return table.assign(
+        peak=table.precision.map(card.flops) / TERA,
+        ridge=table.precision.map(card.ridge),
+        tflops_per_second=table.flops_per_second / TERA,
+    ), card
+
+
+def _accounts(
+    material: Material, account_of: Callable[[pd.DataFrame, str, Run], Account | None]
+) -> tuple[pd.DataFrame, list[str]]:
+    """An account of each run and device, beside what any run has counted.
 
     Returns:
         The phases that take enough of their step to matter, in order, with the titles of their
-        cells; and notes: why a device has no roofs, and the roofs of the others.
+        cells; and notes: why a device has no account, and the roofs of the others.
     """
-    tables, refusals, said = [], [], []
+    tables, refusals, roofs_said = [], [], []
     everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
     counted = everything[everything.device == NO_HARDWARE].drop_duplicates(identity())
     for run in material.runs:
         measured = run.frame[run.frame.device != NO_HARDWARE]
         for device, rows in measured.groupby("device", sort=False):
             frame = pd.concat([rows, counted], ignore_index=True)
-            placed = phases(frame[frame.precision != ""]).dropna(subset="flops")
-            placed = placed[placed.bytes_are == MEASURED_BYTES]
-            if placed.empty:
-                continue
             try:
-                card = find_card(str(device))
+                found = account_of(frame, str(device), run)
             except ConfigurationError as error:
                 refusals.append(f"{device}: {error}.")
                 continue
-            tables.append(
-                under(placed, card).assign(
-                    run=run.name,
-                    peak=placed.precision.map(card.flops) / TERA,
-                    ridge=placed.precision.map(card.ridge),
-                )
-            )
-            said.append(roofs_in_words(card, sorted(set(placed.precision))))
+            if found:
+                table, roofs = found
+                tables.append(table.assign(run=run.name))
+                roofs_said.append(roofs_in_words(roofs, sorted(set(table.precision))))
     if not tables:
         return pd.DataFrame(), refusals
     table = pd.concat(tables, ignore_index=True)
-    table["tflops_per_second"] = table.flops_per_second / TERA
     of_case = ["run", *summed("instrument", "metric", "phase")]
     table = table[table.seconds > SHOWN_SHARE * table.groupby(of_case).seconds.transform("max")]
     table = table.assign(title=titles(table, material.summary))
     table = ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
-    return table, [*refusals, *dict.fromkeys(said if len(table) else ())]
+    return table, [*refusals, *dict.fromkeys(roofs_said if len(table) else ())]
+
+
+def _in_one_line(columns: Mapping[str, Shown]) -> dict[str, Shown]:
+    return {header.replace("\n", " "): shown for header, shown in columns.items()}
 
 
 def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> list[Json]:
@@ -150,3 +170,48 @@ def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> list[Json]
 def _under(row: Mapping[Any, Any]) -> str:
     speed = f"{row['intensity']:.1f} FLOP/B, {row['tflops_per_second']:.1f} TFLOP/s"
     return f"{row['trainer']}: {speed}, {row['share']:.0%} of the roof, {row['bound']}"
+
+
+# --- what time is made of --------------------------------------------------------------------
+
+TIME_COLOURS = {"arithmetic": "#0072B2", "bytes": "#E69F00", "idle": NEUTRAL}
+
+
+def time(material: Material) -> Chart | None:
+    """Of each step's time, the least for its arithmetic and for its bytes, and the idle part."""
+    table, notes = _accounts(material, partial(_time_of, ceilings=material.ceilings))
+    premise = (
+        "times of steps that are not counted; the least time for counted operations and measured "
+        "DRAM bytes at measured ceilings, two bounds, which overlap; idle by hardware counters"
+    )
+    if table.empty:
+        nothing = Table("What time is made of", [], [], tuple(notes))
+        return Chart("time", premise, nothing) if notes else None
+    steps = table[table.phase == STEP]
+    bars = {part: steps[f"{part}_seconds"] / steps.seconds for part in TIME_COLOURS}
+    waits = (steps.busy < LAUNCH_BOUND).map({True: ", launch-bound", False: ""})
+    labels = " " + steps.seconds.map(step_milliseconds) + " ms" + waits
+    chart = figures.bar_chart(
+        "time",
+        "What time is made of",
+        premise,
+        steps.assign(**bars, end=pd.DataFrame(bars).max(axis="columns"), label=labels),
+        TIME_COLOURS,
+        "% of the step's time",
+        unit="%",
+    )
+    notes += [HOW_TO_READ, about_shares(material.baseline)]
+    notes += [*launch_bound_notes(table), *lacking(table)]
+    columns = _in_one_line({"phase": ("phase", str), **TIME_COLUMNS, **ADDED_COLUMNS})
+    return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
+
+
+def _time_of(frame: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None) -> Account | None:
+    """What time is made of, where steps were timed and their DRAM bytes counted."""
+    measured = {*frame[frame.device == device].metric}
+    if not {"step_time_seconds", "dram_read_bytes"} <= measured:
+        return None
+    roofs = ceilings or find_ceilings(device)
+    table = account(frame, roofs)
+    added = additional(table, run.baseline).assign(phase=STEP)
+    return table.merge(added, "left", summed("instrument", "metric")), roofs

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
+from dpbench.results.roofline import Roofs
 from dpbench.results.run import Run
 from dpbench.show.html import charts, roofs
 from dpbench.show.html.data import Material, labelled
@@ -89,6 +91,7 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
     assert {chart.id: len(chart.panels) for chart in charts} == {
         "phases": 4,
         "memory": 4,
+        "time": 4,
         "roofline": 1,
         "logical": 1,
     }
@@ -134,7 +137,7 @@ def test_panels_of_a_chart_have_one_scale() -> None:
     for row in small["rows"] + small["cases"]:
         row["precision"] = "bf16"
     of_both = draw(material(CELL, small, COUNTED))
-    assert [chart.id for chart in of_both] == ["phases", "memory", "roofline", "logical"]
+    assert [chart.id for chart in of_both] == ["phases", "memory", "time", "roofline", "logical"]
     for chart in of_both:
         ranges: dict[str, set[tuple[float, float]]] = {}
         for figure in figures_of(chart):
@@ -170,6 +173,32 @@ def test_a_phase_that_waits_for_its_launches_is_marked_under_its_roof() -> None:
     assert "launch-bound" in roofline.keys[-1][1]
 
 
+def test_what_time_is_made_of_is_drawn_as_parts_of_the_step() -> None:
+    chart = drawn(roofs.time, material(with_busy_shares(), COUNTED))
+    [figure] = figures_of(chart)
+    bars = {trace["name"]: trace["x"] for trace in figure["data"] if trace["type"] == "bar"}
+    assert list(bars) == ["arithmetic", "bytes", "idle"]
+    assert bars["idle"] == pytest.approx([100 - 7200 / 91] * 4)
+    assert all(share > 0 for parts in bars.values() for share in parts)
+    lines = [dict(zip(chart.table.headers, line, strict=True)) for line in chart.table.cells]
+    waits = [line for line in lines if line["bound"] == "launch-bound (10%)"]
+    assert {line["phase"] for line in waits} == {"clip"}
+    assert any("which overlap" in note for note in chart.table.notes)
+    assert any("need not add up to 100%" in note for note in chart.table.notes)
+
+
+def test_bounds_of_time_need_the_ceilings_of_the_card() -> None:
+    document = cell()
+    for row in document["rows"]:
+        row["device"] = "NVIDIA L4"
+    chart = drawn(roofs.time, material(document, COUNTED))
+    assert [*chart.panels, *chart.table.cells] == []
+    assert "no measured ceilings of NVIDIA L4" in chart.table.notes[0]
+    of_l4 = Roofs.of(["NVIDIA L4"], 3e11, {"fp32": 3e13, "tf32": 6e13, "bf16": 1e14}, "a test")
+    own = replace(material(document, COUNTED), ceilings=of_l4)
+    assert len(drawn(roofs.time, own).panels) == 1
+
+
 def test_two_runs_of_one_cell_are_drawn_apart() -> None:
     once, twice = (drawn(roofs.roofline, material(*[CELL] * runs, COUNTED)) for runs in (1, 2))
     assert len(twice.panels) == 2 * len(once.panels)
@@ -177,7 +206,7 @@ def test_two_runs_of_one_cell_are_drawn_apart() -> None:
 
 
 def test_a_page_without_counts_says_what_it_lacks() -> None:
-    assert {chart.id for chart in draw(ALONE)} == {"phases", "memory"}
+    assert {chart.id for chart in draw(ALONE)} == {"phases", "memory", "time"}
     needed = "dpbench run --instrument logical"
     lacking, complete = headline(ALONE), headline(COUNTED_TOO)
     assert any(needed in text for text in lacking)
@@ -205,7 +234,7 @@ def test_phases_that_were_not_timed_have_no_place_under_a_roof() -> None:
 def test_one_cell_has_no_heat_map() -> None:
     found = draw(ALONE)
     panels = {chart.id: len(chart.panels) for chart in found}
-    assert panels == {"phases": 1, "memory": 1}
+    assert panels == {"phases": 1, "memory": 1, "time": 1}
     traces = [trace for chart in found for figure in figures_of(chart) for trace in figure["data"]]
     assert {trace["type"] for trace in traces} == {"bar", "scatter"}
 
