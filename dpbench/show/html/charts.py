@@ -1,4 +1,4 @@
-"""The charts of bytes and memory."""
+"""The charts of bytes, memory and busy time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pandas as pd
 
 from dpbench.case import ALL_PHASES
 from dpbench.results.frame import IN_CACHE_BYTES
+from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
 from dpbench.show.groups import ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import CASE, COUNTED, KEYS, MEASURED, Material, pivot
 from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, times
 from dpbench.show.layout import gigabytes
-from dpbench.show.tables import SHOWN_SHARE
+from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
 
 COLOUR = PHASE_STYLES["backward"].colour
 """The colour of bars that stand for no phase and no trainer."""
@@ -94,6 +95,35 @@ def memory(material: Material) -> Chart | None:
         ),
         {"peak memory": COLOUR},
         f"peak memory, GB ({material.premise})",
+    )
+
+
+def busy(material: Material) -> Chart | None:
+    """The share of each phase's time in which the GPU was busy; no chart if it is unknown.
+
+    Phases that take too little to matter are left out.
+    """
+    summary, keys = material.summary, [*KEYS, "phase"]
+    elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
+    rows = summary[summary.metric == BUSY].join(elapsed.rename("cycles"), on=keys)
+    longest = rows.groupby(KEYS).cycles.transform("max")
+    rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin(PHASE_STYLES)]
+    if rows.empty:
+        return None
+    how_to_read = (
+        f"Left of the line, at {LAUNCH_BOUND:.0%}, a phase is launch-bound: the GPU waits for the "
+        f"CPU to launch its work, and neither bytes nor arithmetic explain the time. {BUSY_OF}"
+    )
+    return figures.bar_chart(
+        "busy",
+        "How busy the GPU was, by phase",
+        "measured by hardware counters: the part of the time in which the GPU did anything",
+        pivot(rows, "phase").assign(end=1.0, label=""),
+        {name: s.colour for name, s in PHASE_STYLES.items() if name in set(rows.phase)},
+        "busy, % of the time",
+        unit="%",
+        notes=[how_to_read],
+        line=LAUNCH_BOUND,
     )
 
 

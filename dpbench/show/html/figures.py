@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -28,6 +28,12 @@ NAMES: Mapping[str, Shown] = {
     "trainer": ("trainer", str),
 }
 """The columns that name a case; the batch size of a script is only known if it was given."""
+
+UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
+    "GB": (1e9, gigabytes),
+    "%": (0.01, lambda share: f"{share * 100:.0f}"),
+}
+"""Units of bars: their size, and how a value is written."""
 
 ROW, BAR, CHARACTER = 30, 13, 7
 """Heights of a stacked bar and of a grouped bar, and width of a character, in pixels."""
@@ -107,33 +113,40 @@ def bar_chart(
     colours: Mapping[str, str],
     scale: str,
     *,
+    unit: str = "GB",
     columns: Mapping[str, Shown] | None = None,
     notes: Sequence[str] = (),
     stacked: bool = False,
+    line: float | None = None,
 ) -> Chart:
     """A chart with a panel for each cell of the grid, in it bars for each trainer.
 
     ``rows`` are cases. The columns that ``colours`` names become bars, in one row if ``stacked``,
-    in GB; ``label`` stands at ``end``. All panels have one axis, which says ``scale``. The table
-    has ``columns`` beside the bars.
+    of a ``unit`` that `UNITS` has; ``label`` stands at ``end``, and a dashed line at ``line``. All
+    panels have one axis, which says ``scale``. The table has ``columns`` beside the bars.
     """
+    size, write = UNITS[unit]
     # A label that begins at 0, where nothing was measured, needs no room beside the bars.
     room = 12 + CHARACTER * max(map(len, rows.label[rows.end.notna()]), default=0)
     layout: Json = {
         "margin": {"r": room},
         "barmode": "stack" if stacked else "group",
         "bargap": 0.25,
-        "xaxis": {"title": {"text": scale}, "range": [0, rows.end.max() / 1e9 or 1]},
+        "xaxis": {"title": {"text": scale}, "range": [0, rows.end.max() / size or 1]},
     }
+    if line is not None:
+        place = {"x0": line / size, "x1": line / size, "y0": 0, "y1": 1, "yref": "paper"}
+        dashed = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
+        layout["shapes"] = [{"type": "line", "line": dashed, **place}]
     height = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
     panels: dict[str, Json] = {
         cell: {
-            "data": [*_bars(of_cell, colours)],
+            "data": [*_bars(of_cell, colours, unit)],
             "layout": {**layout, **_names(of_cell.trainer.tolist(), height)},
         }
         for cell, of_cell in cells(rows)
     }
-    numbers = {f"{name}, GB": (name, gigabytes) for name in colours} | dict(columns or {})
+    numbers = {f"{name}, {unit}": (name, write) for name in colours} | dict(columns or {})
     known = rows.dropna(subset=[name for name, _ in numbers.values()], how="all")
     table = Table.of(title, known, {**NAMES, **numbers}, notes)
     return Chart(id, premise, table, panels, squares(colours) if len(colours) > 1 else [])
@@ -146,18 +159,19 @@ def _names(names: list[str], height: int) -> Json:
     return {"height": 58 + height * len(names), "yaxis": {**axis, "autorange": "reversed"}}
 
 
-def _bars(rows: pd.DataFrame, colours: Mapping[str, str]) -> Iterator[Json]:
+def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator[Json]:
     """The bars of each colour, then the labels at their ends."""
+    size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
         if known.empty:  # for a trace without bars plotly.js leaves out the grid
             continue
-        texts = [f"{name}: {gigabytes(value)} GB" for value in known[name]]
+        texts = [f"{name}: {write(value)} {unit}" for value in known[name]]
         yield {
             "type": "bar",
             "orientation": "h",
             "name": name,
-            "x": (known[name] / 1e9).tolist(),
+            "x": (known[name] / size).tolist(),
             "y": known.trainer.tolist(),
             "marker": {"color": colour},
             "hoverinfo": "text",
@@ -166,7 +180,7 @@ def _bars(rows: pd.DataFrame, colours: Mapping[str, str]) -> Iterator[Json]:
     yield {
         "type": "scatter",
         "mode": "text",
-        "x": (rows.end.fillna(0) / 1e9).tolist(),
+        "x": (rows.end.fillna(0) / size).tolist(),
         "y": rows.trainer.tolist(),
         "text": rows.label.tolist(),
         "textposition": "middle right",

@@ -21,7 +21,7 @@ from dpbench.results.outcome import trainer_summary
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run
 from dpbench.show.export import trainer_table
-from dpbench.show.html.charts import against_logical, memory, phases
+from dpbench.show.html.charts import against_logical, busy, memory, phases
 from dpbench.show.html.data import MEASURED, Material, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.roofs import roofline, time
@@ -91,7 +91,7 @@ def _template() -> Template:
 
 def draw(material: Material) -> list[Chart]:
     """Every chart of the page, in order."""
-    every = (phases, memory, time, roofline, against_logical)
+    every = (phases, memory, busy, time, roofline, against_logical)
     return [chart for draws in every if (chart := draws(material))]
 
 

@@ -119,6 +119,17 @@ def with_busy_shares() -> dict[str, Any]:
     return document
 
 
+def test_how_busy_the_gpu_was_is_drawn_where_it_is_known() -> None:
+    [figure] = figures_of(drawn(charts.busy, material(with_busy_shares())))
+    bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
+    assert list(bars) == ["forward", "clip", "noise", "step"]
+    assert [trace["x"][1] for trace in bars.values()] == pytest.approx([100, 10, 0, 7200 / 91])
+    assert bars["clip"]["hovertext"][1] == "dpsgd<br>clip: 10 %"
+    assert figure["layout"]["shapes"][0]["x0"] == pytest.approx(70)
+    go.Figure(figure)
+    assert charts.busy(ALONE) is None
+
+
 def test_the_expected_range_is_said_below_the_bars() -> None:
     usual, own = (
         drawn(charts.phases, ALONE),
