@@ -356,10 +356,10 @@ def test_show_needs_no_class_for_the_names_in_a_report(
     assert "narrow" in shown
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(
-    elsewhere: Path, ending: signal.Signals
+def test_a_run_that_is_told_to_end_keeps_what_it_has_and_leaves_no_process(
+    elsewhere: Path,
 ) -> None:
+    """Of Ctrl-C, see `test_endings.py`."""
     command = [sys.executable, "-c", WITH_A_GPU, *REPLAYED]
     command += ["--trainer", "standard", "--trainer", "outside:Hanging"]
     with Path("err").open("w") as stream:
@@ -370,7 +370,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(
         assert process.poll() is None, Path("err").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    process.send_signal(ending)
+    process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 130
     assert cases_of(Path("run.json")) == {"standard": None}
     assert "dpbench run: interrupted" in Path("err").read_text()
