@@ -75,9 +75,12 @@ class Metrics(Mapping[str, Metric]):
 
         Metrics that are registered here keep their own definitions.
         """
-        known, self._every = self._all(), {}
+        known = self._all()
         lent = {each.name: each for side in sides for each in side if each.name not in known}
-        self._known = known | lent
+        if not lent:
+            yield
+            return
+        self._known, self._every = known | lent, {}
         try:
             yield
         finally:

@@ -177,7 +177,8 @@ def _derived(rows: Sequence[Measurement], baseline: str) -> dict[str, Any]:
 
 def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
     """Rows as plain JSON types, every digit kept; None for NaN."""
-    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+    columns = [[v if v == v else None for v in frame[name].tolist()] for name in frame]
+    return [dict(zip(frame, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

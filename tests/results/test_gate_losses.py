@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ SUBJECTS: dict[str, tuple[Case, str, str]] = {
 
 def run(name: str, subject: str, factor: float = 1.0, **session: Any) -> Run:
     """Steps with three phases, of the subject and of the baseline."""
+    return Run(Path(name), {**made(subject, factor), "session": {"status": "complete", **session}})
+
+
+@cache
+def made(subject: str, factor: float) -> dict[str, Any]:
+    """The document of a run; made once, because its ratios and throughputs take long."""
     case, by, metric = SUBJECTS[subject]
     device = NO_HARDWARE if by == "logical" else "NVIDIA H200"
     outcomes = [
@@ -57,13 +64,11 @@ def run(name: str, subject: str, factor: float = 1.0, **session: Any) -> Run:
         )
         for each, more in ((case, factor), (case.under("standard"), 1.0))
     ]
-    return of_rows(name, document(outcomes, {}, {"status": "complete", **session}))
+    return document(outcomes, {})
 
 
-def of_rows(
-    name: str, made: dict[str, Any], change: Callable[[Rows], Rows] = lambda rows: rows
-) -> Run:
-    return Run(Path(name), {**made, "rows": change([dict(row) for row in made["rows"]])})
+def of_rows(name: str, document: dict[str, Any], change: Callable[[Rows], Rows]) -> Run:
+    return Run(Path(name), {**document, "rows": change([dict(row) for row in document["rows"]])})
 
 
 def verdict(before: Run, after: Run, limit: str, **how: Any) -> Verdict:
@@ -210,11 +215,11 @@ def test_a_baseline_that_moved_nothing_is_nothing_to_divide_by() -> None:
 def test_numbers_in_another_unit_are_not_compared() -> None:
     name = "sm__cycles_active.avg"
 
-    def made(unit: str, value: float) -> Callable[[Rows], Rows]:
+    def counted(unit: str, value: float) -> Callable[[Rows], Rows]:
         return lambda rows: [r | {"metric": name, "unit": unit, "value": value} for r in rows]
 
-    before = of_rows("before", dict(run("", "counters of a case").document), made("cycle", 5e3))
-    after = of_rows("after", dict(before.document), made("kcycle", 50.0))
+    before = of_rows("before", dict(run("", "counters of a case").document), counted("cycle", 5e3))
+    after = of_rows("after", dict(before.document), counted("kcycle", 50.0))
     assert verdict(before, before, f"{name}:5%").passed
     assert not verdict(before, after, f"{name}:5%").passed
 
