@@ -194,5 +194,9 @@ class CaseFailed(InstrumentError):
     """The measured process failed by itself; its log says why."""
 
 
+class ScriptInterrupted(CaseFailed):
+    """The user pressed Ctrl-C."""
+
+
 class CaseRefused(InstrumentError):
     """The case names something that does not exist or does not fit together, on any machine."""

@@ -30,6 +30,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory
 from dpbench.process.agreement import said_by_all
 from dpbench.process.build import pick_device
+from dpbench.process.messages import LOST
 from dpbench.process.step import alone
 
 RANK = "RANK"
@@ -39,9 +40,6 @@ STACK = "stack"  # the file in a rank's folder with its frames when it was ended
 
 NOTICED_SECONDS = 2.0
 """In which the launcher notices a rank that died; it looks ten times a second."""
-
-LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
-"""What ranks fail with because another one has ended."""
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
