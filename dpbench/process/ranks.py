@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory
-from dpbench.process.agreement import said_by_all
+from dpbench.process.agreement import FOR_EVER, said_by_all
 from dpbench.process.build import pick_device
 from dpbench.process.messages import LOST
 from dpbench.process.step import alone
@@ -130,15 +130,17 @@ def _as_rank(observe: Observe, case: Case, device: torch.device) -> Record:
 
 @contextmanager
 def in_group(device: torch.device, ranks: int) -> Iterator[None]:
-    """Be in the process group of all ranks, on the GPU of this one."""
-    with ExitStack() as ending:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        else:  # else each rank would use all cores
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-        distributed.init_process_group(check_backend(device))
-        ending.callback(distributed.destroy_process_group)
-        yield
+    """Be in the process group of all ranks, on the GPU of this one; an error leaves it as it is.
+
+    Collectives wait for as long as it takes: whoever has started the ranks ends them.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:  # else each rank would use all cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    distributed.init_process_group(check_backend(device), timeout=FOR_EVER)
+    yield
+    distributed.destroy_process_group()
 
 
 def _explained(rank: int, failure: ProcessFailure) -> DpbenchError:
@@ -149,7 +151,7 @@ def _explained(rank: int, failure: ProcessFailure) -> DpbenchError:
         return RankFailed(f"rank {rank}: ended with exit code {failure.exitcode}")
     words = str(failure.message["message"]).partition("\n")[0]
     if LOST.search(words):
-        words = f"lost another rank, which ended without an error ({words})"
+        words = f"no connection to another rank ({words})"
     for kind in (ConfigurationError, OutOfMemory):
         if words.startswith(prefix := f"{kind.__name__}: "):
             return kind(f"rank {rank}: {words.removeprefix(prefix)}")
