@@ -99,10 +99,10 @@ class Session:
             OUTPUTS[kind]  # what it needs may not be installed
         from dpbench.runner import check_ranks
 
-        for instrument in self.instruments:
-            instrument.check()
         for case in [case for case, _ in self._planned] or self.grid.cases():
             check_ranks(case, self.instruments)
+        for instrument in self.instruments:
+            instrument.check()
         if self.settings.compares:
             first_run_ok = self.settings.compare_first_run_ok
             self._reference.find(self._planned, must_exist=bool(self.limits) and not first_run_ok)

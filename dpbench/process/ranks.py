@@ -137,7 +137,7 @@ def in_group(device: torch.device, ranks: int) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:  # else each rank would use all cores
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     distributed.init_process_group(check_backend(device), timeout=FOR_EVER)
     yield
     distributed.destroy_process_group()

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from dpbench.process.step import alone
 from dpbench.registry import resolve
 from dpbench.results.rows import STEP
 from dpbench.runner import measure
+from dpbench.session import Session
+from dpbench.settings import Settings
 from tests.process.failing_ranks import Uneven
 
 FAILING = "tests.process.failing_ranks"
@@ -158,6 +161,10 @@ def test_what_cannot_measure_several_gpus_says_so_before_it_starts(
     single = measure(ranks("standard"), [Single(tmp_path, device="cpu")])
     assert single.message.startswith("timing measures one process, and standard-bs4")
     assert single.message.endswith("choose timing, cupti or logical")
+    plan = [(ranks("standard"), Single(tmp_path, device="cpu"))]
+    refused = pytest.raises(ConfigurationError, match="timing measures one process")
+    with closing(Session(plan, Settings(directory=tmp_path))) as session, refused:
+        session.begin()
     assert not [*tmp_path.iterdir()]
 
 
