@@ -47,7 +47,6 @@ from dpbench.instruments.script_process import ScriptRun
 from dpbench.instruments.script_ranks import Rank
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.options import own_values
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
@@ -73,13 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.usage = "dpbench exec [options] (SCRIPT | -m MODULE) [ARGUMENT …]"
     measuring = parser.add_argument_group("measuring")
-    measuring.add_argument(
-        "--instrument",
-        action="append",
-        metavar="NAME",
-        help="timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
-        "default cupti, without a GPU logical",
-    )
+    named = "timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
+    usual = "default cupti, without a GPU logical"
+    declare(measuring.add_argument, "instrument", help=f"{named}{usual}")
     for name, default, help in (
         ("--skip", 3, "steps that come before those that count (default %(default)d)"),
         ("--steps", 5, "steps that count (default %(default)d)"),
@@ -112,11 +107,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
     rank = Rank.here()
     card = next(iter(gpu.visible_gpus()), None)
-    declared = {name: getattr(options, name) for names in DECLARED.values() for name in names}
-    for repeatable in ("compare_fail", "output"):
-        declared[repeatable] = tuple(declared[repeatable])
-    own = own_values(options)
-    settings = Settings(device="cuda" if card else "cpu", own=own, **declared)
+    settings = replace(Settings.read(options), device="cuda" if card else "cpu")
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
     if rank and len(scripts) > 1:
@@ -136,14 +127,13 @@ def run(options: argparse.Namespace) -> int:
     session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
     with closing(session):
         session.begin()
-        session.keep(map(_as_standard, standards))
+        session.findings.keep(map(_as_standard, standards))
         try:
             _measure(session, case, scripts)
         finally:  # an interrupted session keeps and shows what it has
             outcomes = session.findings.outcomes()
-            measured = {outcome.case for outcome in outcomes}
             failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
-            complete = {*cases} <= measured and not failed
+            complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete, limited=session.asked)
             if baseline:
                 session.notes += _about_baseline(baseline, session.begun)
@@ -176,8 +166,6 @@ def _chosen(
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
     stem = program[0].rpartition(".")[2] if options.module else Path(program[0]).stem
     name = options.name or stem
-    if "/" in name:
-        raise ConfigurationError(f"--name {name!r} names files, and cannot have a slash in it")
     if name == BASELINE_TRAINER:
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
@@ -203,11 +191,8 @@ def _standards(
     named: str, run: Run, case: Case, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
     """The outcomes of a saved run's script on these devices by these instruments."""
-    scripts = [
-        outcome
-        for outcome in run.outcomes
-        if isinstance(outcome.case, Script) and outcome.case.trainer != BASELINE_TRAINER
-    ]
+    scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
+    scripts = [o for o in scripts if o.case.trainer != BASELINE_TRAINER]
     shared = [
         replace(outcome, rows=tuple(rows))
         for outcome in scripts
@@ -219,13 +204,10 @@ def _standards(
         raise ConfigurationError(
             f"--baseline {named}: {run.path} has no script's steps on {needed}; it has {had}"
         )
-    if wrong := {outcome.case.batch_size for outcome in shared} - {case.batch_size}:
-        there, here = (
-            f"--batch-size {size}" if size else "none" for size in (*wrong, case.batch_size)
-        )
+    if (there := shared[0].case.batch_size) != case.batch_size:
         raise ConfigurationError(
             f"--baseline {named}: the batch size of {shared[0].case.id} was said to be "
-            f"{there}, here {here}: say the same for both"
+            f"{there or 'none'}, here {case.batch_size or 'none'}: say the same for both"
         )
     return shared
 

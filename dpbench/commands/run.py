@@ -44,6 +44,7 @@ from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.options import CounterOptions
 from dpbench.registry import locate
+from dpbench.results.shards import Shard
 from dpbench.session import Session
 from dpbench.settings import OPTIONS, Settings, declare
 from dpbench.show.layout import as_text, terminal_width
@@ -77,7 +78,11 @@ def run(options: argparse.Namespace) -> int:
     cases = settings.chosen_grid().cases()
     locate(cases)
     if settings.shard:
-        cases = _of_shard(settings.shard, cases)
+        cases = Shard.parse(settings.shard).cases(cases)
+        if not cases:
+            raise ConfigurationError(
+                f"shard {settings.shard} has no case: the grid has fewer cells than shards"
+            )
     settings.check()
     import_module("dpbench.show.comparison")
     card = next(iter(gpu.visible_gpus()), None)
@@ -95,14 +100,6 @@ def run(options: argparse.Namespace) -> int:
         return 1 if session.failed else 0
 
 
-def _of_shard(shard: str, cases: Sequence[Case]) -> list[Case]:
-    from dpbench.results.shards import Shard
-
-    if not (own := Shard.parse(shard).cases(cases)):
-        raise ConfigurationError(f"shard {shard} has no case: the grid has fewer cells than shards")
-    return own
-
-
 def _measure(session: Session, cases: Sequence[Case]) -> None:
     """Measure the cases in order, on all cores if without hardware; print why one failed."""
     from dpbench.runner import cores, measure_at_once
@@ -117,7 +114,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.keep([next(outcomes)])
+                session.findings.keep([next(outcomes)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:

@@ -176,7 +176,7 @@ class WholeSession:
         if report.when == CRASHED:
             self.died.add(report.nodeid)
         if unwritten := getattr(report, "dpbench", None):
-            self.session.findings.store.take(unwritten)
+            self.session.findings.take(unwritten)
 
     # --- xdist -------------------------------------------------------------------------------
 

@@ -288,9 +288,10 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     times = step[step.metric == "step_time_seconds"]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     counted = step[(step.unit == "B") & ~step.metric.isin(whole)]
-    rates = []
+    rates = [counted.iloc[:0].assign(by="")]
     both = product(instruments_of("dram_bytes"), instruments_of("step_time_seconds"))
-    for counts, measures in sorted(both, key=lambda pair: pair[0] != pair[1]):
+    there = [pair for pair in both if {*pair} <= {*step.instrument}]
+    for counts, measures in sorted(there, key=lambda pair: pair[0] != pair[1]):
         rows = counted[counted.instrument == counts]
         seconds = _beside(rows, times[times.instrument == measures], of_case)
         by = f"{counts} bytes / {measures} seconds"

@@ -200,13 +200,3 @@ def test_metric_whose_name_ends_like_a_ratio_is_judged_as_what_it_is() -> None:
         )
     assert [row["metric"] for row in verdict.regressions] == ["compression_ratio"]
     assert not verdict.unjudged
-
-
-def test_runs_of_other_numbers_of_ranks_are_compared_with_a_note() -> None:
-    def run(name: str, *values: float) -> Run:
-        found = of_ranks("standard", "dram_read_bytes", *values)
-        return Run.of(name, [Outcome(found[0].case, tuple(found), instruments=("ncu",))])
-
-    verdict = Gate(run("one", 2.0), run("two", 2.0, 2.0)).judge()
-    assert "one is the sum over 1 ranks, two over 2" in verdict.notes
-    assert not Gate(run("one", 2.0), run("other", 3.0)).judge().notes
