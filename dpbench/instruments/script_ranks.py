@@ -95,7 +95,7 @@ class Rank:
 
 
 def _is_effect(outcome: Outcome) -> int:
-    """How likely a rank failed because another did."""
+    """How likely a rank failed because another did; 0 if it failed by itself."""
     if outcome.error == ScriptInterrupted.__name__:
         return 3
     if LOST.search(outcome.message):

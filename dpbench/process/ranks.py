@@ -41,6 +41,9 @@ STACK = "stack"  # the file in a rank's folder with its frames when it was ended
 NOTICED_SECONDS = 2.0
 """In which the launcher notices a rank that died; it looks ten times a second."""
 
+COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
+"""The parts of PyTorch in which a process waits for others, or for a GPU that does."""
+
 FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 Record = dict[str, Any]
@@ -79,6 +82,8 @@ def check_backend(device: torch.device) -> str:
 
 
 def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, Record]:
+    # Else the launcher has CUDA count the GPUs, which no fork of it could use then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in ("multiprocessing.api", "agent.server.api"):  # whose tracebacks hide the rank's
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
@@ -174,7 +179,7 @@ def _place(frames: list[tuple[str, str, str]]) -> tuple[bool, str]:
     if any(name == said_by_all.__name__ for *_, name in frames):
         return False, "had taken its steps"
     of_torch = str(Path(torch.__file__).parent)
-    waited = frames[0][0].startswith(of_torch)
+    waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))
     own = (frame for frame in frames if not frame[0].startswith(of_torch))
     file, line, name = next(own, frames[-1])
     did = "waited for others" if waited else "was"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
 from dpbench import gpu
 from dpbench.case import Case
@@ -22,6 +23,7 @@ from dpbench.instruments.case_process import Child
 from dpbench.instruments.interface import CaseOutOfMemory, CaseTimedOut, InstrumentError
 from dpbench.instruments.timing import Timing
 from dpbench.process.messages import Steps
+from dpbench.process.ranks import check_backend
 from dpbench.process.step import alone
 from dpbench.registry import resolve
 from dpbench.results.rows import STEP
@@ -176,6 +178,12 @@ def test_a_case_of_several_gpus_sees_those_that_follow_the_workers_own(
     running = timing(tmp_path).start(ranks("standard"))
     running.cancel()
     assert "CUDA_VISIBLE_DEVICES=GPU-2,GPU-0 " in running.log.read_text().partition("\n")[0]
+
+
+@pytest.mark.skipif(distributed.is_nccl_available(), reason="this PyTorch has NCCL")
+def test_a_pytorch_without_the_library_for_collectives_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"ranks on cuda need nccl, without which .*built"):
+        check_backend(torch.device("cuda"))
 
 
 def take_both(order: list[int], done: Path) -> None:
