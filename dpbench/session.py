@@ -97,6 +97,10 @@ class Session:
         """Check the instruments, find references, take a number in the storage."""
         for kind, _ in self.settings.files.values():
             OUTPUTS[kind]  # what it needs may not be installed
+        from dpbench.runner import check_ranks
+
+        for case in [case for case, _ in self._planned] or self.grid.cases():
+            check_ranks(case, self.instruments)
         for instrument in self.instruments:
             instrument.check()
         if self.settings.compares:

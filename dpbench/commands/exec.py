@@ -11,19 +11,22 @@ Compute counts, for which it runs the script several times; by torch_profiler op
 GPU time, and traces. --baseline names a saved run of another script, by whose numbers these are
 divided, phase by phase.
 
+Ranks that torchrun starts on one machine each record their own steps, by timing, logical or cupti;
+the first prints one table and writes the files.
+
 Examples:
   dpbench exec plain.py --batch-size 64
   dpbench exec --instrument timing --skip 10 --steps 20 --continue train.py
   dpbench exec --save plain plain.py
   dpbench exec --baseline 1 private.py
   dpbench exec --autosave --compare-fail logical_bytes:1% -m mypackage.train --lr 0.1
+  torchrun --nproc-per-node 2 -m dpbench exec --json run.json train.py
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -39,12 +42,15 @@ from dpbench.commands.step import write_profile
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
 from dpbench.instruments import choose, declare_built_in
-from dpbench.instruments.script_process import ScriptInterrupted, ScriptRun
+from dpbench.instruments.interface import ScriptInterrupted
+from dpbench.instruments.script_process import ScriptRun
+from dpbench.instruments.script_ranks import Rank
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
+from dpbench.runner import measure
 from dpbench.session import Session, sources
 from dpbench.settings import Settings, declare
 
@@ -99,15 +105,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigurationError(
-            f"exec measures one process, and this is one of {ranks} ranks (WORLD_SIZE): start it "
-            f"without torchrun, or with --nproc-per-node 1"
-        )
+    rank = Rank.here()
     card = next(iter(gpu.visible_gpus()), None)
     settings = replace(Settings.read(options), device="cuda" if card else "cpu")
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
+    if rank and len(scripts) > 1:
+        raise ConfigurationError("ranks run a script once: choose one --instrument")
+    if rank and rank.number:  # the first has the session
+        return rank.hand_over(measure(case, scripts))
     baseline, standards = None, []
     if options.baseline is not None:
         baseline = saved_run(options.baseline, options.storage)

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     settings.check()
     import_module("dpbench.show.comparison")
     card = next(iter(gpu.visible_gpus()), None)
-    names = settings.instrument or _instruments_here(settings, card)
+    names = settings.instrument or _instruments_here(settings, card, cases)
     instruments = choose(names, settings)
     session = Session([(case, i) for case in cases for i in instruments], settings, gpu=card)
     with closing(session):
@@ -121,8 +121,12 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
                 progress.write(outcome.message, file=sys.stderr)
 
 
-def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ...]:
+def _instruments_here(
+    settings: Settings, card: gpu.Gpu | None, cases: Sequence[Case]
+) -> tuple[str, ...]:
     """The default instruments: those of a GPU if there is one or options need one."""
+    if card and any(case.gpus > 1 for case in cases):
+        return ("cupti",)
     asked = settings.of(CounterOptions)
     if card or asked.ncu_path or asked.ncu_metrics or settings.profiles_kernels:
         return ON_GPU

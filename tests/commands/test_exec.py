@@ -258,15 +258,6 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
     assert len(rows("run.json", "step_time_seconds")["training", "step"]) == 2
 
 
-def test_one_of_several_ranks_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["exec", "training.py"]) == 2
-    said = capsys.readouterr().err
-    assert "this is one of 2 ranks (WORLD_SIZE): start it without torchrun" in said
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -160,7 +160,10 @@ def test_tables_say_what_is_of_several_ranks() -> None:
     ranks += of_ranks("standard", "dram_write_bytes", 1 * GB, 1 * GB)
     assert tables_of(ranks)[0].cells[0][3] == "7.00"
     assert "Of 2 ranks: counts are the sum, times and peaks the largest" in notes(ranks)
-    assert "ranks" not in notes(rows("standard", {"dram_read_bytes": 1 * GB}))
+    assert "Ranks differ, largest ÷ mean: DRAM read 1.20 (standard, step), DRAM" in notes(ranks)
+    even = of_ranks("standard", "dram_read_bytes", 1 * GB, 1.1 * GB)
+    assert "differ" not in notes(even)
+    assert "anks" not in notes(rows("standard", {"dram_read_bytes": 1 * GB}))
 
 
 def test_phase_that_only_another_rank_has_is_zero() -> None:
