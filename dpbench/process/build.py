@@ -83,7 +83,7 @@ def build(
     if ranks > 1:
         torch.manual_seed(seed + 1 + rank)
     if case.micro_batches > 1:
-        hold_to_parts(trainer, workload, batches, case.micro_batches)
+        hold_to_parts(trainer, batches, case.micro_batches)
     return trainer, batches
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.names import parted, read_parameters
 from dpbench.process.build import build, labels_of, pick_device
+from dpbench.registry import names_of, resolve
 from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check import Check
 from dpbench.verify.noise import check_noise
@@ -37,17 +40,14 @@ OWN = ("learning_rate", "noise_multiplier", "max_grad_norm")
 ELSEWHERE = 3
 """The seed of another process; those of runs in this one are 1 and 2."""
 
-Elsewhere = Callable[[Path], None]
-"""Lets another process `draw` into a file."""
 
-
-def verify(case: Case, device: str = "auto", elsewhere: Elsewhere | None = None) -> list[Check]:
+def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
     """Hold the trainer of a case to what it says.
 
     Args:
         case: small; with several micro-batches, the batch as a whole is tried as well.
         device: ``auto``, ``cpu`` or ``cuda``.
-        elsewhere: lets another process `draw`, whose noise is compared with that of this one.
+        processes: whether noise is compared with that of another process.
 
     Raises:
         ConfigurationError: the trainer refuses the case, or there is nothing to verify.
@@ -66,7 +66,8 @@ def verify(case: Case, device: str = "auto", elsewhere: Elsewhere | None = None)
         if clips not in CLIPS:
             raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
         del trainer
-        return [*Verification(case, place, clips).checks(elsewhere)]
+        verification = Verification(case, place, clips)
+        return [*verification.checks(draw_elsewhere(case, device) if processes else [])]
 
 
 def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
@@ -83,11 +84,19 @@ def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
     ]
 
 
-def draw(case: Case, device: str, file: Path) -> None:
-    """Write the noise of a case's steps to a file, for another process to compare."""
-    subject = Subject(case, pick_device(device), STEPS)
-    noise = noise_of(subject, case, seed=ELSEWHERE)
-    torch.save([{name: g.float() for name, g in step.items()} for step in noise], file)
+def draw_elsewhere(case: Case, device: str) -> list[Gradients]:
+    """The noise of a case's steps in a process of its own, on the CPU."""
+    spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
+    at_once = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback of its own
+    with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, at_once) as pool:
+        drawn = pool.submit(_draw, replace(case, **spelled), device).result()
+    return [{name: torch.from_numpy(g).double() for name, g in step.items()} for step in drawn]
+
+
+def _draw(case: Case, device: str) -> list[dict[str, Any]]:
+    case = resolve(case)
+    noise = noise_of(Subject(case, pick_device(device), STEPS), case, seed=ELSEWHERE)
+    return [{name: g.float().cpu().numpy() for name, g in step.items()} for step in noise]
 
 
 class Verification:
@@ -99,18 +108,14 @@ class Verification:
         self.examples = self.subject.examples()
         self.whole = replace(case, micro_batches=1)
 
-    def checks(self, elsewhere: Elsewhere | None) -> Iterator[Check]:
-        """Of gradients, of noise, and of what is frozen."""
+    def checks(self, elsewhere: Sequence[Gradients]) -> Iterator[Check]:
+        """Of gradients, of noise, also of noise drawn ``elsewhere``, and of what is frozen."""
         # Noise first: what another process draws is to be compared with the first drawn here.
         draws: list[Gradients] = []
         for seed, case in enumerate((self.whole, self.case), 1):
             draws += noise_of(self.subject, case, seed)
-        if elsewhere:
-            with TemporaryDirectory() as folder:
-                file = Path(folder) / "noise.pt"
-                elsewhere(file)
-                drawn = torch.load(file, map_location=self.subject.device, weights_only=True)
-            draws += [{name: g.double() for name, g in step.items()} for step in drawn]
+        device = self.subject.device
+        draws += [{name: g.to(device) for name, g in step.items()} for step in elsewhere]
         yield Check.of("reference", [], "", self.subject.reference)
         half, below_all = thresholds(self.examples, self.clips)
         parts = self.case.micro_batches
