@@ -13,7 +13,7 @@ from torch import nn
 
 from dpbench import observe
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.logical.recorder import LogicalRecorder
+from dpbench.instruments.logical.recorder import LogicalRecorder, NothingCounted
 
 
 def step_of(*, private: bool) -> Callable[[], None]:
@@ -109,6 +109,15 @@ def test_report_without_a_step_says_what_is_missing() -> None:
     with observe("timing", skip=2) as seen, seen.step():
         pass
     with pytest.raises(ConfigurationError, match="no step was observed: put"):
+        _ = seen.report
+
+
+def test_steps_in_which_pytorch_did_nothing_are_no_zeros() -> None:
+    with observe("logical", name="of-jax") as seen, seen.step():
+        sum(range(10))
+    with pytest.raises(
+        NothingCounted, match="of-jax: no operator of PyTorch ran in 1 step.*by cupti"
+    ):
         _ = seen.report
 
 

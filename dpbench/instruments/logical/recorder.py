@@ -9,12 +9,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dpbench.case import Case
+from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.recorder import Recorder, on_cuda
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
     from dpbench.instruments.logical.counter import RunningCounter
+
+
+class NothingCounted(InstrumentError):
+    """Steps that PyTorch took no part in, those of JAX, say, or of a graph that is replayed."""
+
+    remedy = "let each train with PyTorch; what another library does is counted by cupti, on a GPU"
 
 
 class LogicalRecorder(Recorder):
@@ -48,6 +55,8 @@ class LogicalRecorder(Recorder):
     def rows(self, case: Case) -> list[Measurement]:
         from dpbench.instruments.logical.counter import logical_rows
 
+        if not any(operators for operators, _ in self._steps):
+            raise NothingCounted(f"{case.id}: no operator of PyTorch ran in {self.heard} step(s)")
         return [
             row
             for repeat, step in enumerate(self._steps)
