@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from dpbench.errors import ConfigurationError
@@ -116,6 +117,8 @@ def sizes_of_calls(
         hook.remove()
         for module in training:
             module.training = True
+        if isinstance(model, FSDPModule):  # which keeps the root's parameters for a backward
+            model.reshard()
     return sizes
 
 

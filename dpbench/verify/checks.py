@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -14,11 +13,12 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.names import parted, read_parameters
 from dpbench.process.build import build, labels_of, pick_device
+from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check import Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import CLIPS, Gradients, distances, thresholds
-from dpbench.verify.subject import Subject
+from dpbench.verify.subject import ALONE, Subject
 
 STEPS = 2
 TOLERANCE = 1e-5
@@ -37,17 +37,16 @@ OWN = ("learning_rate", "noise_multiplier", "max_grad_norm")
 ELSEWHERE = 3
 """The seed of another process; those of runs in this one are 1 and 2."""
 
-Elsewhere = Callable[[Path], None]
-"""Lets another process `draw` into a file."""
 
-
-def verify(case: Case, device: str = "auto", elsewhere: Elsewhere | None = None) -> list[Check]:
+def verify(case: Case, device: str = "auto", drawn: Path | None = None) -> list[Check]:
     """Hold the trainer of a case to what it says.
+
+    All ranks of a case must do so together; the gradients are held to those of the joint batch.
 
     Args:
         case: small; with several micro-batches, the batch as a whole is tried as well.
         device: ``auto``, ``cpu`` or ``cuda``.
-        elsewhere: lets another process `draw`, whose noise is compared with that of this one.
+        drawn: what another process wrote with `draw`, to compare with the noise of this one.
 
     Raises:
         ConfigurationError: the trainer refuses the case, or there is nothing to verify.
@@ -66,7 +65,7 @@ def verify(case: Case, device: str = "auto", elsewhere: Elsewhere | None = None)
         if clips not in CLIPS:
             raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
         del trainer
-        return [*Verification(case, place, clips).checks(elsewhere)]
+        return [*Verification(case, place, clips).checks(drawn)]
 
 
 def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
@@ -87,7 +86,8 @@ def draw(case: Case, device: str, file: Path) -> None:
     """Write the noise of a case's steps to a file, for another process to compare."""
     subject = Subject(case, pick_device(device), STEPS)
     noise = noise_of(subject, case, seed=ELSEWHERE)
-    torch.save([{name: g.float() for name, g in step.items()} for step in noise], file)
+    if rank_and_ranks()[0] == 0:
+        torch.save([{name: g.float() for name, g in step.items()} for step in noise], file)
 
 
 class Verification:
@@ -99,30 +99,30 @@ class Verification:
         self.examples = self.subject.examples()
         self.whole = replace(case, micro_batches=1)
 
-    def checks(self, elsewhere: Elsewhere | None) -> Iterator[Check]:
+    def checks(self, drawn: Path | None) -> Iterator[Check]:
         """Of gradients, of noise, and of what is frozen."""
-        # Noise first: what another process draws is to be compared with the first drawn here.
+        # Noise first: what another process drew is to be compared with the first drawn here.
         draws: list[Gradients] = []
         for seed, case in enumerate((self.whole, self.case), 1):
             draws += noise_of(self.subject, case, seed)
-        if elsewhere:
-            with TemporaryDirectory() as folder:
-                file = Path(folder) / "noise.pt"
-                elsewhere(file)
-                drawn = torch.load(file, map_location=self.subject.device, weights_only=True)
-            draws += [{name: g.double() for name, g in step.items()} for step in drawn]
+        if drawn:
+            there = torch.load(drawn, map_location=self.subject.device, weights_only=True)
+            draws += [{name: g.double() for name, g in step.items()} for step in there]
         yield Check.of("reference", [], "", self.subject.reference)
         half, below_all = thresholds(self.examples, self.clips)
         parts = self.case.micro_batches
         yield self.gradient("gradient, half clipped", self.whole, half, 0.0)
         in_parts = f" in {parts} parts" if parts > 1 else ""
         yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all, FAINT)
-        runs = "steps, runs, processes" if elsewhere else "steps, runs"
+        runs = "steps, runs, processes" if drawn else "steps, runs"
         deviation = SIGMA * THRESHOLD / self.case.batch_size
-        yield from check_noise(draws, deviation, self.subject.dtype, runs)
+        yield from check_noise(draws, deviation, self.subject.dtype, runs, self.case.gpus)
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
         frozen = len(self.subject.start) - len(self.subject.trained)
         yield Check.of("frozen parameters stay", changed, "", f"{frozen} frozen")
+        if (ranks := self.case.gpus) > 1:
+            apart = [f"{name}: ranks differ after a step" for name in sorted(self.subject.apart)]
+            yield Check.of("ranks agree", apart, "", f"{ranks} ranks")
 
     def gradient(self, check: str, case: Case, threshold: float, sigma: float) -> Check:
         """What steps without visible noise take off, beside the mean of clipped gradients."""
@@ -130,7 +130,8 @@ class Verification:
         far = self.far(seen, threshold)
         allowed = self.allowed(case, threshold)
         near = 1e-3 if case.precision == "fp32" else 0.05
-        known = cache(lambda i: self.examples[i].known(self.clips, threshold, case.micro_batches))
+        parts = case.micro_batches * case.gpus
+        known = cache(lambda i: self.examples[i].known(self.clips, threshold, parts))
         wrong = []
         for name in self.subject.trained:
             if off := [i for i, step in enumerate(far) if step[name] > allowed]:
@@ -161,7 +162,7 @@ class Verification:
         if case.precision == "fp32":
             return max(TOLERANCE, 1.5 * max(each.norms_off for each in self.examples))
         trainer = "dpsgd:clip=per_layer" if self.clips == "per layer" else "dpsgd"
-        opacus = self.steps(replace(case, trainer=trainer), threshold, 0.0)
+        opacus = self.steps(replace(case, trainer=trainer, **ALONE), threshold, 0.0)
         return min(2 * _most(self.far(opacus, threshold)), 0.5)
 
 
