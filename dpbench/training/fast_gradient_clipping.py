@@ -74,4 +74,8 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
         self.module_class = GradSampleModuleFastGradientClippingFSDP
         self.optimizer_class = self.distributed_optimizer("ghost_fsdp")
         self.labels = {**self.labels, DRAWN_BY: "each rank, for all shards"}
+        return self.shard(model)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """The model under FSDP2."""
         return sharded_as_opacus_does(model)

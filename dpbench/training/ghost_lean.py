@@ -20,16 +20,18 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
 from dpbench.training.lean import NoiseAtOnce, changed_optimizer, chosen, derived, kept_of
+from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import (
     as_computed,
     squared_bias_norms,
     three_dimensional,
 )
 
-CHANGES = ("summed", "bias", "unused", "none", "taken", "noise", "reduce", "gather")
+CHANGES = ("summed", "bias", "unused", "none", "taken", "noise", "reduce", "gather", "blocks")
 
 Norms = dict[Tensor, Tensor]
 """Of parameters the norm of each example's gradient, ``[B]``."""
@@ -94,6 +96,8 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
       shard; of Opacus's, each for all shards.
     - ``reduce``: as there.
     - ``gather``: under FSDP2 embeddings are not gathered in backward, which does not read them.
+    - ``blocks``: under FSDP2 the layers of a block are gathered and reduced together, if the
+      workload says which blocks there are; Opacus's one after the other.
 
     Args:
         changes: the names of some, joined by ``+``; all by default.
@@ -108,8 +112,13 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         self._runs_again = False
         super().__init__(model, batch_size=batch_size, **options)
 
-    def spread(self, model: nn.Module) -> nn.Module:
-        model = super().spread(model)
+    def shard(self, model: nn.Module) -> nn.Module:
+        shard = super().shard
+        try:
+            by_block = "blocks" in self.changes
+            model = sharded(model, self.workload, [nn.Embedding]) if by_block else shard(model)
+        except ConfigurationError:  # the workload does not say which blocks there are
+            model = shard(model)
         for layer in model.modules() if "gather" in self.changes else ():
             if isinstance(layer, nn.Embedding) and isinstance(layer, FSDPModule):
                 layer.set_unshard_in_backward(False)

@@ -31,11 +31,14 @@ def replicated(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def sharded(model: nn.Module, workload: Workload) -> nn.Module:
-    """The model under FSDP2, each of its blocks gathered before it runs."""
+def sharded(
+    model: nn.Module, workload: Workload, apart: Sequence[type[nn.Module]] = ()
+) -> nn.Module:
+    """The model under FSDP2, each of its blocks, and layers ``apart``, gathered before it runs."""
     mesh = mesh_of_all(next(model.parameters()).device.type)
-    for block in workload.blocks(model):
-        fully_shard(block, mesh=mesh)
+    layers = [layer for layer in model.modules() if isinstance(layer, tuple(apart))]
+    for each in [*layers, *workload.blocks(model)]:
+        fully_shard(each, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 

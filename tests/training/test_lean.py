@@ -16,7 +16,7 @@ from dpbench.training import ghost_lean, lean
 TINY = MODEL_SIZES["tiny"]
 BATCH_SIZE = 4
 ORIGINAL = {"lean": "dpsgd", "ghost_lean": "dpsgd_ghost"}
-OVER_RANKS = ("reduce", "gather")  # which change nothing on one GPU
+OVER_RANKS = ("reduce", "gather", "blocks")  # which change nothing on one GPU
 ONE_EACH = [
     (trainer, change)
     for trainer, known in (("lean", lean.CHANGES), ("ghost_lean", ghost_lean.CHANGES))

@@ -12,13 +12,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpbench
 from dpbench import Batch, Workload
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.interface import Instrument, Running
-from dpbench.process.build import pick_device
+from dpbench.process.build import build, pick_device
 from dpbench.process.command_line import arguments
 from dpbench.process.forked import COMMAND, environment_of_cases, fork
 from dpbench.process.messages import MARK, last_record
@@ -67,9 +69,8 @@ class Verified(Instrument):
     """Takes no steps of the case: it verifies trainers over the case's ranks."""
 
     name: ClassVar[str] = "verified"
-    pairs: str = dpbench.option(
-        "trainers and how they are parallel", "", metavar="TRAINER@PARALLEL"
-    )
+    pairs: str = dpbench.option("trainers, written TRAINER@PARALLEL", "", metavar="PAIRS")
+    counted: str = dpbench.option("those of which a step is counted", "", metavar="PAIRS")
 
     @classmethod
     def measures(cls, subject: str) -> bool:
@@ -79,7 +80,9 @@ class Verified(Instrument):
         raise NotImplementedError
 
     def observe(self, case: Case) -> dict[str, Any]:
-        return {pair: self.wrong(case, *pair.split("@")) for pair in self.pairs.split()}
+        wrong = {pair: self.wrong(case, *pair.split("@")) for pair in self.pairs.split()}
+        counts = {pair: second_step(case, *pair.split("@")) for pair in self.counted.split()}
+        return {"wrong": wrong, "counts": counts}
 
     def wrong(self, case: Case, trainer: str, parallel: str) -> Wrong:
         case = resolve(replace(case, trainer=trainer, parallel=parallel))
@@ -89,6 +92,34 @@ class Verified(Instrument):
             return {check.name: [*check.wrong] for check in verify(case, "cpu") if not check.passed}
         except ConfigurationError as error:
             return {"refused": [str(error)]}
+
+
+class Counts(TorchDispatchMode):
+    """Calls of collectives, bytes that they take or give, and normal numbers drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = {"calls": 0, "bytes": 0, "drawn": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [t for t in pytree.tree_leaves((args, made)) if isinstance(t, Tensor)]
+        if func.namespace == "c10d":
+            self.found["calls"] += 1
+            self.found["bytes"] += max(t.nbytes for t in tensors)
+        elif "normal" in str(func):
+            self.found["drawn"] += max(t.numel() for t in tensors)
+        return made
+
+
+def second_step(case: Case, trainer: str, parallel: str) -> dict[str, int]:
+    """What one rank sends and draws in a step that is like those after it."""
+    case = resolve(replace(case, trainer=trainer, parallel=parallel, micro_batches=1))
+    made, batches = build(case, CPU, 2)
+    made.train_step(batches[0])
+    with Counts() as counts:
+        made.train_step(batches[1])
+    return counts.found
 
 
 def unclipped(case: Case) -> Wrong:
@@ -102,21 +133,32 @@ def unclipped(case: Case) -> Wrong:
     return {"gradient": off} if off or subject.apart else {}
 
 
-def wrong_over_ranks(pairs: list[str], ranks: int, folder: Path) -> dict[str, Wrong]:
-    """What is wrong with each of these trainers, written ``TRAINER@PARALLEL``."""
+def small(trainer: str, ranks: int) -> list[str]:
+    """The arguments of a case of `Small` under DDP."""
     workload = f"{__name__}:{Small.__name__}"
-    case = Case(
-        "standard", 4 * ranks, workload=workload, micro_batches=2, parallel="ddp", gpus=ranks
-    )
-    options = ["--instrument", f"{__name__}:Verified", "--pairs", " ".join(pairs)]
-    command = [*COMMAND, "step", *arguments(case), *options, "--device", "cpu"]
+    return arguments(Case(trainer, 4 * ranks, workload=workload, parallel="ddp", gpus=ranks))
+
+
+def run(words: list[str], folder: Path) -> tuple[int, str]:
+    """The exit code and the output of a ``dpbench`` command on the CPU.
+
+    It is a fork of a server: forks of a test's own process have the threads of what it has run.
+    """
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     said = {MARK: MARKED, "PYTHONPATH": os.pathsep.join(paths)}
-    log = folder / "log.txt"
+    log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
     with log.open("w") as output:
         kept: dict[str, Any] = {"stdout": output, "env": environment_of_cases() | said}
         process = fork(command, kept) or subprocess.Popen(command, stderr=output, **kept)
         code = process.wait()
-    record = last_record(log.read_text().splitlines(), MARKED)
-    assert code == 0, log.read_text()
-    return {pair: record[pair] for pair in pairs}
+    return code, log.read_text()
+
+
+def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    """What is ``wrong`` with trainers, written ``TRAINER@PARALLEL``, and the ``counts`` of some."""
+    words = ["step", *small("standard", ranks), "--micro-batches", "2"]
+    words += ["--instrument", f"{__name__}:{Verified.__name__}"]
+    words += ["--pairs", " ".join(pairs), "--counted", " ".join(counted)]
+    code, text = run(words, folder)
+    assert code == 0, text
+    return last_record(text.splitlines(), MARKED)
