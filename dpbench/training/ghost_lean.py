@@ -166,7 +166,8 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         reduced = losses.sum() if "summed" in self.changes else losses.mean()
         firsts, self._firsts = self._firsts, []
         if firsts and not self._runs_again:
-            # Backward goes through every layer to the first ones, and computes nothing else.
+            # Backward goes through every layer to the first ones, and computes nothing else: what
+            # FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
             torch.autograd.grad(reduced, firsts, retain_graph=True, allow_unused=True)
         else:
             reduced.backward(retain_graph=True)

@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 
 from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
+from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
 from dpbench.training.ghost_lean import GhostLeanTrainer
 from dpbench.training.per_layer import LinearRule, Rule, Seen
 from dpbench.workloads.base import examples_in, parts_of
@@ -340,6 +341,22 @@ class ShardsOfOneSeed(GhostLeanTrainer):
         optimizer = super().private_optimizer()
         optimizer.generator.manual_seed(int(torch.randint(2**60, ())))
         return optimizer
+
+
+class FirstPassKept(DPGhostClippingTrainer):
+    """Lets FSDP2 reduce nothing in the pass for the norms, whose gradients it then keeps."""
+
+    def backward(self, loss: Any) -> None:
+        sharded: Any = self.model
+        module: Any = self.grad_sample_module
+        sharded.set_requires_gradient_sync(False)
+        loss.loss_per_sample.mean().backward(retain_graph=True)
+        self.optimizer.zero_grad()
+        sharded.set_requires_gradient_sync(True)
+        factors = module.get_clipping_coef()
+        module.disable_hooks()
+        (factors * loss.loss_per_sample).sum().backward()
+        module.enable_hooks()
 
 
 class ClipsWithoutNoise(Looped):
