@@ -42,8 +42,9 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         return
     for registry in NAMED.values():
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds the directory that it is in
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
-    monkeypatch.setattr(METRICS, "_every", METRICS._every)
+    monkeypatch.setattr(METRICS, "_every", METRICS.every())  # which takes a while to make
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
     for variable in (*READ_BY_PYTEST, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)

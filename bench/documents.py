@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/guide.md",
     "docs/findings.md",
     "docs/results/README.md",
+    "bench/peers/README.md",
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/upstream").glob("*.md")),
 )
 SUMS = RESULTS / "SHA256SUMS"

@@ -6,18 +6,19 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dpbench import gpu
 from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_writable, locked
-from dpbench.results.conditions import begun, environment, premise_differences
-from dpbench.results.outcome import COMPLETE, document, write_document
+from dpbench.files import Locked, check_writable, locked, write_text
+from dpbench.results.conditions import begun, environment, resumed
+from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, document_text
 from dpbench.results.run import Run
-from dpbench.results.shards import MACHINES_MAY_DIFFER, Shard, cells
+from dpbench.results.shards import Shard, cells
 from dpbench.settings import Settings, declare
 
 REFUSED = ("shard", "autosave", "compare", "compare_fail")
@@ -57,8 +58,34 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Submit the shards, wait, and join what they have measured."""
-    from dpbench.commands.merge import WRITTEN, asked_for, finish  # loads pandas
+    from dpbench.commands.merge import WRITTEN, finish  # loads pandas
 
+    settings, directory = _checked(options), options.cluster_dir
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(own)
+    declare(own.add_argument, *WRITTEN, "resume")
+    words = own.parse_known_args(options.words)[1]
+    shards = [Shard(number, options.shards) for number in range(1, options.shards + 1)]
+    files = {shard: directory / f"shard-{shard.number}-of-{shard.of}.json" for shard in shards}
+    check_writable(directory)
+    try:
+        with locked(directory / ".lock", wait=False):
+            resumes = _begin(settings, directory / ASKED, options.shards, words)
+            wanted = {s: path for s, path in files.items() if not (resumes and _complete(path))}
+            jobs = _submit(options, words, wanted) if wanted else {}
+            _wait(jobs)
+    except Locked as error:
+        raise ConfigurationError(f"{directory} is in use: name another --cluster-dir") from error
+    absent = {shard: job for shard, job in jobs.items() if not files[shard].exists()}
+    problems = [f"shard {s} has no run; see {job.paths.stderr}" for s, job in absent.items()]
+    if len(absent) == len(files):
+        raise ConfigurationError("; ".join(problems))
+    runs = [Run.load(path) for shard, path in files.items() if shard not in absent]
+    return finish(runs, settings, "run", problems)
+
+
+def _checked(options: argparse.Namespace) -> Settings:
+    """What is asked for; what makes no sense on a cluster is refused before a job is submitted."""
     for name in REFUSED:
         if getattr(options, name):
             raise ConfigurationError(f"--cluster does not take --{name.replace('_', '-')}")
@@ -68,35 +95,56 @@ def run(options: argparse.Namespace) -> int:
             "--cluster measures on other machines: name what measures there, such as --instrument "
             "cupti, or --instrument logical without a GPU"
         )
-    grid = settings.chosen_grid()
-    there = len(cells(grid.cases()))
+    there = len(cells(settings.chosen_grid().cases()))
     if not 1 <= options.shards <= there:
         raise ConfigurationError(f"--shards must be from 1 to {there}, the cells of the grid")
-    asked_for(options)  # before a job is submitted
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_arguments(own)
-    for name in (*WRITTEN, "resume"):
-        declare(own.add_argument, name)
-    words = own.parse_known_args(options.words)[1]
-    given, directory = parameters(options.cluster_set), options.cluster_dir
-    if options.cluster == "local":  # submitit would hide the GPUs from its processes
-        given = {"gpus_per_node": len(gpu.visible_gpus()), **given}
-    check_writable(directory)
-    with _alone(directory):
-        described = begun(environment(project=settings.directory.absolute()), grid)
-        chosen = {"shards": options.shards, "options": shlex.join(words)}
-        session = described.session | {"settings": {"cluster": chosen}}
-        asked = Run.of("this session", (), described.environment, session)
-        resume = options.resume and _resumes(directory / ASKED, asked)
-        runs, problems = run_shards(
-            options.cluster, options.shards, words, directory, given, asked, resume=resume
+    settings.check()
+    return settings
+
+
+def _begin(settings: Settings, file: Path, shards: int, words: Sequence[str]) -> bool:
+    """Write what the shards are of; returns whether those that are there are resumed.
+
+    Refused if they are of something else.
+    """
+    asked = begun(environment(project=settings.directory.absolute()), settings.chosen_grid())
+    chosen = {"cluster": {"shards": shards, "options": shlex.join(words)}}
+    session = asked.session | {"settings": chosen, "status": INTERRUPTED}
+    asked = Run.of("this session", (), asked.environment, session)
+    resumes = settings.resume and file.exists()
+    if resumes:
+        resumed(Run.load(file), asked)
+    empty = document((), asked.environment, session, derive=False)
+    write_text(file, document_text(empty))
+    return resumes
+
+
+def _submit(
+    options: argparse.Namespace, words: Sequence[str], files: Mapping[Shard, Path]
+) -> dict[Shard, Any]:
+    """A job for each shard, a ``dpbench run`` with these words, which writes the shard's file."""
+    try:
+        import submitit
+    except ImportError as error:
+        raise ConfigurationError("--cluster needs submitit: pip install 'dpbench[cluster]'") from (
+            error
         )
-    if not runs:
-        raise ConfigurationError("; ".join(problems))
-    return finish(runs, options, "run", problems)
+    # Otherwise submitit would hide the GPUs from its processes on this machine.
+    own = {"gpus_per_node": len(gpu.visible_gpus())} if options.cluster == "local" else {}
+    given = {"name": "dpbench", "timeout_min": MINUTES, **own, **_parameters(options.cluster_set)}
+    command = partial(_command, words)
+    try:
+        executor = submitit.AutoExecutor(options.cluster_dir / "jobs", cluster=options.cluster)
+        executor.update_parameters(**given)
+        for path in files.values():
+            path.unlink(missing_ok=True)
+        jobs = executor.map_array(subprocess.run, map(command, files, files.values()))
+    except (NameError, TypeError, RuntimeError, OSError) as error:
+        raise ConfigurationError(f"cluster {options.cluster}: {error}") from error
+    return dict(zip(files, jobs, strict=True))
 
 
-def parameters(texts: Sequence[str]) -> dict[str, Any]:
+def _parameters(texts: Sequence[str]) -> dict[str, Any]:
     """Submitit's parameters from ``NAME=VALUE``; a value of digits is a number."""
     given: dict[str, Any] = {}
     for text in texts:
@@ -107,78 +155,8 @@ def parameters(texts: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Refuse a directory that another session has its shards in."""
-    try:
-        with locked(directory / ".lock", wait=False):
-            yield
-    except Locked as error:
-        raise ConfigurationError(f"{directory} is in use: name another --cluster-dir") from error
-
-
-def _resumes(file: Path, asked: Run) -> bool:
-    """Whether a directory's shards are of what is asked for; if of something else, refused."""
-    if not file.exists():
-        return False
-    different = premise_differences(Run.load(file), asked, resumed=True)
-    if different := [text for text in different if not text.startswith(MACHINES_MAY_DIFFER)]:
-        raise ConfigurationError(
-            f"the shards in {file.parent} cannot be resumed, for this session differs: "
-            f"{'; '.join(different)}"
-        )
-    return True
-
-
-def run_shards(
-    cluster: str,
-    number: int,
-    words: Sequence[str],
-    directory: Path,
-    given: Mapping[str, Any],
-    asked: Run,
-    *,
-    resume: bool = False,
-) -> tuple[list[Run], list[str]]:
-    """Submit a job for each shard and wait for all of them.
-
-    Args:
-        cluster: ``slurm``, or ``local`` for processes of this machine.
-        number: how many shards.
-        words: the command line of ``dpbench run`` that each job gets, but for its shard.
-        directory: where jobs log and write their runs; all machines must see it.
-        given: parameters of submitit, such as ``slurm_partition``.
-        asked: the session, without cases, as the directory shall describe it.
-        resume: whether shards that the directory has complete are taken as they are.
-
-    Returns:
-        The runs that there are, and why others are not.
-    """
-    try:
-        import submitit
-    except ImportError as error:
-        raise ConfigurationError("--cluster needs submitit: pip install 'dpbench[cluster]'") from (
-            error
-        )
-    files = {
-        shard: directory / f"shard-{shard.number}-of-{shard.of}.json"
-        for shard in (Shard(each, number) for each in range(1, number + 1))
-    }
-    wanted = [s for s, path in files.items() if not (resume and _complete(path))]
-    try:
-        executor = submitit.AutoExecutor(folder=directory / "jobs", cluster=cluster)
-        executor.update_parameters(**{"name": "dpbench", "timeout_min": MINUTES, **given})
-        for shard in wanted:
-            files[shard].unlink(missing_ok=True)
-        empty = document((), asked.environment, asked.session, derive=False)
-        write_document(directory / ASKED, empty)
-        with executor.batch() if wanted else nullcontext():
-            jobs = {
-                shard: executor.submit(subprocess.run, _command(words, shard, files[shard]))
-                for shard in wanted
-            }
-    except (NameError, TypeError, RuntimeError, OSError) as error:
-        raise ConfigurationError(f"cluster {cluster}: {error}") from error
+def _wait(jobs: Mapping[Shard, Any]) -> None:
+    """Wait for all jobs; if that is interrupted, none goes on."""
     try:
         for shard, job in jobs.items():
             job.wait()
@@ -187,9 +165,6 @@ def run_shards(
         for job in jobs.values():
             job.cancel()
         raise
-    absent = {shard: job for shard, job in jobs.items() if not files[shard].exists()}
-    problems = [f"shard {s} has no run; see {job.paths.stderr}" for s, job in absent.items()]
-    return [Run.load(path) for shard, path in files.items() if shard not in absent], problems
 
 
 def _complete(path: Path) -> bool:

@@ -142,6 +142,27 @@ def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None =
     return chosen
 
 
+EVERY = "DPBENCH_GPUS"
+"""The environment variable with all GPUs of a session, in a worker that sees only its own."""
+
+
+def environment_of(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a process of so many GPUs has in its environment: more than the worker's own.
+
+    They are those that follow that one in the session's list; all that there are, if too few.
+    """
+    own, every = environment.get("CUDA_VISIBLE_DEVICES"), environment.get(EVERY, "").split(",")
+    if gpus < 2 or own not in every:
+        return {}
+    first = every.index(own)
+    return {"CUDA_VISIBLE_DEVICES": ",".join([*every[first:], *every[:first]][:gpus])}
+
+
+def number_of_gpus() -> int:
+    """How many the session may use, of which a worker sees one."""
+    return len(every.split(",")) if (every := os.environ.get(EVERY)) else len(visible_gpus())
+
+
 def child_environment() -> dict[str, str]:
     """The environment in which CUDA numbers GPUs as NVML does.
 

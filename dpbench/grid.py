@@ -67,10 +67,14 @@ class Grid:
         """The grid with the values along these axes replaced, each once and by its short name."""
         # First, because one of the trainers may be given by the short name of the baseline.
         name = TRAINERS.canonical(self.baseline if baseline is None else baseline)
+        if "set" in axes:
+            axes["set"] = parameter_grid(axes["set"])
         every = {**self.axes, **axes}
         short = {a: map(known.canonical, every[a]) for a, known in NAMED.items() if a in every}
         once = {axis: tuple(dict.fromkeys(values)) for axis, values in {**every, **short}.items()}
-        return replace(self, axes=once, baseline=name)
+        grid = replace(self, axes=once, baseline=name)
+        check_belongs(axes, grid.values("workload"))
+        return grid
 
     def as_json(self) -> dict[str, Any]:
         """The grid as a saved run describes it: an entry for each axis."""
@@ -185,13 +189,3 @@ GRIDS["opacus-layers"] = Grid(  # as ``benchmarks/`` of Opacus's repository does
         "workload": tuple(f"layer:layer={layer}" for layer in _LAYERS.split()),
     },
 )
-
-
-def chosen_grid(name_or_file: str, baseline: object = None, **axes: Iterable[Any]) -> Grid:
-    """A grid of `Grid.named`, with the values along the named axes replaced."""
-    given = {axis: tuple(values) for axis, values in axes.items()}
-    if "set" in given:
-        given["set"] = parameter_grid(given["set"])
-    grid = Grid.named(name_or_file).with_axes(baseline, **given)
-    check_belongs(given, grid.values("workload"))
-    return grid

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pandas as pd
 
@@ -16,28 +15,16 @@ from dpbench.results.rows import STEP
 BYTES = ("logical_read_bytes", "logical_write_bytes")
 
 
-@dataclass(frozen=True)
-class Floor:
+def floor(case: Case) -> dict[str, float]:
     """Logical bytes by phase that flat clipping needs at least, if kernels share nothing.
 
     A standard step, and in ``clip`` what the norms must read again: each layer's input and its
     output's gradient. Norms come before gradients can be weighted, so neither can be used while it
     is read for the gradient. Noise that is drawn while parameters are updated moves nothing.
     """
-
-    bytes: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """The bytes of the whole step."""
-        return sum(self.bytes.values())
-
-
-def floor(case: Case) -> Floor:
-    """The floor of a case, whatever its trainer."""
     standard = by_phase(replace(case, trainer="standard"))
     phases = {phase: standard[phase]["bytes"] for phase in PHASES if phase in standard}
-    return Floor(phases | {"clip": float(read_by_norms(case))})
+    return phases | {"clip": float(read_by_norms(case))}
 
 
 def by_phase(case: Case) -> dict[str, dict[str, float]]:
@@ -57,6 +44,7 @@ def read_by_norms(case: Case) -> int:
     A gradient has the bytes of the output that it belongs to.
     """
     import torch
+    from torch.utils import _pytree as pytree
 
     from dpbench.instruments.logical.counter import without_data
     from dpbench.process.build import build
@@ -65,7 +53,8 @@ def read_by_norms(case: Case) -> int:
 
     def add(module: object, given: object, out: object) -> None:
         nonlocal total
-        total += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((given, out)))
+        leaves = pytree.tree_leaves((given, out))
+        total += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     once = replace(case, trainer="standard", activation_checkpointing="off")
     with untouched_torch(), without_data():
@@ -75,13 +64,6 @@ def read_by_norms(case: Case) -> int:
                 module.register_forward_hook(add)
         trainer.train_step(batch)
     return total
-
-
-def _tensors(value: object) -> Iterator[Any]:
-    import torch
-    from torch.utils import _pytree as pytree
-
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def measured(frame: pd.DataFrame, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:

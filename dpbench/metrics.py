@@ -19,33 +19,15 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.metric import (
-    SHOWN,
-    Aggregate,
-    Counters,
-    Metric,
-    Peak,
-    Share,
-    Shown,
-    Sum,
-    Timed,
-    derived_name,
-    is_counter,
-    unit,
-)
-
-__all__ = [
-    "METRICS",
-    "Counters",
-    "Metric",
-    "Peak",
-    "Share",
-    "Sum",
-    "Timed",
-    "derived_name",
-    "expectations",
-    "unit",
-]
+from dpbench.metric import SHOWN, Aggregate, Shown, is_counter
+from dpbench.metric import Counters as Counters
+from dpbench.metric import Metric as Metric
+from dpbench.metric import Peak as Peak
+from dpbench.metric import Share as Share
+from dpbench.metric import Sum as Sum
+from dpbench.metric import Timed as Timed
+from dpbench.metric import derived_name as derived_name
+from dpbench.metric import unit as unit
 
 SECTOR_BYTES = 32
 """An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
@@ -93,9 +75,12 @@ class Metrics(Mapping[str, Metric]):
 
         Metrics that are registered here keep their own definitions.
         """
-        known, self._every = self._all(), {}
+        known = self._all()
         lent = {each.name: each for side in sides for each in side if each.name not in known}
-        self._known = known | lent
+        if not lent:
+            yield
+            return
+        self._known, self._every = known | lent, {}
         try:
             yield
         finally:

@@ -13,8 +13,7 @@ from dpbench.errors import DpbenchError
 from dpbench.files import printable
 from dpbench.instruments import declare_built_in, declare_outside
 from dpbench.plugin import hooks
-from dpbench.plugin.fixtures import verify  # noqa: F401 (a fixture: pytest finds it here)
-from dpbench.plugin.marker import MARKER
+from dpbench.plugin.fixtures import MARKER, verify  # noqa: F401 (pytest finds the fixture here)
 from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
 from dpbench.settings import declare
 

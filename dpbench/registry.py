@@ -313,15 +313,8 @@ def resolve(case: Case) -> Case:
     """The case with short names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
     case = replace(case, **names) if names else case
-    _check_parameters(case)
+    import_named(case, if_parameters=True)
     return case
-
-
-def _check_parameters(case: Case) -> None:
-    """Refuse parameters that a named class does not take; imports the classes that have some."""
-    for _, registry, name in names_of(case):
-        if parted(name)[1]:
-            registry[name]
 
 
 def locate(cases: Iterable[Case]) -> None:
@@ -329,13 +322,14 @@ def locate(cases: Iterable[Case]) -> None:
     for case in cases:
         for _, registry, name in names_of(case):
             registry.locate(name)
-        _check_parameters(case)
+        import_named(case, if_parameters=True)
 
 
-def import_named(case: Case) -> None:
-    """Import the classes that a case names."""
+def import_named(case: Case, *, if_parameters: bool = False) -> None:
+    """Import the classes that a case names, or those with parameters alone, to check these."""
     for _, registry, name in names_of(case):
-        registry[name]
+        if parted(name)[1] or not if_parameters:
+            registry[name]
 
 
 def is_builtin(case: Case) -> bool:

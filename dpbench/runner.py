@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.errors import DpbenchError
+from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import Locked, locked
 from dpbench.fit import needed_by
-from dpbench.gpu import Gpu
+from dpbench.gpu import Gpu, number_of_gpus
 from dpbench.instruments.case_process import Child, log_tail
 from dpbench.instruments.interface import CaseRefused, Instrument, InstrumentError, Running
 from dpbench.instruments.logical.logical import Logical
@@ -40,7 +40,7 @@ def check_fits(case: Case, gpu: Gpu | None, measuring: Sequence[Running] = ()) -
     operators without a rule of their own weigh in the count; nor once a process has measured the
     case, which takes less time than counting it if that is small.
     """
-    if gpu is None or gpu.memory_bytes is None:
+    if gpu is None or gpu.memory_bytes is None or case.gpus > 1:
         return
     counting = Logical(timeout=60).start(case)  # a 1b case takes up to 7 s
     try:
@@ -60,6 +60,22 @@ def check_fits(case: Case, gpu: Gpu | None, measuring: Sequence[Running] = ()) -
         raise DoesNotFit(
             f"{case.id} does not fit: needs about {needs.memory / 1e9:.0f} GB of "
             f"{gpu.memory_bytes / 1e9:.0f} GB ({gpu.name})"
+        )
+
+
+def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
+    """Refuse several GPUs where there are fewer, or an instrument can measure but one process."""
+    if case.gpus < 2:
+        return
+    if single := [each.name for each in instruments if not each.by_rank]:
+        raise ConfigurationError(
+            f"{single[0]} measures one process, and {case.id} has one a GPU: choose timing, "
+            f"cupti or logical"
+        )
+    number = number_of_gpus()
+    if number < case.gpus and any(getattr(i, "device", "") == "cuda" for i in instruments):
+        raise ConfigurationError(
+            f"{case.id} needs {case.gpus} GPUs, and {number} can be used (CUDA_VISIBLE_DEVICES)"
         )
 
 
@@ -106,6 +122,7 @@ class Measuring:
         self._failure: dict[str, Any] = {}
         with self._ending_errors() as held:
             self.case = resolve(case)
+            check_ranks(self.case, instruments)
             held.enter_context(_files_of(self.case, instruments))
             for instrument in instruments:
                 self._running.append(instrument.start(self.case))

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable, in_words, is_stream
+from dpbench.files import check_writable, in_words, is_stream, write_text
 from dpbench.results.conditions import automatic_name, resumed
-from dpbench.results.outcome import Outcome, write_document
+from dpbench.results.outcome import Outcome
 from dpbench.results.outcome import document as as_document
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
@@ -68,8 +69,7 @@ class Files:
         settings, storage = self.settings, Storage(self.settings.storage)
         path = None
         if settings.resume:
-            path, skipped = storage.interrupted(device, settings.shard)
-            self.notes += skipped
+            path = storage.interrupted(device, settings.shard, self.notes)
         with ExitStack() as held:
             if path is not None:
                 check_writable(path.parent)
@@ -110,36 +110,35 @@ class Files:
         """
         document = as_document(outcomes, environment, deepcopy(session), derive=last)
         self._on_document(document)  # which may change all of it
+        run = Run(self.path or Path("this session"), document)
         if self.path:
             self._error = None
             try:
-                write_document(self.path, document)
+                write_text(self.path, run.text)
             except OSError as error:
                 self._error = error
         for kind, path in self._now(last=last):
             with reporting(self.problem):
-                runs = [Run(path, document)]
+                # A page is called after its file; the text of JSON is made once for all files.
+                runs = [run if kind == "json" else replace(run, path=path)]
                 if kind == "html" and before is not None and before.sources:
                     runs.insert(0, before)
                 write_output(kind, path, runs, self.view)
 
     def let_go(self) -> None:
         """Unlock the run's file and note what is saved; a file without cases is removed."""
-        path, cases, holds = self.path, 0, ""
-        if path is None:
+        if (path := self.path) is None:
             return
+        cases = 0
         with self._held, suppress(ConfigurationError, OSError):  # gone, or out of reach
             cases = len(Run.load_head(path).document.get("cases", ()))
-            holds = f"; the file holds {cases} case{'s' if cases > 1 else ''}"
             if not cases:
-                holds = "; nothing is saved"
                 path.unlink()
         if self._error is not None:
-            self.problem(f"{in_words(self._error)}{holds}")
+            self.problem(f"{in_words(self._error)}; cases in the file: {cases}")
         elif cases:
             here = Path.cwd()
-            shown = path.relative_to(here) if path.is_relative_to(here) else path
-            self.notes.append(f"saved {shown}")
+            self.notes.append(f"saved {path.relative_to(here) if here in path.parents else path}")
 
 
 @contextmanager

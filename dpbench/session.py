@@ -16,9 +16,9 @@ from dpbench.files import printable
 from dpbench.findings import Asked, Findings
 from dpbench.registry import OUTPUTS
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
-from dpbench.results.reference import Reference
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
+from dpbench.results.storage import Reference
 from dpbench.saving import Files, Hook, reporting
 from dpbench.show.view import View
 
@@ -97,6 +97,10 @@ class Session:
         """Check the instruments, find references, take a number in the storage."""
         for kind, _ in self.settings.files.values():
             OUTPUTS[kind]  # what it needs may not be installed
+        from dpbench.runner import check_ranks
+
+        for case in [case for case, _ in self._planned] or self.grid.cases():
+            check_ranks(case, self.instruments)
         for instrument in self.instruments:
             instrument.check()
         if self.settings.compares:
@@ -105,7 +109,7 @@ class Session:
         if self.settings.saves:  # last: no number is taken if anything else fails
             device = device_of(self.instruments, self.settings, self.gpu)
             self.begun = self.files.open(device, self.begun, self._stands(()))
-            self.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
+            self.findings.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
 
     @property
     def asked(self) -> Asked:
@@ -134,7 +138,7 @@ class Session:
         """What another process needs to join the session, as plain JSON types."""
         writes = self.files.path or self.settings.files
         return {
-            "directory": str(self.findings.store.directory),
+            "directory": str(self.findings.directory),
             "began": self.began,
             "path": str(self.files.path) if self.files.path else None,
             "begun": [self.begun.environment, self.begun.session] if writes else None,
@@ -157,15 +161,10 @@ class Session:
             fresh.append(measure(case, chosen, gpu=gpu))
             return fresh[0]
 
-        outcome = self.findings.store.once(case, measure_now, by=[i.name for i in chosen])
+        outcome = self.findings.once(case, measure_now, by=[i.name for i in chosen])
         if fresh:
             self.write()
         return outcome
-
-    def keep(self, outcomes: Iterable[Outcome]) -> None:
-        """Take over outcomes of another process or run."""
-        for outcome in outcomes:
-            self.findings.store.keep(outcome)
 
     # --- judging -----------------------------------------------------------------------------
 
@@ -173,7 +172,7 @@ class Session:
     def reference(self) -> Run:
         """The run that the session is compared with; without rows if there is none."""
         by_name = [test for test, asked in self.findings.tests.items() if not asked]
-        return self._reference.run(self.asked, by_name, self.findings.reference)
+        return self._reference.run(self.asked, by_name)
 
     def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
         """The verdict of these limits on a run, compared with the reference."""
@@ -192,10 +191,9 @@ class Session:
 
     def _compare(self, outcomes: Sequence[Outcome], limited: Asked, complete: bool) -> None:
         """Make the tables of changes, and judge by the limits what they apply to."""
-        from_tests = (
-            self.findings.reference or self.findings.unjudged
-        )  # which may have limits of their own
-        if not ((self.settings.compares or from_tests) and (outcomes or self.limits)):
+        # Tests may have limits of their own.
+        compares = self.settings.compares or self.findings.reference or self.findings.unjudged
+        if not (compares and (outcomes or self.limits)):
             return
         from dpbench.show.comparison import comparison_tables
 
@@ -224,7 +222,7 @@ class Session:
         """Write the run and the files; pages and pipes only the last time."""
         if not (self.files.wanted(last=last) and self.findings.outcomes()):
             return
-        with self.findings.store.lock():
+        with self.findings.lock():
             outcomes = self.findings.outcomes()
             session, before = self._stands(outcomes, complete=complete), None
             with reporting(self.problem):

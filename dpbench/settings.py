@@ -17,7 +17,7 @@ from dpbench import options
 from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import check_distinct_files, check_writable_file
-from dpbench.grid import GRIDS, Grid, chosen_grid
+from dpbench.grid import GRIDS, Grid
 from dpbench.options import SHORT_FORMS, below, output_of, own_values
 from dpbench.registry import INSTRUMENTS, OUTPUTS
 
@@ -191,15 +191,18 @@ class Settings:
     def read(
         cls, options: Namespace, *, of_pytest: bool = False, directory: Path = Path()
     ) -> Settings:
-        """The settings of a command line; relative paths become paths below a directory."""
+        """The settings of a command line; relative paths become paths below a directory.
+
+        A command may lack options: these have their defaults.
+        """
         given: dict[str, Any] = {}
         for name in OPTIONS:
-            if called := _name(name, of_pytest):
-                value = getattr(options, called.lstrip("-").replace("-", "_"))
-                given[name] = below(directory, value)
+            place = _name(name, of_pytest).lstrip("-").replace("-", "_")
+            if place in options:
+                given[name] = below(directory, getattr(options, place))
         own = own_values(options).items()
         given["own"] = {n: directory / v if isinstance(v, Path) else v for n, v in own}
-        axes = {axis: values for axis in AXES if (values := given.pop(axis)) is not None}
+        axes = {axis: values for axis in AXES if (values := given.pop(axis, None)) is not None}
         if given.get("disable"):
             kept = ("own", "only", "skip", "disable", "grid", "baseline", "compare_fail")
             given = {name: given[name] for name in kept}
@@ -214,7 +217,7 @@ class Settings:
 
     def chosen_grid(self) -> Grid:
         """The grid with the axes that replace its own."""
-        return chosen_grid(self.grid, self.baseline, **self.axes)
+        return Grid.named(self.grid).with_axes(self.baseline, **self.axes)
 
     def of(self, options: type[Options]) -> Options:
         """The options of an instrument, see `dpbench.Instrument.options`."""

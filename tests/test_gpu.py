@@ -25,6 +25,7 @@ from dpbench.gpu import (
     Gpu,
     child_environment,
     chip_of,
+    environment_of,
     exclusive,
     require_gpu,
     select,
@@ -32,6 +33,30 @@ from dpbench.gpu import (
 )
 
 GPUS = [Gpu(f"GPU-{i}d7c-{i}", f"card {i}", 10**9, "580.0") for i in range(4)]
+
+EVERY = "GPU-0,GPU-1,GPU-2"
+
+
+@pytest.mark.parametrize(
+    ("number", "own", "every", "seen"),
+    [
+        (1, "GPU-1", EVERY, None),
+        (2, "GPU-0", EVERY, "GPU-0,GPU-1"),
+        (2, "GPU-2", EVERY, "GPU-2,GPU-0"),
+        (3, "GPU-1", EVERY, "GPU-1,GPU-2,GPU-0"),
+        (4, "GPU-1", EVERY, "GPU-1,GPU-2,GPU-0"),
+        (2, "GPU-7", EVERY, None),  # chosen in the test, by its own right
+        (2, "GPU-0,GPU-1", "", None),
+        (2, None, "", None),
+    ],
+)
+def test_a_process_of_several_gpus_sees_more_than_its_workers(
+    number: int, own: str | None, every: str, seen: str | None
+) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": own, "DPBENCH_GPUS": every}
+    given = {name: value for name, value in environment.items() if value is not None}
+    assert environment_of(number, given) == ({"CUDA_VISIBLE_DEVICES": seen} if seen else {})
+
 
 quickly = settings(deadline=None, max_examples=50)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dpbench.case import AXES, Case
 from dpbench.errors import ConfigurationError
-from dpbench.grid import GRIDS, Grid, chosen_grid
+from dpbench.grid import GRIDS, Grid
 from dpbench.workloads.layer import LAYERS
 from tests.test_case import ALL_TRAINERS, VALUES, quickly, refusal
 
@@ -118,7 +118,7 @@ def test_grid_file_takes_a_value_or_a_list_for_each_axis(grid_file: Callable[[st
         model_size = "medium"
         """
     )
-    grid = chosen_grid(path)
+    grid = Grid.named(path)
     assert grid.name == "mine"
     assert list(grid.cases()) == [
         Case(trainer, batch_size, 256, model_size="medium")
@@ -152,7 +152,7 @@ def test_grid_file_takes_names_with_parameters_as_text_and_as_tables(
         noise_multiplier = 0.5
         """
     )
-    grid = chosen_grid(path)
+    grid = Grid.named(path)
     assert grid.baseline == "dpsgd:grad_sample=hooks"
     dpsgd = [f"dpsgd:clip={clip},noise_multiplier=0.5" for clip in ("flat", "per_layer")]
     assert grid.cases() == [
@@ -161,7 +161,7 @@ def test_grid_file_takes_names_with_parameters_as_text_and_as_tables(
         for trainer in ("standard", *dpsgd)
     ]
     text = grid_file("trainer = ['standard', 'dpsgd:clip=per_layer']\nbatch_size = 8\nseq_len = 8")
-    assert chosen_grid(text).values("trainer") == ("standard", "dpsgd:clip=per_layer")
+    assert Grid.named(text).values("trainer") == ("standard", "dpsgd:clip=per_layer")
 
 
 def test_workloads_of_one_grid_have_their_own_parameters(grid_file: Callable[[str], str]) -> None:
@@ -175,7 +175,7 @@ def test_workloads_of_one_grid_have_their_own_parameters(grid_file: Callable[[st
         ]
         """
     )
-    assert chosen_grid(path).cases() == [
+    assert Grid.named(path).cases() == [
         Case("dpsgd", 8, 8, "tiny"),
         Case("dpsgd", 8, 16, "tiny"),
         Case("dpsgd", 8, workload="resnet", set={"depth": 18}),
@@ -183,10 +183,10 @@ def test_workloads_of_one_grid_have_their_own_parameters(grid_file: Callable[[st
 
 
 def test_parameters_of_the_workload_replace_the_axes_of_a_grid() -> None:
-    grid = chosen_grid("grid1", workload=["transformer:seq_len=8,model_size=tiny"])
+    grid = Grid.named("grid1").with_axes(workload=["transformer:seq_len=8,model_size=tiny"])
     assert {(case.seq_len, case.model_size) for case in grid.cases()} == {(8, "tiny")}
     with pytest.raises(ConfigurationError, match="seq_len is given twice"):
-        chosen_grid("grid1", workload=["transformer:seq_len=8"], seq_len=[16])
+        Grid.named("grid1").with_axes(workload=["transformer:seq_len=8"], seq_len=[16])
 
 
 def test_saved_grid_has_an_entry_for_each_axis() -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,11 @@ from dpbench.cli import main
 from dpbench.instruments import INSTRUMENTS, choose
 from dpbench.metrics import METRICS
 from dpbench.settings import Settings
+from tests.commands import scripts
+from tests.commands.test_exec import ProcessHere
+from tests.plugin import conftest as sessions
+
+imports = sessions.imports  # a fixture: what a session imported stays
 
 POWER = """
 from dataclasses import dataclass
@@ -218,9 +224,9 @@ def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
 
 
 @pytest.mark.usefixtures("pace")
-def test_it_hears_the_steps_of_a_script_and_of_a_loop() -> None:
-    from tests.commands import scripts
-
+def test_it_hears_the_steps_of_a_script_and_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(Popen=ProcessHere)
+    monkeypatch.setattr("dpbench.instruments.script_process.subprocess", here)
     Path("folder").mkdir()
     Path("folder/training.py").write_text(scripts.TRAINING)
     how = ["--instrument=pace:Pace", "--pace-times=2", "--steps=2", "--json=run.json"]
@@ -247,7 +253,7 @@ def test_help_lists_it_with_its_options(command: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("pace")
-def test_pytest_has_its_options(pytester: pytest.Pytester) -> None:
+def test_pytest_has_its_options(pytester: pytest.Pytester, imports: sessions.Imports) -> None:
     pytester.makepyfile(pace=PACE)
     pytester.makepyfile(
         """
@@ -259,7 +265,8 @@ def test_pytest_has_its_options(pytester: pytest.Pytester) -> None:
     )
     how = ["--dpbench-instrument=pace:Pace", "--dpbench-pace-times=5", "--dpbench-device=cpu"]
     pytester.syspathinsert()
-    pytester.runpytest_inprocess(*how, "-p", "no:cacheprovider").assert_outcomes(passed=1)
+    result = sessions.in_this_process(pytester, [*sessions.WITHOUT, *how], imports)
+    result.assert_outcomes(passed=1)
 
 
 @pytest.mark.usefixtures("pace")

@@ -12,6 +12,9 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.registry import OUTPUTS
+from tests.plugin import conftest as sessions
+
+imports = sessions.imports  # a fixture: what a session imported stays
 
 LINES = """
 def largest(runs, view):
@@ -70,7 +73,7 @@ def test_run_and_show_write_it_beside_those_of_dpbench(
 
 
 def test_pytest_writes_one_that_a_conftest_registers(
-    pytester: pytest.Pytester, installed: Path
+    pytester: pytest.Pytester, installed: Path, imports: sessions.Imports
 ) -> None:
     pytester.makeconftest(
         """
@@ -85,9 +88,8 @@ def test_pytest_writes_one_that_a_conftest_registers(
             logical_io("standard", batch_size=4, seq_len=16, model_size="tiny")
         """
     )
-    result = pytester.runpytest_inprocess(
-        "-p", "no:cacheprovider", "--dpbench-output=a.largest", "--dpbench-output=b.json"
-    )
+    files = ["--dpbench-output=a.largest", "--dpbench-output=b.json"]
+    result = sessions.in_this_process(pytester, [*sessions.WITHOUT, *files], imports)
     assert result.ret == pytest.ExitCode.OK
     assert (pytester.path / "a.largest").read_text().startswith("a: flops ")
     assert json.loads((pytester.path / "b.json").read_text())["rows"]

@@ -150,7 +150,7 @@ def test_full_disk_leaves_what_the_file_held(begin: Begin, storage: Storage) -> 
     assert file_of(session).read_bytes() == held
     assert [path.name for path in file_of(session).parent.iterdir()] == ["0001_first.json"]
     [problem] = session.problems
-    assert problem.endswith("0001_first.json: File too large; the file holds 1 case")
+    assert problem.endswith("0001_first.json: File too large; cases in the file: 1")
     assert session.failed
 
 
@@ -164,7 +164,7 @@ def test_file_in_which_nothing_could_be_written_is_removed(begin: Begin, storage
         session.finish(complete=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert session.problems[0].endswith("File too large; nothing is saved")
+    assert session.problems[0].endswith("File too large; cases in the file: 0")
     assert storage.paths() == []
 
 

@@ -28,8 +28,8 @@ from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
-from dpbench.results.reference import check_comparable
 from dpbench.results.run import Run
+from dpbench.results.storage import check_comparable
 from dpbench.settings import declare
 from dpbench.show.comparison import comparison_tables, grown_text
 from dpbench.show.layout import as_text

@@ -46,19 +46,17 @@ def run(options: argparse.Namespace) -> int:
     if options.chip:
         print(describe(load_library(), options.chip))
         return 0
-    own = own_values(options)
-    settings = Settings(ncu_dir=options.ncu_dir, timeout=options.timeout, own=own)
+    settings = Settings(ncu_dir=options.ncu_dir, timeout=options.timeout, own=own_values(options))
     findings = []
     for finding in checks.examine(settings):
         findings.append(finding)
         if not options.json:
             print(as_line(finding), flush=True)
     failed = any(finding.status == FAILED for finding in findings)
-    calibration = table(findings)
-    if calibration and not options.json:
-        print(f"\n{calibration.as_text()}")
     if options.json:
         print(json.dumps({"ok": not failed, "findings": [vars(f) for f in findings]}, indent=1))
+    elif calibration := table(findings):
+        print(f"\n{calibration.as_text()}")
     return 1 if failed else 0
 
 

@@ -11,19 +11,22 @@ Compute counts, for which it runs the script several times; by torch_profiler op
 GPU time, and traces. --baseline names a saved run of another script, by whose numbers these are
 divided, phase by phase.
 
+Ranks that torchrun starts on one machine each record their own steps, by timing, logical or cupti;
+the first prints one table and writes the files.
+
 Examples:
   dpbench exec plain.py --batch-size 64
   dpbench exec --instrument timing --skip 10 --steps 20 --continue train.py
   dpbench exec --save plain plain.py
   dpbench exec --baseline 1 private.py
   dpbench exec --autosave --compare-fail logical_bytes:1% -m mypackage.train --lr 0.1
+  torchrun --nproc-per-node 2 -m dpbench exec --json run.json train.py
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -39,13 +42,15 @@ from dpbench.commands.step import write_profile
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
 from dpbench.instruments import choose, declare_built_in
-from dpbench.instruments.script_process import ScriptInterrupted, ScriptRun
+from dpbench.instruments.interface import ScriptInterrupted
+from dpbench.instruments.script_process import ScriptRun
+from dpbench.instruments.script_ranks import Rank
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.options import own_values
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
+from dpbench.runner import measure
 from dpbench.session import Session, sources
 from dpbench.settings import Settings, declare
 
@@ -67,13 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.usage = "dpbench exec [options] (SCRIPT | -m MODULE) [ARGUMENT …]"
     measuring = parser.add_argument_group("measuring")
-    measuring.add_argument(
-        "--instrument",
-        action="append",
-        metavar="NAME",
-        help="timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
-        "default cupti, without a GPU logical",
-    )
+    named = "timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
+    usual = "default cupti, without a GPU logical"
+    declare(measuring.add_argument, "instrument", help=f"{named}{usual}")
     for name, default, help in (
         ("--skip", 3, "steps that come before those that count (default %(default)d)"),
         ("--steps", 5, "steps that count (default %(default)d)"),
@@ -104,19 +105,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigurationError(
-            f"exec measures one process, and this is one of {ranks} ranks (WORLD_SIZE): start it "
-            f"without torchrun, or with --nproc-per-node 1"
-        )
+    rank = Rank.here()
     card = next(iter(gpu.visible_gpus()), None)
-    declared = {name: getattr(options, name) for names in DECLARED.values() for name in names}
-    for repeatable in ("compare_fail", "output"):
-        declared[repeatable] = tuple(declared[repeatable])
-    own = own_values(options)
-    settings = Settings(device="cuda" if card else "cpu", own=own, **declared)
+    settings = replace(Settings.read(options), device="cuda" if card else "cpu")
     settings.check()
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
+    if rank and len(scripts) > 1:
+        raise ConfigurationError("ranks run a script once: choose one --instrument")
+    if rank and rank.number:  # the first has the session
+        return rank.hand_over(measure(case, scripts))
     baseline, standards = None, []
     if options.baseline is not None:
         baseline = saved_run(options.baseline, options.storage)
@@ -130,14 +127,13 @@ def run(options: argparse.Namespace) -> int:
     session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
     with closing(session):
         session.begin()
-        session.keep(map(_as_standard, standards))
+        session.findings.keep(map(_as_standard, standards))
         try:
             _measure(session, case, scripts)
         finally:  # an interrupted session keeps and shows what it has
             outcomes = session.findings.outcomes()
-            measured = {outcome.case for outcome in outcomes}
             failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
-            complete = {*cases} <= measured and not failed
+            complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete, limited=session.asked)
             if baseline:
                 session.notes += _about_baseline(baseline, session.begun)
@@ -170,8 +166,6 @@ def _chosen(
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
     stem = program[0].rpartition(".")[2] if options.module else Path(program[0]).stem
     name = options.name or stem
-    if "/" in name:
-        raise ConfigurationError(f"--name {name!r} names files, and cannot have a slash in it")
     if name == BASELINE_TRAINER:
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
@@ -197,11 +191,8 @@ def _standards(
     named: str, run: Run, case: Case, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
     """The outcomes of a saved run's script on these devices by these instruments."""
-    scripts = [
-        outcome
-        for outcome in run.outcomes
-        if isinstance(outcome.case, Script) and outcome.case.trainer != BASELINE_TRAINER
-    ]
+    scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
+    scripts = [o for o in scripts if o.case.trainer != BASELINE_TRAINER]
     shared = [
         replace(outcome, rows=tuple(rows))
         for outcome in scripts
@@ -213,13 +204,10 @@ def _standards(
         raise ConfigurationError(
             f"--baseline {named}: {run.path} has no script's steps on {needed}; it has {had}"
         )
-    if wrong := {outcome.case.batch_size for outcome in shared} - {case.batch_size}:
-        there, here = (
-            f"--batch-size {size}" if size else "none" for size in (*wrong, case.batch_size)
-        )
+    if (there := shared[0].case.batch_size) != case.batch_size:
         raise ConfigurationError(
             f"--baseline {named}: the batch size of {shared[0].case.id} was said to be "
-            f"{there}, here {here}: say the same for both"
+            f"{there or 'none'}, here {case.batch_size or 'none'}: say the same for both"
         )
     return shared
 

@@ -14,8 +14,8 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from dpbench import gpu
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--gpu", metavar="NAME", help="a card that dpbench knows, such as h200")
     where.add_argument("--memory", metavar="SIZE", help="of a GPU, such as 80GB or 79.6GiB")
     for axis in REPEATED:
-        declare(parser.add_argument, axis, help=f"{axis_help(axis)}; repeatable")
+        declare(
+            parser.add_argument, axis, help=f"{axis_help(axis)}; repeatable", dest=f"each_{axis}"
+        )
     axes = [axis for axis in AXES if axis not in (*REPEATED, "batch_size")]
     add_case(parser, axes, device="cpu")
 
@@ -51,8 +53,9 @@ def run(options: argparse.Namespace) -> int:
 
     memory, where = _memory(options)
     lines: list[dict[str, Any]] = []
-    notes: list[str] = []
-    for case in _cases(options):
+    apart = f"{CONTEXT / 1e9:.1f} GB and {FRAGMENTS:.0%} of the peak, or the largest tensor,"
+    notes = [f"Counted, not measured; {apart} are set apart for CUDA and the allocator."]
+    for case in (cases := _cases(options)):
         line: dict[str, Any] = {"trainer": case.trainer, "parts": case.micro_batches}
         try:
             line |= _found(largest_batch(case, memory), notes, case)
@@ -67,10 +70,7 @@ def run(options: argparse.Namespace) -> int:
         "peak\nGB": ("bytes", gigabytes),
         "largest in": ("phase", str),
     }
-    apart = f"{CONTEXT / 1e9:.1f} GB and {FRAGMENTS:.0%} of the peak, or the largest tensor,"
-    case = next(iter(_cases(options)))
-    title = f"{case.configuration}, {where}: the largest batch that fits"
-    notes.insert(0, f"Counted, not measured; {apart} are set apart for CUDA and the allocator.")
+    title = f"{cases[0].configuration}, {where}: the largest batch that fits"
     print(as_text([Table.of(title, frame, columns, notes)], terminal_width()))
     return int(frame.batch.isna().any())
 
@@ -87,18 +87,15 @@ def _found(largest: Largest, notes: list[str], case: Case) -> dict[str, Any]:
     return {"batch": largest.batch_size, "bytes": needs.memory, "phase": needs.phase}
 
 
-def _cases(options: argparse.Namespace) -> Iterator[Case]:
+def _cases(options: argparse.Namespace) -> list[Case]:
     """A case for each trainer and number of micro-batches."""
-    for trainer in options.trainer or GRIDS["grid1"].values("trainer"):
-        named = chosen_case(
-            argparse.Namespace(**vars(options) | {"trainer": trainer, "micro_batches": None})
-        )
-        cases = [
-            replace(named, batch_size=parts, micro_batches=parts)
-            for parts in options.micro_batches or [1]
-        ]
-        locate(cases)
-        yield from cases
+    trainers = options.each_trainer or GRIDS["grid1"].values("trainer")
+    cases = [
+        replace(chosen_case(options, trainer=name), batch_size=parts, micro_batches=parts)
+        for name, parts in product(trainers, options.each_micro_batches or [1])
+    ]
+    locate(cases)
+    return cases
 
 
 def _memory(options: argparse.Namespace) -> tuple[float, str]:

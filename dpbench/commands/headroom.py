@@ -14,7 +14,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from dpbench.case import AXES, PHASES, Case
 from dpbench.commands.options import add_case, chosen_case, saved_run
@@ -30,7 +29,8 @@ FLOOR = "the floor"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="what was measured: number or file")
-    declare(parser.add_argument, "trainer", help=f"{axis_help('trainer')}; repeatable")
+    help = f"{axis_help('trainer')}; repeatable"
+    declare(parser.add_argument, "trainer", help=help, dest="trainers")
     add_case(parser, AXES[1:], device="cpu")
     declare(parser.add_argument, "storage")
 
@@ -43,16 +43,16 @@ def run(options: argparse.Namespace) -> int:
     from dpbench.metrics import METRICS
     from dpbench.show.layout import Shown, Table, as_text, gigabytes, terminal_width
 
-    cases = _cases(options)
+    cases = [chosen_case(options, trainer=name) for name in options.trainers or TRAINERS]
+    locate(cases)
     saved = saved_run(options.run, options.storage) if options.run else None
     floor = headroom.floor(cases[0])
+    least = sum(floor.values())
     known: dict[Case, dict[str, float]] = {}
     if saved is not None:
         with METRICS.including(saved.metrics):
             known = headroom.measured(saved.numbers, cases)
-    lines: list[dict[str, Any]] = [
-        {"name": FLOOR, "bytes": floor.total, "over": 1.0, **floor.bytes},
-    ]
+    lines: list[dict[str, object]] = [{"name": FLOOR, "bytes": least, "over": 1.0, **floor}]
     refused: list[str] = []
     for case in cases:
         try:
@@ -60,16 +60,10 @@ def run(options: argparse.Namespace) -> int:
         except DpbenchError as error:
             refused.append(str(error))
             continue
-        whole = phases[STEP]
-        lines.append(
-            {
-                "name": case.trainer,
-                "over": whole["bytes"] / floor.total,
-                **whole,
-                **{phase: phases[phase]["bytes"] for phase in PHASES if phase in phases},
-                **{f"measured {name}": value for name, value in known.get(case, {}).items()},
-            }
-        )
+        line = {"name": case.trainer, "over": phases[STEP]["bytes"] / least, **phases[STEP]}
+        line |= {phase: phases[phase]["bytes"] for phase in PHASES if phase in phases}
+        line |= {f"measured {name}": value for name, value in known.get(case, {}).items()}
+        lines.append(line)
     columns: dict[str, Shown] = {
         "method": ("name", str),
         "counted\nGB": ("bytes", gigabytes),
@@ -77,8 +71,6 @@ def run(options: argparse.Namespace) -> int:
         **{phase: (phase, gigabytes) for phase in PHASES},
         "TFLOP": ("flops", lambda value: f"{value / 1e12:.2f}"),
         "peak\nGB": ("peak_memory_bytes", gigabytes),
-    }
-    of_run: dict[str, Shown] = {
         "DRAM\nGB": ("measured dram_bytes", gigabytes),
         "÷\nstandard": ("measured dram_ratio", "{:.2f}".format),
         "ms": ("measured step_time_seconds", lambda value: f"{value * 1e3:.1f}"),
@@ -86,7 +78,6 @@ def run(options: argparse.Namespace) -> int:
         "peak measured\nGB": ("measured peak_memory_bytes", gigabytes),
     }
     frame = pd.DataFrame(lines)
-    columns |= {header: shown for header, shown in of_run.items() if shown[0] in frame}
     columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
     first = cases[0]
     length = f", sequence {first.seq_len}" if first.seq_len else ""
@@ -100,12 +91,3 @@ def run(options: argparse.Namespace) -> int:
     notes += refused
     print(as_text([Table.of(title, frame, columns, notes)], terminal_width()))
     return int(bool(refused))
-
-
-def _cases(options: argparse.Namespace) -> list[Case]:
-    """A case for each method, the standard step first."""
-    names = options.trainer or [*TRAINERS]
-    given = [argparse.Namespace(**vars(options) | {"trainer": name}) for name in names]
-    cases = [chosen_case(each) for each in given]
-    locate(cases)
-    return cases

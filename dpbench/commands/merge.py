@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dpbench.commands.options import saved_run
 from dpbench.files import printable
 from dpbench.metrics import METRICS
-from dpbench.results.outcome import COMPLETE, document, document_text
+from dpbench.results.outcome import COMPLETE, document
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
 from dpbench.results.shards import joined
@@ -38,26 +38,18 @@ WRITTEN = ("output", "json", "markdown", "csv", "html", "save", "storage")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="numbers or files")
-    for name in WRITTEN:
-        declare(parser.add_argument, name)
+    declare(parser.add_argument, *WRITTEN)
 
 
 def run(options: argparse.Namespace) -> int:
     """Join the runs, show and write what they are together."""
-    asked_for(options)  # before anything is done
-    return finish([saved_run(name, options.storage) for name in options.runs], options, "merge")
-
-
-def asked_for(options: argparse.Namespace) -> Settings:
-    """What is to be written, if it can be."""
-    files = {name: getattr(options, name) for name in ("json", "markdown", "csv", "html")}
-    settings = Settings(output=tuple(options.output), **files)
-    settings.check()
-    return settings
+    settings = Settings.read(options)
+    settings.check()  # before anything is done
+    return finish([saved_run(name, options.storage) for name in options.runs], settings, "merge")
 
 
 def finish(
-    runs: Sequence[Run], options: argparse.Namespace, command: str, problems: Sequence[str] = ()
+    runs: Sequence[Run], settings: Settings, command: str, problems: Sequence[str] = ()
 ) -> int:
     """Join runs, show and write the one that they are; the exit status is 1 if it lacks a part."""
     with METRICS.including(*(run.metrics for run in runs)):
@@ -65,12 +57,12 @@ def finish(
         view = View(baseline=merged.baseline)
         whole = document(merged.outcomes, merged.environment, merged.session)
         merged = Run(merged.path, whole, measured=merged.outcomes)
-        for kind, path in asked_for(options).files.values():
+        for kind, path in settings.files.values():
             write_output(kind, path, [merged], view)
-        if options.save is not None:
+        if settings.save is not None:
             device = next((name for name in merged.devices if name != NO_HARDWARE), None)
-            text = document_text(whole)
-            notes.append(f"saved {Storage(options.storage).allocate(options.save, device, text)}")
+            storage = Storage(settings.storage)
+            notes.append(f"saved {storage.allocate(settings.save, device, merged.text)}")
         for note in (*problems, *notes):
             print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
         print(as_text(summary_tables(merged.outcomes, view), terminal_width()))

@@ -44,6 +44,7 @@ from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.options import CounterOptions
 from dpbench.registry import locate
+from dpbench.results.shards import Shard
 from dpbench.session import Session
 from dpbench.settings import OPTIONS, Settings, declare
 from dpbench.show.layout import as_text, terminal_width
@@ -77,11 +78,15 @@ def run(options: argparse.Namespace) -> int:
     cases = settings.chosen_grid().cases()
     locate(cases)
     if settings.shard:
-        cases = _of_shard(settings.shard, cases)
+        cases = Shard.parse(settings.shard).cases(cases)
+        if not cases:
+            raise ConfigurationError(
+                f"shard {settings.shard} has no case: the grid has fewer cells than shards"
+            )
     settings.check()
     import_module("dpbench.show.comparison")
     card = next(iter(gpu.visible_gpus()), None)
-    names = settings.instrument or _instruments_here(settings, card)
+    names = settings.instrument or _instruments_here(settings, card, cases)
     instruments = choose(names, settings)
     session = Session([(case, i) for case in cases for i in instruments], settings, gpu=card)
     with closing(session):
@@ -93,14 +98,6 @@ def run(options: argparse.Namespace) -> int:
             session.finish(complete=complete, limited=session.asked)
             show(session, "run")
         return 1 if session.failed else 0
-
-
-def _of_shard(shard: str, cases: Sequence[Case]) -> list[Case]:
-    from dpbench.results.shards import Shard
-
-    if not (own := Shard.parse(shard).cases(cases)):
-        raise ConfigurationError(f"shard {shard} has no case: the grid has fewer cells than shards")
-    return own
 
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
@@ -117,15 +114,19 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.keep([next(outcomes)])
+                session.findings.keep([next(outcomes)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:
                 progress.write(outcome.message, file=sys.stderr)
 
 
-def _instruments_here(settings: Settings, card: gpu.Gpu | None) -> tuple[str, ...]:
+def _instruments_here(
+    settings: Settings, card: gpu.Gpu | None, cases: Sequence[Case]
+) -> tuple[str, ...]:
     """The default instruments: those of a GPU if there is one or options need one."""
+    if card and any(case.gpus > 1 for case in cases):
+        return ("cupti",)
     asked = settings.of(CounterOptions)
     if card or asked.ncu_path or asked.ncu_metrics or settings.profiles_kernels:
         return ON_GPU

@@ -41,6 +41,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -81,11 +82,12 @@ from dpbench.show.view import View
 REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
 """Suffixes of what Nsight Systems recorded, and of what was exported from that."""
+RECORDED = (REPORT, *TIMELINES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="one run, or reports")
+    parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="runs, reports or timelines")
     declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
     parser.add_argument("--phase", choices=ALL_PHASES, help="of kernels, those of this phase only")
     parser.add_argument(
@@ -115,15 +117,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or write other outputs; returns the exit code."""
-    asked = Settings(output=tuple(options.output), markdown=options.markdown, html=options.html)
+    asked = Settings.read(options)
     asked.check()
-    files = [*asked.files.values()]
     read = {name: Path(name) for name in options.files}
     check_distinct_files(read | {name: path for name, (_, path) in asked.files.items()})
+    files = asked.files.values()
     others = [(kind, path) for kind, path in files if kind != "md"]
     for kind, _ in others:
         OUTPUTS[kind]  # what it needs may not be installed
-    runs = [saved_run(name, options.storage) for name in _names_of_runs(options, bool(others))]
+    together = bool(others) or options.roofline is not None or options.time is not None
+    names = [name for name in options.files if together or Path(name).suffix not in RECORDED]
+    runs = [saved_run(name, options.storage) for name in names]
     with METRICS.including(*(run.metrics for run in runs)):
         view = _view(options, runs)
         for kind, path in others:
@@ -131,26 +135,13 @@ def run(options: argparse.Namespace) -> int:
             print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
         if len(others) == len(files) > 0:
             return 0
-        shown = _tables(runs, options, view)
-        if not shown:
+        if not (shown := list(_tables(runs, options, view))):
             raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
         print(as_text(shown, terminal_width()))
-        for _, path in (file for file in files if file not in others):
-            write_text(path, as_markdown(shown))
+        for kind, path in files:
+            if kind == "md":
+                write_text(path, as_markdown(shown))
         return 0
-
-
-def _names_of_runs(options: argparse.Namespace, of_several: bool) -> list[str]:
-    """Those of the files that are runs; refuses files that cannot be shown together."""
-    if of_several or options.roofline is not None or options.time is not None:
-        return list(options.files)
-    others = [name for name in options.files if Path(name).suffix != REPORT]
-    if others and len(options.files) > 1:
-        raise ConfigurationError(
-            f"show {others[0]} alone: only reports of Nsight Compute share tables; dpbench compare "
-            f"takes more runs, and so do --html, --roofline and --time"
-        )
-    return [name for name in others if Path(name).suffix not in TIMELINES]
 
 
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> View:
@@ -160,20 +151,25 @@ def _view(options: argparse.Namespace, runs: Sequence[Run]) -> View:
     return replace(View.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
 
 
-def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> list[Table]:
+def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Iterator[Table]:
+    """The one table that was asked for, or those of runs, of timelines and of reports."""
     if options.roofline is not None and options.time is not None:
         raise ConfigurationError("--roofline and --time are two tables: ask for one")
     if options.roofline is not None:
-        return list(_roofline(runs, options))
+        return _roofline(runs, options)
     if options.time is not None:
-        return list(_times(runs, options, view))
-    if runs:
-        return [table for run in runs for table in summary_tables(run.outcomes, view)]
-    path = Path(options.files[0])
-    if path.suffix in TIMELINES:
-        check_is_file(path)
-        return whole_timeline(timeline_of(path), path.stem)
-    return list(_of_reports(map(Path, options.files), view, options))
+        return _times(runs, options, view)
+    paths = [Path(name) for name in options.files]
+    return chain(
+        *(summary_tables(run.outcomes, _view(options, [run])) for run in runs),
+        *(_timeline(path) for path in paths if path.suffix in TIMELINES),
+        _of_reports([path for path in paths if path.suffix == REPORT], view, options),
+    )
+
+
+def _timeline(path: Path) -> list[Table]:
+    check_is_file(path)
+    return whole_timeline(timeline_of(path), path.stem)
 
 
 def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:

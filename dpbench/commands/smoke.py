@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
     failed = 0
     for trainer in options.trainers or list(TRAINERS):
-        case = chosen_case(options, **SMALL, trainer=TRAINERS.canonical(trainer))
+        case = chosen_case(options, **SMALL, trainer=trainer)
         TRAINERS.locate(case.trainer)
         name = case.trainer
         try:

@@ -33,6 +33,7 @@ from dpbench.instruments.torch_profiler.profile_folder import REPORT, write_summ
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.options import own_values
 from dpbench.process.messages import Steps, print_record
+from dpbench.runner import check_ranks
 from dpbench.settings import Settings, declare
 
 
@@ -60,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     case = chosen_case(options)
     instrument = _chosen(options)
     try:
+        check_ranks(case, [instrument])
         if case.gpus > 1:
             from dpbench.process.ranks import observe_all  # which imports torch
 

@@ -17,23 +17,14 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
-from importlib import import_module
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpbench import gpu
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import DpbenchError, own_line
-from dpbench.process.command_line import arguments, python_path
 from dpbench.registry import locate
 from dpbench.show.layout import Table
 
@@ -48,69 +39,33 @@ ONE_LINE = 300
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     add_case(parser, AXES, device="auto", **SMALL)
-    parser.add_argument("--draw", type=Path, metavar="FILE", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what the checks found; 1 if anything is wrong."""
     case = chosen_case(options, **SMALL)
     locate([case])
-    if options.draw:
-        in_ranks(partial(_draw, options.device, options.draw), case, options.device)
-        return 0
-    checks = found(case, options.device, partial(draw_elsewhere, case, options.device))
+    checks = found(case, options.device, processes=True)
     print(as_text(case, checks))
     return 0 if all(check.passed for check in checks) else 1
 
 
-def found(case: Case, device: str, elsewhere: Callable[[Path], None] | None = None) -> list[Check]:
+def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """What the checks found; whatever a trainer fails with is said with its name."""
-    from dpbench.process.build import pick_device  # which imports torch
+    from dpbench.process.build import pick_device
+    from dpbench.verify.checks import verify  # which imports torch
 
     on_gpu = pick_device(device).type == "cuda"
     card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None  # ranks take their own
     try:
-        with TemporaryDirectory() as folder:
-            drawn = Path(folder) / "noise.pt" if elsewhere else None
-            if elsewhere and drawn:
-                elsewhere(drawn)
-            # Work beside a measured process would be counted there.
-            with gpu.exclusive(card, f"verify {case.id}") if card else nullcontext():
-                checks: list[Check] = in_ranks(partial(_verify, device, drawn), case, device)[
-                    CHECKS
-                ]
-        return checks
+        # Work beside a measured process would be counted there.
+        with gpu.exclusive(card, f"verify {case.id}") if card else nullcontext():
+            return verify(case, device, processes=processes)
     except DpbenchError:
         raise
     except Exception as error:
         words = f"{type(error).__name__}: {error}{own_line(error.__traceback__)}"
         raise DpbenchError(f"trainer {case.trainer} failed: {words}") from error
-
-
-CHECKS = "checks"
-
-
-def in_ranks(work: Callable[[Case], dict[str, Any]], case: Case, device: str) -> dict[str, Any]:
-    """Work on a case in this process, or in all ranks of it; what the first returned."""
-    if case.gpus == 1:
-        return work(case)
-    from dpbench.process.ranks import observe_all
-
-    import_module("torch._dynamo")  # which the first optimizer imports: once for all ranks
-    return observe_all(work, case, device)
-
-
-def _verify(device: str, drawn: Path | None, case: Case) -> dict[str, Any]:
-    from dpbench.verify.checks import verify
-
-    return {CHECKS: verify(case, device, drawn)}
-
-
-def _draw(device: str, file: Path, case: Case) -> dict[str, Any]:
-    from dpbench.verify.checks import draw
-
-    draw(case, device, file)
-    return {}
 
 
 def as_text(case: Case, checks: Sequence[Check]) -> str:
@@ -120,20 +75,3 @@ def as_text(case: Case, checks: Sequence[Check]) -> str:
     table = Table(f"verify {case.id}", headers, lines).as_text(ONE_LINE)
     wrong = [f"{check.name}: {line}" for check in checks for line in check.wrong]
     return "\n".join([table, *([""] if wrong else []), *wrong])
-
-
-def draw_elsewhere(case: Case, device: str, file: Path) -> None:
-    """Let a process of its own write the noise of its steps."""
-    command = [sys.executable, "-m", "dpbench", "verify", *arguments(case)]
-    command += ["--micro-batches", str(case.micro_batches), "--device", device, "--draw", str(file)]
-    path = {"PYTHONPATH": imported} if (imported := python_path(case)) else {}
-    done = subprocess.run(
-        command,
-        env={**os.environ, **path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        reason = (done.stderr.strip() or "it said nothing").splitlines()[-1]
-        raise DpbenchError(f"{shlex.join(command)} failed: {reason}")

@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from dpbench.case import Case
-from dpbench.gpu import child_environment
+from dpbench.gpu import child_environment, environment_of
 from dpbench.instruments.interface import (
     CaseFailed,
     CaseOutOfMemory,
@@ -73,7 +73,7 @@ class Child(Running):
             log = Path(self._scratch.enter_context(scratch), "log")
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.mark = f"{secrets.token_hex(8)} "
-        added = child_environment()
+        added = child_environment() | environment_of(case.gpus)
         if path := python_path(case):
             added["PYTHONPATH"] = path
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
@@ -105,13 +105,19 @@ class Child(Running):
 
     def record(self) -> dict[str, Any]:
         """Wait for the process, and return the record that it printed; or say why it failed."""
+        late = ""
         try:
             self._wait()
+        except CaseTimedOut as time_out:
+            late = time_out.args[0]
         finally:
             self.group.end()
         lines = log_lines(self.log)
         record, code = last_record(lines, self.mark), self.group.process.returncode
         error = record.get("error")
+        if late:  # ranks that are ended say where they were
+            where = f": {error['message']}" if error else ""
+            raise CaseTimedOut(f"{late}{where}", log=self.log)
         if record and not error and not code:
             self.labels = record.get("labels", {})
             return record

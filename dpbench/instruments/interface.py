@@ -26,6 +26,7 @@ class Instrument(ABC):
         name: what its rows say as ``instrument``.
         hardware: whether its numbers are those of a machine; what is counted is the same on all.
         needs_gpu: whether it measures what a GPU does, and nothing on the CPU.
+        by_rank: whether it measures cases of several GPUs, each of whose ranks is a process.
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
         options: of one of dpbench's own, a dataclass of options that its fields are made of.
@@ -37,6 +38,7 @@ class Instrument(ABC):
     name: ClassVar[str]
     hardware: ClassVar[bool] = True
     needs_gpu: ClassVar[bool] = False
+    by_rank: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
     options: ClassVar[type | None] = None
     step_option: ClassVar[tuple[str, str]] = ("", "")
@@ -190,6 +192,10 @@ class GpuBusy(InstrumentError):
 
 class CaseFailed(InstrumentError):
     """The measured process failed by itself; its log says why."""
+
+
+class ScriptInterrupted(CaseFailed):
+    """The user pressed Ctrl-C."""
 
 
 class CaseRefused(InstrumentError):

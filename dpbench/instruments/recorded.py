@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.files import check_writable
@@ -24,7 +24,9 @@ from dpbench.settings import Settings
 
 @dataclass(frozen=True)
 class Recorded(Instrument):
-    """Runs ``dpbench step``, whose steps its `recorder` hears."""
+    """Runs ``dpbench step``, whose steps its `recorder` hears: one in each rank."""
+
+    by_rank: ClassVar[bool] = True
 
     directory: Path  # where the cases' logs and reports go
     device: str = "cuda"  # or cpu
@@ -86,7 +88,8 @@ class Recorded(Instrument):
     def rows_of(self, process: Child, record: dict[str, Any]) -> Iterable[Measurement]:
         """The rows of one rank's record."""
         outcome = Outcome.from_json(record["outcome"])
-        process.operators, process.notes = outcome.operators, outcome.notes
+        process.operators = process.operators or outcome.operators  # of ranks, the first's
+        process.notes = [*dict.fromkeys((*process.notes, *outcome.notes))]
         return outcome.rows
 
     # --- in the process of a case ----------------------------------------------------------------

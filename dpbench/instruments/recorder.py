@@ -119,8 +119,10 @@ class Recorder(StepRecorder):
 
 
 def whole_steps(seconds: float) -> int:
-    """How often a step that takes so long is observed as a whole."""
-    return WHOLE_STEPS if seconds < SHORT_SECONDS else 1
+    """How often a step that takes so long is observed as a whole: in all ranks as in rank 0."""
+    from dpbench.process.agreement import said_by_all  # which imports torch
+
+    return int(said_by_all(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
 
 
 def on_cuda() -> bool:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -29,9 +30,16 @@ from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
 from dpbench.instruments.case_process import describe_exit
-from dpbench.instruments.interface import CaseFailed, Delegating, InstrumentError, Running
-from dpbench.instruments.processes import GRACE_SECONDS
+from dpbench.instruments.interface import (
+    CaseFailed,
+    Delegating,
+    InstrumentError,
+    Running,
+    ScriptInterrupted,
+)
+from dpbench.instruments.processes import GRACE_SECONDS, POLL_SECONDS
 from dpbench.instruments.recorder import Recorder
+from dpbench.instruments.script_ranks import OfRanks, Rank
 from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.step_finder import StepFinder, Stop
@@ -54,10 +62,6 @@ OFTEN = 100
 """The record is written after each of the first steps, then every so many, in case of a kill."""
 
 
-class ScriptInterrupted(CaseFailed):
-    """The user pressed Ctrl-C."""
-
-
 @dataclass(frozen=True)
 class ScriptRun(Delegating):
     """Runs a script, unmodified, and has an instrument's recorder hear some of its steps."""
@@ -78,9 +82,15 @@ class ScriptRun(Delegating):
             )
         if not self.is_module:
             check_is_file(Path(self.program[0]))
+        if Rank.here() and not self.instrument.by_rank:
+            raise ConfigurationError(
+                f"{self.name} measures one process, and this is one of several ranks: choose "
+                f"timing, cupti or logical"
+            )
 
-    def start(self, case: Case) -> RunningScript:
-        return RunningScript(self, case)
+    def start(self, case: Case) -> Running:
+        running, rank = RunningScript(self, case), Rank.here()
+        return OfRanks(running, case, self.name, rank) if rank and not rank.number else running
 
 
 class RunningScript(Running):
@@ -172,9 +182,7 @@ def run(
 
     finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
     with ExitStack() as held:
-        for card in gpu.visible_gpus()[:1]:
-            say = partial(print, f"{WAITING} the GPU, held by", file=sys.stderr, flush=True)
-            held.enter_context(gpu.exclusive(card, case.id, say))
+        _lock_gpus(case, held)
         held.callback(recorder.close)
         watch(finder)
         write_down = partial(_write_down, record, case, finder, recorder)
@@ -196,6 +204,21 @@ def run(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         write_down(code, raised)
     return code
+
+
+def _lock_gpus(case: Case, held: ExitStack) -> None:
+    """Lock the GPU of this process; as the first of several ranks, in one order those of all."""
+    rank = Rank.here() or Rank(0, 1, Path(os.devnull))
+    cards = gpu.visible_gpus()[: rank.ranks]
+    if cards and rank.number:
+        while not rank.locked.exists():
+            time.sleep(POLL_SECONDS)
+        return
+    for card in sorted({*cards}, key=lambda card: card.uuid):
+        say = partial(print, f"{WAITING} the GPU, held by", file=sys.stderr, flush=True)
+        held.enter_context(gpu.exclusive(card, case.id, say))
+    if rank.ranks > 1:
+        write_text(rank.locked, "")
 
 
 def _exit_after(write_down: Callable[[int], object]) -> Callable[[int], NoReturn]:

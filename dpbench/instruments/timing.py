@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -85,8 +86,8 @@ def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
-        if case.batch_size:  # a script's may be unknown, and so are its ranks
-            own = case.batch_size / (case.gpus or 1)
+        if case.batch_size:  # a script's may be unknown
+            own = case.batch_size / (case.gpus or int(os.environ.get("WORLD_SIZE", 1)))
             values.append((STEP, "samples_per_second", own / total, repeat))
     if record["peak_memory_bytes"] is not None:
         values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))

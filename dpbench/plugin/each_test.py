@@ -11,8 +11,7 @@ import pytest
 
 from dpbench.case import AXES, Case, Script
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
-from dpbench.plugin.marker import limits_of
+from dpbench.plugin.fixtures import NEEDS, case_of, limits_of, measuring, takes
 from dpbench.process.messages import Steps
 from dpbench.registry import resolve
 from dpbench.session import Session
@@ -245,9 +244,7 @@ class EachTest:
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
         report = yield
-        if (
-            unwritten := self.session.findings.store.unwritten
-        ):  # goes with the report to the controller
+        if unwritten := self.session.findings.unwritten:  # goes with the report to the controller
             vars(report)["dpbench"] = unwritten
         if judged.excinfo and not (_is_skip(judged) or report.failed):
             # An xfail mark or another plugin may have expected a failure, but not this one.

@@ -1,22 +1,23 @@
-"""Which of dpbench's fixtures a test takes, and for which case; and one that measures nothing."""
+"""What a test asks for: by fixtures, its case, its marker; and a fixture that measures nothing."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dpbench.case import AXES, Case
-from dpbench.errors import unknown
+from dpbench.errors import ConfigurationError, unknown
 from dpbench.names import parameters_text
 from dpbench.registry import resolve
+from dpbench.session import read_limits
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
+    from dpbench.results.compare import Threshold
     from dpbench.verify.check import Check
 
 DEFINED_IN = "dpbench.plugin.each_test"
@@ -26,6 +27,12 @@ NEEDS = {"ncu": "--ncu", "counters": "--cupti or --ncu"}
 """The fixtures that measure, and the options without which their tests are skipped."""
 
 EVERY = (*NEEDS, "logical_io")
+
+MARKER = (
+    "dpbench(compare_fail=[...]): limits for what this test measures, instead of those of "
+    "--dpbench-compare-fail; none if the list is empty. Without --dpbench-compare it is compared "
+    "with the latest complete run, as with --dpbench-compare-fail"
+)
 
 
 @pytest.fixture
@@ -45,7 +52,7 @@ def _verify(
     asked: Any, *, device: str = "auto", processes: bool = False, **axes: Any
 ) -> list[Check]:
     from dpbench.commands.options import chosen_case
-    from dpbench.commands.verify import SMALL, as_text, draw_elsewhere, found
+    from dpbench.commands.verify import SMALL, as_text, found
 
     if wrong := [name for name in axes if name not in AXES]:
         raise unknown("field of a case", wrong[0], AXES)
@@ -54,7 +61,7 @@ def _verify(
     else:
         given = {"trainer": asked, **axes, "set": [parameters_text(axes.get("set", ""))]}
         case = chosen_case(Namespace(**given), **SMALL)
-    checks = found(case, device, partial(draw_elsewhere, case, device) if processes else None)
+    checks = found(case, device, processes=processes)
     if not all(check.passed for check in checks):
         pytest.fail(as_text(case, checks), pytrace=False)
     return checks
@@ -87,3 +94,18 @@ def case_of(item: pytest.Item) -> Case | None:
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("dpbench_case") if callspec else None
     return case if isinstance(case, Case) else None
+
+
+def limits_of(item: pytest.Item) -> list[Threshold] | None:
+    """A test's own limits, if it has a marker; a wrong marker fails the test."""
+    marker = item.get_closest_marker("dpbench")
+    if marker is None:
+        return None
+    texts = marker.kwargs.get("compare_fail")
+    reason = "write the marker as dpbench(compare_fail=['METRIC:5%'])"
+    if not marker.args and set(marker.kwargs) == {"compare_fail"} and isinstance(texts, list):
+        try:
+            return read_limits(texts)
+        except ConfigurationError as error:
+            reason = str(error)
+    pytest.fail(f"dpbench: {reason}", pytrace=False)

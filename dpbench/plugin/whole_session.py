@@ -14,7 +14,7 @@ import pytest
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
-from dpbench.gpu import visible_gpus
+from dpbench.gpu import EVERY, visible_gpus
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
@@ -176,7 +176,7 @@ class WholeSession:
         if report.when == CRASHED:
             self.died.add(report.nodeid)
         if unwritten := getattr(report, "dpbench", None):
-            self.session.findings.store.take(unwritten)
+            self.session.findings.take(unwritten)
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -187,10 +187,14 @@ class WholeSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Give each worker on this machine a GPU; the replacement of a crashed one keeps it."""
+        """Give each worker on this machine a GPU; the replacement of a crashed one keeps it.
+
+        Cases of several GPUs take those that follow, of all.
+        """
         names = visible_names() if self.measures else []
         for number, spec in enumerate(spec for spec in specs if names and spec.popen):
             spec.env["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
+            spec.env[EVERY] = ",".join(names)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:

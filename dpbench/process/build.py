@@ -88,7 +88,7 @@ def build(
     if ranks > 1:
         torch.manual_seed((seed + 1) * ranks + rank)  # no other rank has it, with any seed
     if case.micro_batches > 1:
-        hold_to_parts(trainer, workload, batches, case.micro_batches)
+        hold_to_parts(trainer, batches, case.micro_batches)
     return trainer, batches
 
 

@@ -7,7 +7,6 @@ a GPU, so a fork can do all that a new process can; it imports none of the user'
 from __future__ import annotations
 
 import atexit
-import fcntl
 import gc
 import json
 import os
@@ -15,11 +14,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
+from select import select
 from typing import Any
 
 from dpbench.process.forked import BEGUN
@@ -35,10 +34,6 @@ IMPORTED = (
 )
 
 REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
-
-LOOK_SECONDS = 1.0
-"""How often the server looks up from waiting: a signal that comes just before it waits does not
-wake it, and whoever waits for that fork's exit code would wait for ever."""
 
 
 def prepare() -> None:
@@ -57,25 +52,6 @@ def prepare() -> None:
         raise RuntimeError(f"imports left {len(threads)} threads, and these files open: {files}")
 
 
-@contextmanager
-def ending_with_its_session(requests: socket.socket) -> Iterator[None]:
-    """End this process at once if nobody can ask any more; `serve` looks for that by itself."""
-
-    def end_if_closed(*_: object) -> None:
-        with suppress(BlockingIOError):
-            if not requests.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                os._exit(0)
-
-    before = signal.signal(signal.SIGIO, end_if_closed)
-    flags = fcntl.fcntl(requests, fcntl.F_GETFL)
-    fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(requests, fcntl.F_SETFL, flags | os.O_ASYNC)
-    end_if_closed()
-    yield
-    fcntl.fcntl(requests, fcntl.F_SETFL, flags)
-    signal.signal(signal.SIGIO, before)
-
-
 def serve(requests: socket.socket) -> socket.socket | None:
     """Fork once for each request, until nobody can ask any more.
 
@@ -85,42 +61,49 @@ def serve(requests: socket.socket) -> socket.socket | None:
         In a fork, its socket; in the server, None.
     """
     running: dict[int, socket.socket] = {}
-
-    def report_exits(*_: object) -> None:
-        with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                with running.pop(ended[0]) as channel, suppress(OSError):
-                    channel.send(b"%d" % os.waitstatus_to_exitcode(ended[1]))
-
-    signal.signal(signal.SIGCHLD, report_exits)
-    while (received := next_request(requests))[0]:
-        channel, output = socket.socket(fileno=received[1][0]), received[1][1]
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until it is in `running`
-        with suppress(OSError):  # no memory, or too many processes: the socket is closed
-            if (process_id := os.fork()) == 0:
-                os.setsid()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for other in (requests, *running.values()):
+    awake, wakes = socket.socketpair()  # a signal writes to it, so that none is missed
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        if awake in select([requests, awake], [], [])[0]:
+            awake.recv(1024)
+            report_exits(running)
+            continue
+        said, received, *_ = socket.recv_fds(requests, 1, 2)
+        if not said:
+            return None
+        channel, output = socket.socket(fileno=received[0]), received[1]
+        try:
+            process_id = os.fork()
+        except OSError:  # no memory, or too many processes
+            channel.close()
+        else:
+            if process_id == 0:
+                for other in (requests, awake, wakes, *running.values()):
                     other.close()
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                os.close(output)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                take_over(output)
                 return channel
             running[process_id] = channel
         os.close(output)
-        if channel not in running.values():
-            channel.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    return None
 
 
-def next_request(requests: socket.socket) -> tuple[bytes, list[int], int, Any]:
-    """Wait for a request, and meanwhile let the handlers of signals run."""
-    requests.settimeout(LOOK_SECONDS)
-    while True:
-        with suppress(TimeoutError):
-            return socket.recv_fds(requests, 1, 2)
+def report_exits(running: dict[int, socket.socket]) -> None:
+    """Say the exit codes of forks that have ended, each to its socket."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            with running.pop(ended[0]) as channel, suppress(OSError):
+                channel.send(b"%d" % os.waitstatus_to_exitcode(ended[1]))
+
+
+def take_over(output: int) -> None:
+    """Make a fork of the server a process of its own, which writes to this file descriptor."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
 
 
 def become(request: dict[str, Any]) -> None:
@@ -162,8 +145,7 @@ def main() -> None:
     requests = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
-    with ending_with_its_session(requests):
-        prepare()
+    prepare()
     channel = serve(requests)
     if channel is None:
         os._exit(0)

@@ -25,7 +25,10 @@ from dpbench.process.messages import MARK
 COMMAND = [sys.executable, "-m", "dpbench"]
 """What the commands begin with that can be forked; others start a program first."""
 
-LATE = {MARK, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"}
+LATE = {
+    *(MARK, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
+    "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, which the server never does
+}
 """Variables that may differ from the server's: a fork is told them, or they are read late."""
 
 BEGUN = b"begun"

@@ -21,6 +21,9 @@ WAITING = "dpbench: waiting for"
 """Printed before the process waits for its GPU, and whenever another process holds that."""
 
 MEASURING = "dpbench: measuring"  # printed when it has its GPU
+LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
+"""What ranks fail with because another one has ended."""
+
 NVTX_DOMAIN = "dpbench"  # the NVTX domain of the ranges by which a profiler knows a step's phases
 NVTX_END = "end"
 """The name of the last range of a run. Nsight Compute's reader takes a truncated report for a

@@ -1,31 +1,50 @@
 """The ranks of a case: processes of one GPU each, started by PyTorch's launcher.
 
 The launcher (``torch.distributed.launcher``, which ``torchrun`` uses as well) ends all ranks when
-one fails. A rank that is ended from outside writes where it was to the log.
+one fails. Ranks that are ended from outside say where they were.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
+import re
 import signal
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory
+from dpbench.process.agreement import FOR_EVER, said_by_all
 from dpbench.process.build import pick_device
+from dpbench.process.messages import LOST
 from dpbench.process.step import alone
 
 RANK = "RANK"
 """The environment variable in which a launcher tells a process its number."""
+
+STACK = "stack"  # the file in a rank's folder with its frames when it was ended
+
+NOTICED_SECONDS = 2.0
+"""In which the launcher notices a rank that died; it looks ten times a second."""
+
+COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
+"""The parts of PyTorch in which a process waits for others, or for a GPU that does."""
+
+FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 Record = dict[str, Any]
 Observe = Callable[[Case], Record]
@@ -42,58 +61,126 @@ def observe_all(observe: Observe, case: Case, device_name: str) -> Record:
         The record of rank 0, and those of all under ``ranks``.
     """
     device = pick_device(device_name)
+    check_backend(device)
     if RANK in os.environ:  # the user has started the ranks
-        return _as_rank(observe, case, device)
+        with alone(device, case.id, 0 if int(os.environ["LOCAL_RANK"]) else case.gpus):
+            return _as_rank(observe, case, device)
     with alone(device, case.id, case.gpus):
         records = _launch(observe, case, device)
     return {**records[0], "ranks": [records[rank] for rank in range(case.gpus)]}
 
 
+def check_backend(device: torch.device) -> str:
+    """The library for collectives on a device; refused if PyTorch was built without it."""
+    name = "nccl" if device.type == "cuda" else "gloo"
+    if not distributed.is_backend_available(name):
+        raise ConfigurationError(
+            f"several ranks on {device.type} need {name}, without which this torch "
+            f"{torch.__version__} was built: install a build with it"
+        )
+    return name
+
+
 def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, Record]:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=case.gpus,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=str(os.getpid()),
-        max_restarts=0,
-        start_method="fork" if sys.platform == "linux" else "spawn",
-    )
-    try:
-        records: Mapping[int, Record] = elastic_launch(config, _as_rank)(observe, case, device)
-    except ChildFailedError as error:
-        raise _explained(*error.get_first_failure()) from None
+    # Else the launcher has CUDA count the GPUs, which no fork of it could use then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for name in ("multiprocessing.api", "agent.server.api"):  # whose tracebacks hide the rank's
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=case.gpus,
+            logs_specs=DefaultLogsSpecs(folder),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            run_id=str(os.getpid()),
+            max_restarts=0,
+            start_method="fork" if sys.platform == "linux" else "spawn",
+        )
+        try:
+            records: Mapping[int, Record] = elastic_launch(config, _started)(observe, case, device)
+        except ChildFailedError as error:
+            raise _explained(*error.get_first_failure()) from None
+        except SignalException:
+            raise RankFailed(_where_ranks_were(Path(folder))) from None
     return records
+
+
+def _started(observe: Observe, case: Case, device: torch.device) -> Record:
+    """Be a rank that ends at once if it is told to, even within a collective."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
+    faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
+    try:
+        return _as_rank(observe, case, device)
+    except Exception as error:
+        if LOST.search(f"{type(error).__name__}: {error}"):
+            time.sleep(NOTICED_SECONDS)  # the launcher shall blame the other
+        else:
+            print(traceback.format_exc(), end="", file=sys.stderr, flush=True)
+        raise
+    except SystemExit as error:
+        raise RankFailed(f"the trainer ended it with exit status {error.code}") from error
 
 
 def _as_rank(observe: Observe, case: Case, device: torch.device) -> Record:
     """Be one of the ranks that the environment describes."""
-    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     with in_group(device, case.gpus):
-        return observe(case)
+        record = observe(case)
+        said_by_all("done")  # a group that one has left breaks for the others
+        return record
 
 
 @contextmanager
 def in_group(device: torch.device, ranks: int) -> Iterator[None]:
-    """Be in the process group of all ranks, on the GPU of this one."""
-    with ExitStack() as ending:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        else:  # else each rank would use all cores
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        ending.callback(distributed.destroy_process_group)
-        yield
+    """Be in the process group of all ranks, on the GPU of this one; an error leaves it as it is.
+
+    Collectives wait for as long as it takes: whoever has started the ranks ends them.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:  # else each rank would use all cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    distributed.init_process_group(check_backend(device), timeout=FOR_EVER)
+    yield
+    distributed.destroy_process_group()
 
 
 def _explained(rank: int, failure: ProcessFailure) -> DpbenchError:
     """The error of the rank that failed first; the launcher knows its class by name alone."""
-    said = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    words = str(said).partition("\n")[0]
+    if failure.exitcode < 0:
+        return RankFailed(f"rank {rank}: killed by {failure.signal_name()}")
+    if not isinstance(failure.message, dict):
+        return RankFailed(f"rank {rank}: ended with exit code {failure.exitcode}")
+    words = str(failure.message["message"]).partition("\n")[0]
+    if LOST.search(words):
+        words = f"no connection to another rank ({words})"
     for kind in (ConfigurationError, OutOfMemory):
         if words.startswith(prefix := f"{kind.__name__}: "):
             return kind(f"rank {rank}: {words.removeprefix(prefix)}")
-    if failure.exitcode < 0:
-        words = f"killed by {signal.Signals(-failure.exitcode).name}"
-    return RankFailed(f"rank {rank}: {words}")
+    return RankFailed(f"rank {rank}: {words.removeprefix(f'{RankFailed.__name__}: ')}")
+
+
+def _where_ranks_were(folder: Path) -> str:
+    """One line about the frames that ranks have left, those first that waited for no other."""
+    stacks = {int(path.parent.name): path.read_text() for path in folder.rglob(STACK)}
+    for rank, stack in sorted(stacks.items()):
+        print(f"rank {rank}: {stack}", end="", file=sys.stderr)
+    places = sorted((*_place(FRAME.findall(stack)), rank) for rank, stack in stacks.items())
+    return "; ".join(f"rank {rank} {place}" for _, place, rank in places) or "no rank had begun"
+
+
+def _place(frames: list[tuple[str, str, str]]) -> tuple[bool, str]:
+    """Whether a rank waited for others in a collective, and where it was, by its frames."""
+    if not frames:
+        return False, "had ended"
+    if any(name == said_by_all.__name__ for *_, name in frames):
+        return False, "had taken its steps"
+    of_torch = str(Path(torch.__file__).parent)
+    waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))
+    own = (frame for frame in frames if not frame[0].startswith(of_torch))
+    file, line, name = next(own, frames[-1])
+    did = "waited for others" if waited else "was"
+    return waited, f"{did} in {name} ({Path(file).name}:{line})"

@@ -26,6 +26,7 @@ from torch import Tensor
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, OutOfMemory
+from dpbench.process.agreement import said_by_all
 from dpbench.process.build import build, labels_of, pick_device
 from dpbench.process.messages import MEASURING, WAITING, Steps
 from dpbench.process.step_finder import StepRecorder
@@ -124,10 +125,15 @@ def _observe(
         check_stepped(trainer, steps.active)
         record = describe(case, device, trainer, loss) | asdict(steps)
         spent.switch("after")
-        for batch in takewhile(lambda _: not recorder.finished, cycle(batches)):
-            with observed_step(recorder):
+        for batch in takewhile(lambda _: _one_wants_more(recorder), cycle(batches)):
+            with observed_step(None if recorder.finished else recorder):
                 trainer.train_step(batch)
         return record | recorder.record(case)
+
+
+def _one_wants_more(recorder: StepRecorder) -> bool:
+    """Whether the recorder of some rank does: all take as many steps."""
+    return "more" in said_by_all("enough" if recorder.finished else "more")
 
 
 def peak_memory() -> int:
@@ -206,7 +212,7 @@ def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]
         print(f"{WAITING} {what}", file=sys.stderr, flush=True)
 
     with ExitStack() as held:
-        for card in sorted(cards, key=lambda card: card.uuid):
+        for card in sorted({*cards}, key=lambda card: card.uuid):  # of two slices, the GPU once
             say(card.uuid)
             told = partial(lambda card, holder: say(f"{card.uuid}, held by {holder}"), card)
             held.enter_context(gpu.exclusive(card, purpose, told))

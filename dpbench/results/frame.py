@@ -94,13 +94,14 @@ def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with one row for all ranks of a step; ``ranks`` is how many there are.
 
     The metric says how: bytes are summed, of times the longest counts, of shares the mean.
+    ``imbalance`` is the largest divided by the mean.
 
     Raises:
         ConfigurationError: some ranks lack a number of the whole step, or an unregistered metric
             does not say how ranks become one number.
     """
     if not frame["rank"].any():
-        return frame.assign(ranks=1)
+        return frame.assign(ranks=1, imbalance=1.0)
     number = _numbered(frame, [*identity("rank"), "unit"])
     values = frame.value.groupby(number)
     reduced = frame[~number.duplicated()].reset_index(drop=True).assign(ranks=values.count())
@@ -109,7 +110,9 @@ def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
         raise ConfigurationError(
             f"{Case.from_row(row).id}: some ranks have no {row['metric']} of step {row['repeat']}"
         )
-    return reduced.assign(value=_aggregate(values, reduced.metric, "rank"), rank=0)
+    imbalance = (values.max() / values.mean()).fillna(1.0)
+    value = _aggregate(values, reduced.metric, "rank")
+    return reduced.assign(value=value, rank=0, imbalance=imbalance)
 
 
 def _aggregate(values: Any, metrics: pd.Series[str], column: str) -> pd.Series[float]:
@@ -140,6 +143,7 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     _check_unique(frame, [*keys, "repeat"])
     number = _numbered(frame, keys)
     summary = frame.loc[~number.duplicated(), [*keys, "ranks"]].reset_index(drop=True)
+    summary["imbalance"] = frame.imbalance.groupby(number).mean()
     values = frame.value.groupby(number)
     mean, count, smallest = values.mean(), values.count(), values.min()
     value = _aggregate(values, summary.metric, "repeat")
@@ -284,9 +288,10 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     times = step[step.metric == "step_time_seconds"]
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     counted = step[(step.unit == "B") & ~step.metric.isin(whole)]
-    rates = []
+    rates = [counted.iloc[:0].assign(by="")]
     both = product(instruments_of("dram_bytes"), instruments_of("step_time_seconds"))
-    for counts, measures in sorted(both, key=lambda pair: pair[0] != pair[1]):
+    there = [pair for pair in both if {*pair} <= {*step.instrument}]
+    for counts, measures in sorted(there, key=lambda pair: pair[0] != pair[1]):
         rows = counted[counted.instrument == counts]
         seconds = _beside(rows, times[times.instrument == measures], of_case)
         by = f"{counts} bytes / {measures} seconds"

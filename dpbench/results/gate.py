@@ -8,21 +8,21 @@ all use `Gate`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, SCRIPT, Case
+from dpbench.case import AXES, Case
 from dpbench.metrics import METRICS
 from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import as_tuples
 from dpbench.results.kernels import NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
-from dpbench.results.rows import NO_HARDWARE, STEP, summed
+from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 
 CasesAsked = Collection[tuple[Case, str]]
@@ -56,7 +56,7 @@ class Verdict:
             unit), ``threshold`` (the limit as written) and ``regressed``.
         regressions: those that exceed it, as plain JSON types, with `largest_changes`.
         unjudged: what a limit should have judged and could not.
-        notes: what was not compared, what else differs, and baselines that moved.
+        notes: what was not compared, what else differs, and what is wrong with the reference.
     """
 
     changes: pd.DataFrame
@@ -97,7 +97,7 @@ class Gate:
     def _judge(self, limits: Sequence[Threshold]) -> Verdict:
         inside, after, judged, unjudged = self.inside, self.after, [], list[Unjudged]()
         for limit in limits:
-            about = _about(inside, limit)
+            about = inside[(inside.metric == limit.metric) & (inside.phase == limit.phase)]
             rows = about.dropna(subset=["before", "after"])
             allowed = limit.exceeded(rows.before, rows.after)
             judged.append(rows[[*CHANGES, "of"]].join(allowed).assign(threshold=str(limit)))
@@ -116,22 +116,18 @@ class Gate:
             table,
             self._regressions(table),
             unjudged,
-            [*self._notes(table, limits)],
+            [*self._notes()],
         )
 
     @cached_property
-    def pairs(self) -> pd.DataFrame:
-        """Every number of either run, side by side."""
-        return pairs(self.before, self.after, across=self.across)
-
-    @cached_property
     def inside(self) -> pd.DataFrame:
-        """The numbers that were asked for."""
+        """The numbers of either run that were asked for, side by side."""
+        both = pairs(self.before, self.after, across=self.across)
         if self.asked is None:
-            return self.pairs
-        asked = {(*(getattr(case, axis) for axis in AXES), name) for case, name in self.asked}
-        names = as_tuples(self.pairs, [*AXES, "instrument"])
-        return self.pairs.loc[[name in asked for name in names]]
+            return both
+        asked = {(*vars(case).values(), name) for case, name in self.asked}
+        names = as_tuples(both, [*AXES, "instrument"])
+        return both.loc[[name in asked for name in names]]
 
     def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
         """What a limit had to judge and could not, by reason, or that it judged nothing at all."""
@@ -143,14 +139,9 @@ class Gate:
         if cases or about.before.notna().any() or (self.first_run_ok and not about.empty):
             return
         where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-        why = f"neither {self.before.name} nor {self.after.name} has {limit.metric} {where}"
-        elsewhere = _about(self.pairs.dropna(subset="before"), limit)
-        if limit.of and (other := other_baseline(self.before, self.after)):
-            why = other
-        elif names := list(dict.fromkeys(case.id for case, _ in _by_case(elsewhere))):
-            only = f"{self.before.name} has {limit.metric} {where} of {listed(names)} only"
-            why = f"{only}, which was not asked for"
-        yield Unjudged(str(limit), [], why)
+        nothing = f"{self.before.name} has no {limit.metric} {where} of what was asked for"
+        other = other_baseline(self.before, self.after) if limit.of else ""
+        yield Unjudged(str(limit), [], other or nothing)
 
     def _why_not(self, case: Case, row: Mapping[str, Any]) -> str:
         """Why a number is not judged; empty if it is, or need not be."""
@@ -160,7 +151,7 @@ class Gate:
             return self._fewer_steps(row) or self._not_counted(case, row)
         if self.first_run_ok and not row["came"] < row["steps"]:
             return ""
-        devices = self.before.places.get(case, {}).get(row["instrument"], ())
+        devices = self.before.places.get((case, row["instrument"]), ())
         if not devices or not (self.across or row["device"] in devices):
             return "" if self.asked is None else f"nothing to compare with in {self.before.name}"
         return self._lacking(self.before, case, row)
@@ -172,20 +163,17 @@ class Gate:
             if outcome.case == case and outcome.error:
                 how = "skipped" if outcome.skipped else "failed"
                 return f"{how} in {run.name}: {outcome.error}"
-        by = run.places.get(case, {})
-        if instrument not in by:
-            return f"{f'without {instrument}' if by else 'not'} in {run.name}"
-        if not self.across and row["device"] not in by[instrument]:
-            return f"on {listed(by[instrument])} in {run.name}, not on {row['device']}"
+        if not (devices := run.places.get((case, instrument))):
+            return f"not in {run.name}"
+        if not self.across and row["device"] not in devices:
+            return f"on {listed(devices)} in {run.name}, not on {row['device']}"
         where = "" if phase == STEP else f" in phase {phase}"
         steps, came = (row[f"{name}{'_new' * (run is self.after)}"] for name in ("steps", "came"))
         if came < steps:
             return f"only {came:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
         if row["of"]:
-            needed = f"the ratio needs its baseline {_baseline(run, case).id}"
-            if instrument in run.places.get(_baseline(run, case), {}):
-                return f"{needed}, which has nothing to divide by{where} in {run.name}"
-            return f"{needed}, which is not in {run.name}"
+            needed = case.under(run.baseline).id
+            return f"no {row['of']}{where} of its baseline {needed} to divide by in {run.name}"
         return f"no {metric} by {instrument}{where} in {run.name}"
 
     def _fewer_steps(self, row: Mapping[str, Any]) -> str:
@@ -210,97 +198,41 @@ class Gate:
         fresh = sorted(note for note in after - before if note.startswith(NOT_COUNTED))
         return f"{fresh[0]} in {self.after.name}" if fresh else ""
 
-    def _notes(self, judged: pd.DataFrame, limits: Sequence[Threshold]) -> Iterator[str]:
-        """What was not compared, what differs between the sessions, and baselines that moved."""
-        if self.before.frame.empty:
-            yield f"{self.before.name} has nothing to compare with yet"
+    def _notes(self) -> Iterator[str]:
+        """What was not compared, what differs between the sessions, and what the reference is."""
+        before, after = self.before, self.after
+        if before.frame.empty:
+            yield f"{before.name} has nothing to compare with yet"
             return
-        yield from self._not_compared()
-        yield from self._differences()
-        yield from self._baselines_that_moved(judged, limits)
-
-    def _not_compared(self) -> Iterator[str]:
-        """The cases that only one of the two has, or that were not asked for."""
-        old, new = (
-            [(case, by) for case, places in run.places.items() for by in places]
-            for run in (self.before, self.after)
-        )
         asked_old, asked_new = (
-            [each for each in subjects if self.asked is None or each in self.asked]
-            for subjects in (old, new)
+            [key for key in run.places if self.asked is None or key in self.asked]
+            for run in (before, after)
         )
         for what, mine, others in (
-            ("not asked for, and so not compared", old, asked_old),
-            (f"not in {self.after.name}", asked_old, new),
-            (f"not in {self.before.name}", asked_new, old),
+            ("not asked for, and so not compared", [*before.places], asked_old),
+            (f"not in {after.name}", asked_old, after.places),
+            (f"not in {before.name}", asked_new, before.places),
         ):
             if names := _missing(mine, others):
                 yield f"{what}: {listed(names)}"
-
-    def _differences(self) -> Iterator[str]:
-        """What differs between the sessions, or is wrong with one of them."""
-        before, after = self.before, self.after
-        if differences := premise_differences(before, after):
-            yield f"different from {before.name}: {'; '.join(differences)}"
-        if other := other_baseline(before, after):
-            yield other
-        was, now = (run.frame["rank"].nunique() for run in (before, after))
-        if now not in (was, 0):
-            yield f"{before.name} is the sum over {was} ranks, {after.name} over {now}"
+        differences = [*premise_differences(before, after), other_baseline(before, after)]
+        if any(differences):
+            yield f"different from {before.name}: {'; '.join(filter(None, differences))}"
         if before.status != COMPLETE:
             yield f"{before.name} was interrupted: it has what was finished until then"
         if before.regressed:
             yield f"{before.name} did not pass its own comparison"
-        for run in (before, after):
-            if run.repeated:
-                yield f"{run.name} has {run.repeated} rows twice, which count once"
-        scripts = self.inside[(self.inside.workload == SCRIPT) & (self.inside.phase != STEP)]
-        scripts = scripts.dropna(subset=["came", "came_new"])
-        moved = scripts[scripts.came * scripts.steps_new != scripts.came_new * scripts.steps]
-        for case, row in _by_case(moved.drop_duplicates(summed("metric"))):
-            old = "{phase} of {} came in {came:.0f} of {steps:.0f} steps".format(case.id, **row)
-            new = "{came_new:.0f} of {steps_new:.0f}".format(**row)
-            yield f"{old} in {before.name}, in {new} in {after.name}"
-
-    def _baselines_that_moved(
-        self, judged: pd.DataFrame, limits: Iterable[Threshold]
-    ) -> Iterator[str]:
-        """For limits of ratios, the baselines that changed by more than the ratio may."""
-        keys = summed("trainer", "metric")
-        for limit in (each for each in limits if each.of):
-            own = self.pairs[self.pairs.metric == limit.of]
-            own = own[own.trainer == self.after.baseline]
-            both = judged[judged.threshold == str(limit)].merge(own, on=keys, suffixes=("", "_own"))
-            moved = both[both.relative_own.abs() > both.limit / both.before.abs()]
-            for case, row in _by_case(moved.drop_duplicates(keys)):
-                where = "" if limit.phase == STEP else f"@{limit.phase}"
-                yield (
-                    f"{limit}: the baseline itself moved by more than that: {limit.of}{where} of "
-                    f"{_baseline(self.after, case).id} {row['relative_own']:+.2%}"
-                )
 
     def _regressions(self, judged: pd.DataFrame) -> list[dict[str, Any]]:
         """The rows that exceed their limit, as plain JSON types, NaN as None."""
         worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
-        listed = []
+        regressions = []
         for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
-            cases = [case, _baseline(self.after, case)] if row["of"] else [case]
-            largest = [
-                change
-                for each in cases
-                for change in largest_changes(self.before, self.after, each, row)
-            ]
-            row |= {"reference": self.before.name, "largest_changes": largest}
-            listed.append(row)
-        return listed
-
-
-def _about(numbers: pd.DataFrame, limit: Threshold) -> pd.DataFrame:
-    return numbers[(numbers.metric == limit.metric) & (numbers.phase == limit.phase)]
-
-
-def _baseline(run: Run, case: Case) -> Case:
-    return case.under(run.baseline)
+            cases = [case, case.under(self.after.baseline)] if row["of"] else [case]
+            by_case = [largest_changes(self.before, self.after, each, row) for each in cases]
+            largest = [change for changes in by_case for change in changes]
+            regressions.append(row | {"reference": self.before.name, "largest_changes": largest})
+        return regressions
 
 
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -309,7 +241,7 @@ def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:
         yield Case.from_row(row), row
 
 
-def _missing(mine: Sequence[tuple[Case, str]], others: Collection[tuple[Case, str]]) -> list[str]:
+def _missing(mine: Sequence[tuple[Case, str]], others: CasesAsked) -> list[str]:
     """The cases that others lack; with the instruments where they have it by another one."""
     partly, named = {case for case, _ in {*mine} & {*others}}, dict[Case, list[str]]()
     for case, instrument in mine:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import BASELINE_TRAINER, Case
-from dpbench.files import locked, write_text
 from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
@@ -82,7 +76,8 @@ class Outcome:
         """Plain JSON types, the case's fields first; the inverse of `from_json`."""
         case = vars(self.case)
         own = {name: [*v] if isinstance(v, tuple) else v for name, v in vars(self).items()}
-        for name in LISTS:
+        own["rows"] = [row.as_row() for row in self.rows]  # which have their case's fields
+        for name in SEEN:
             own[name] = [case | entry.as_row() for entry in own[name]]
         del own["case"]
         return case | own
@@ -182,7 +177,8 @@ def _derived(rows: Sequence[Measurement], baseline: str) -> dict[str, Any]:
 
 def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
     """Rows as plain JSON types, every digit kept; None for NaN."""
-    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+    columns = [[v if v == v else None for v in frame[name].tolist()] for name in frame]
+    return [dict(zip(frame, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -225,11 +221,6 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return lines
 
 
-def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write what `document` made."""
-    write_text(path, document_text(document))
-
-
 def document_text(document: Mapping[str, Any]) -> str:
     """A document as JSON, a line for each field and for each entry of a list.
 
@@ -243,78 +234,3 @@ def _lines(value: object) -> str:
     if not (isinstance(value, list) and value):
         return json.dumps(value)
     return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n ]"
-
-
-class OutcomeStore:
-    """A directory in which the processes of a session leave what they have found, a file for each.
-
-    There is one for each case and its instruments, and one for each payload that a test `tell`s.
-    What a process has written survives it. What cannot be written (a full disk) stays with the
-    process that found it, in `unwritten`, by the name of its file.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.unwritten: dict[str, dict[str, Any]] = {}
-        self._outcomes: dict[str, Outcome] = {}
-        self._payloads: dict[str, dict[str, Any]] = {}
-
-    def once(
-        self, case: Case, measure: Callable[[Case], Outcome], *, by: Sequence[str] = ("measured",)
-    ) -> Outcome:
-        """The outcome of a case: measured by whoever asks first, while others wait.
-
-        Outcomes ``by`` different instruments are kept apart.
-        """
-        # A step's case is named after its test, whose id may hold what no file name can.
-        name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
-        with locked(self.directory / f"{name}.lock"):
-            name = f"{name}.json"
-            if not (name in self.unwritten or (self.directory / name).exists()):
-                self.take({name: measure(case).as_json()})
-            return self._outcome(name)
-
-    def keep(self, outcome: Outcome) -> None:
-        """Take over an outcome that was measured elsewhere."""
-        self.once(outcome.case, lambda case: outcome, by=outcome.instruments)
-
-    def tell(self, **payload: Any) -> None:
-        """Share a payload with all processes of the session; objects become their fields."""
-        name = f"{time.monotonic_ns():020}-{os.getpid()}.told"
-        self._payloads[name] = json.loads(json.dumps(payload, default=vars))
-        self.take({name: self._payloads[name]})
-
-    def take(self, files: Mapping[str, dict[str, Any]]) -> None:
-        """Write these files, which may be what another process could not write."""
-        for name, data in files.items():
-            try:
-                write_text(self.directory / name, json.dumps(data))
-            except OSError:
-                self.unwritten[name] = data
-
-    def lock(self) -> AbstractContextManager[int | None]:
-        """A lock for files that several processes of the session write."""
-        return locked(self.directory / "session.lock")
-
-    def outcomes(self) -> list[Outcome]:
-        """Everything measured so far, in the order in which it was finished."""
-        files = sorted(self.directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        unwritten = [name for name in self.unwritten if name.endswith(".json")]
-        return [*map(self._outcome, dict.fromkeys([*(path.name for path in files), *unwritten]))]
-
-    def told(self) -> list[dict[str, Any]]:
-        """Every payload, in the order in which they were shared."""
-        for name in (*(path.name for path in self.directory.glob("*.told")), *self.unwritten):
-            if name not in self._payloads and name.endswith(".told"):
-                self._payloads[name] = self._load(name)
-        return [self._payloads[name] for name in sorted(self._payloads)]
-
-    def _outcome(self, name: str) -> Outcome:
-        if name not in self._outcomes:  # it is written once
-            self._outcomes[name] = Outcome.from_json(self._load(name))
-        return self._outcomes[name]
-
-    def _load(self, name: str) -> dict[str, Any]:
-        if name in self.unwritten:
-            return self.unwritten[name]
-        return dict(json.loads((self.directory / name).read_text(encoding="utf-8")))

@@ -17,8 +17,17 @@ from dpbench.files import printable, read_file
 from dpbench.metric import Metric
 from dpbench.metrics import METRICS
 from dpbench.results.document import checked_frame, naming, parsed
-from dpbench.results.outcome import COMPLETE, LISTS, SEEN, Outcome, baseline_of, each_once
-from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE, as_rows
+from dpbench.results.outcome import (
+    COMPLETE,
+    LISTS,
+    SEEN,
+    Outcome,
+    baseline_of,
+    document,
+    document_text,
+    each_once,
+)
+from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,28 +48,26 @@ class Run:
         path: the file.
         document: what `dpbench.results.outcome.document` made.
         label: what it is called, instead of its file.
-        repeated: how many rows the file has a second time, which were dropped.
         measured: the outcomes of a session that has no document yet.
     """
 
     path: Path
     document: Mapping[str, Any] = field(repr=False)
     label: str = ""
-    repeated: int = 0
     measured: tuple[Outcome, ...] | None = field(default=None, repr=False)
 
     @classmethod
     def load(cls, path: Path) -> Run:
         """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
         with naming(path):
-            document = parsed(read_file(path))
+            saved = parsed(read_file(path))
             for part in SEEN:
-                for entry in document.get(part, ()):
+                for entry in saved.get(part, ()):
                     LISTS[part].from_row(entry)
-            with METRICS.including(cls(path, document).metrics):
-                again = checked_frame(document["rows"]).duplicated(IDENTITY)
-            document["rows"] = [*compress(document["rows"], ~again)]
-            return cls(path, document, repeated=int(again.sum()))
+            with METRICS.including(cls(path, saved).metrics):
+                again = checked_frame(saved["rows"]).duplicated(IDENTITY)
+            saved["rows"] = [*compress(saved["rows"], ~again)]
+            return cls(path, saved)
 
     @classmethod
     def load_head(cls, path: Path) -> Run:
@@ -72,9 +79,9 @@ class Run:
             data = read_file(path)
             head, is_ours, rows = data.partition(ROWS)
             if is_ours and data.rstrip().endswith(b"}"):
-                document = parsed(head.rstrip().rstrip(b",") + b', "rows": []}')
+                saved = parsed(head.rstrip().rstrip(b",") + b', "rows": []}')
                 in_rows = map(json.loads, {*_DEVICE.findall(rows)})
-                return cls(path, {"devices": sorted(in_rows), **document})
+                return cls(path, {"devices": sorted(in_rows), **saved})
         return cls.load(path)  # written by another program, or cut off
 
     @classmethod
@@ -87,14 +94,8 @@ class Run:
     ) -> Run:
         """A session so far, which need not have a file."""
         listed = tuple(each_once(outcomes))
-        rows = [row for outcome in listed for row in outcome.rows]
-        document = {
-            "environment": environment or {},
-            "session": session or {},
-            "metrics": METRICS.definitions({row.metric for row in rows}),
-            "rows": as_rows(rows),
-        }
-        return cls(Path(name), document, measured=listed)
+        whole = document(listed, environment or {}, session, derive=False)
+        return cls(Path(name), whole, measured=listed)
 
     @classmethod
     def merge(cls, runs: Sequence[Run]) -> Run:
@@ -105,9 +106,8 @@ class Run:
         regressed if one has; all else of the session is the last part's. If parts differ in
         environment or settings, ``parts`` of the session has those of each.
         """
-        parts: list[dict[str, Any]] = []
-        for part in (part for run in runs for part in run.parts):
-            parts += [part] if part not in parts else []
+        every = [part for run in runs for part in run.parts]
+        parts = [part for place, part in enumerate(every) if part not in every[:place]]
         outcomes = [outcome for run in runs for outcome in run.outcomes]
         session = runs[-1].session | {
             "seconds": sum(run.session.get("seconds", 0.0) for run in runs),
@@ -191,14 +191,18 @@ class Run:
             return numbers(self.frame, self.baseline)
 
     @cached_property
-    def places(self) -> dict[Case, dict[str, list[str]]]:
-        """The devices that measured each case, by instrument."""
-        places: dict[Case, dict[str, list[str]]] = {}
+    def places(self) -> dict[tuple[Case, str], list[str]]:
+        """The devices that measured each case by each instrument."""
+        places: dict[tuple[Case, str], list[str]] = defaultdict(list)
         measured = self.frame[[*AXES, "instrument", "device"]].drop_duplicates()
         for row in measured.to_dict("records"):
-            by_instrument = places.setdefault(Case.from_row(row), {})
-            by_instrument.setdefault(row["instrument"], []).append(row["device"])
-        return places
+            places[Case.from_row(row), row["instrument"]].append(row["device"])
+        return dict(places)
+
+    @cached_property
+    def text(self) -> str:
+        """The document as it is written."""
+        return document_text(self.document)
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -229,20 +233,16 @@ class Run:
         return (*outcomes, *map(Outcome.from_json, left))
 
     @cached_property
-    def tests(self) -> dict[str, list[tuple[Case, str]]]:
-        """The cases that each test asked for, by its id, each with the name of an instrument."""
-        asked: dict[str, list[tuple[Case, str]]] = defaultdict(list)
-        for outcome in self.outcomes:
-            by_each = [(outcome.case, name) for name in outcome.instruments]
-            for test in outcome.tests:
-                asked[str(test.get("test"))] += by_each
-        return asked
+    def tests(self) -> set[str]:
+        """The ids of the tests that asked for its cases."""
+        return {str(test.get("test")) for outcome in self.outcomes for test in outcome.tests}
 
     def asked_by(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
         """The cases that a test, or the tests of a module, asked these instruments for."""
         return [
-            (case, name)
-            for test, asked in self.tests.items()
-            for case, name in asked
-            if f"{test}::".startswith(f"{tests}::") and name in by
+            (outcome.case, name)
+            for outcome in self.outcomes
+            for name in outcome.instruments
+            for test in outcome.tests
+            if name in by and f"{test.get('test')}::".startswith(f"{tests}::")
         ]

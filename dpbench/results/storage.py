@@ -1,20 +1,26 @@
-"""The folder of saved runs."""
+"""The folder of saved runs, and which of them a session is compared with."""
 
 from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import accumulate, islice
 from pathlib import Path
 
+from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import Locked, check_is_path, check_writable, in_words, locked, mode_of
-from dpbench.results.outcome import INTERRUPTED
+from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
+from dpbench.settings import Settings
 
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
+
+LOOKED_AT = 20
+"""How many comparable runs are read, from the newest on, to find the reference."""
 
 _FILE = re.compile(r"(\d{4,})_([^\x00-\x1f\x7f-\x9f]+)\.json")
 
@@ -76,28 +82,21 @@ class Storage:
         return matching[0]
 
     def candidates(self, devices: Iterable[str]) -> list[Path]:
-        """The files of runs on these devices, and of counted ones, that no session is writing.
-
-        The newest comes first.
-        """
+        """The files of runs on these devices, and of counted ones, the newest first."""
         folders = {LOGICAL, *map(folder_name, devices)}
-        paths = [path for path in reversed(self.paths()) if path.parent.name in folders]
-        return [path for path in paths if not is_being_written(path)]
+        return [path for path in reversed(self.paths()) if path.parent.name in folders]
 
-    def interrupted(
-        self, device: str | None, shard: str | None = None
-    ) -> tuple[Path | None, list[str]]:
+    def interrupted(self, device: str | None, shard: str | None, skipped: list[str]) -> Path | None:
         """A device's latest interrupted run, of a shard, with at least one case, if there is one.
 
-        Also returns why files could not be read.
+        Why files could not be read is added to ``skipped``.
         """
-        skipped: list[str] = []
         paths = [p for p in reversed(self.paths()) if p.parent.name == folder_name(device)]
         for run in readable(paths, Run.load_head, skipped):
             of_it = run.session.get("grid", {}).get("shard") == shard
             if of_it and run.status == INTERRUPTED and run.document.get("cases"):
-                return run.path, skipped
-        return None, skipped
+                return run.path
+        return None
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
         """Create the file of the next number with this text; each session gets its own number."""
@@ -163,3 +162,123 @@ def readable(
             yield load(path)
         except ConfigurationError as error:
             skipped.append(f"skipped: {error}")
+
+
+# --- which run a session is compared with ----------------------------------------------------
+
+
+class Reference:
+    """The run that a session is compared with: the one that was named, or what `fullest` finds.
+
+    Args:
+        settings: what was asked for.
+        sources: each (device, instrument) that the session can have rows of.
+        notes: lines for the end of the session; files that could not be read are added.
+        files: the candidates that another process of the session has found.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        sources: Collection[tuple[str, str]],
+        notes: list[str],
+        files: Sequence[str] | None = None,
+    ) -> None:
+        self.settings, self.sources, self.notes = settings, sources, notes
+        self.files = files
+        """The run that was named, or all that may be the reference, newest first."""
+        self._run: Run | None = None
+
+    def find(self, asked: Collection[tuple[Case, str]], *, must_exist: bool) -> None:
+        """Find the run that was named, or the candidates.
+
+        Args:
+            asked: the cases that the session measures, each by an instrument, as far as known.
+            must_exist: whether limits need it.
+        """
+        settings, across = self.settings, self.settings.compare_across
+        if settings.compare:
+            option = "--dpbench-compare-across" if settings.of_pytest else ""
+            run, whose = self.run(), "this session measures"
+            check_comparable(run, self.sources, whose, across=across, option=option)
+        elif must_exist and (self.run(asked).frame.empty if asked else not self._files()):
+            devices = " or ".join(sorted({device for device, _ in self.sources}))
+            with_cases = " has any of these cases" if asked else ""
+            raise ConfigurationError(
+                f"no saved run on {devices} in {settings.storage}{with_cases} to judge by; if this "
+                f"is the first, say {settings.option('compare_first_run_ok')}"
+            )
+
+    def _files(self) -> Sequence[str]:
+        settings, storage = self.settings, Storage(self.settings.storage)
+        if self.files is None and settings.compare:
+            is_number = settings.compare.isdecimal()
+            path = settings.directory / settings.compare
+            self.files = [str(storage.find(settings.compare if is_number else str(path)))]
+        elif self.files is None:
+            self.files = [*map(str, storage.candidates({device for device, _ in self.sources}))]
+        return self.files
+
+    def run(self, asked: Collection[tuple[Case, str]] = (), tests: Collection[str] = ()) -> Run:
+        """The run, chosen when it is needed first; without rows if there is none.
+
+        Args:
+            asked: the cases that it should have, each by an instrument.
+            tests: the ids of tests and modules that it should have measured for.
+        """
+        if self._run is None:
+            files = map(Path, self._files())
+            if self.settings.compare:
+                self._run = Run.load(next(files))
+            else:
+                comparable = self._comparable(readable(files, Run.load, self.notes))
+                self._run = fullest(comparable, {*asked}, {*tests}) or Run.of("the storage")
+        return self._run
+
+    def _comparable(self, runs: Iterable[Run]) -> Iterator[Run]:
+        """The runs that are complete, passed their own comparison, and have a common source."""
+        for run in runs:
+            if run.status == COMPLETE and not run.regressed and {*self.sources} & {*run.sources}:
+                yield run
+
+
+def fullest(
+    newest_first: Iterable[Run], asked: set[tuple[Case, str]], tests: set[str]
+) -> Run | None:
+    """The run that has most of what is asked for, the newest of equals.
+
+    A newer run of fewer ``tests`` does not replace a whole one: what it lacks could not be judged.
+    If cases are ``asked`` for, a run with nothing of them is no reference.
+    """
+
+    def shared(run: Run) -> int:
+        of_tests = sum(not _with_modules(test).isdisjoint(tests) for test in run.tests)
+        return len(asked & run.places.keys()) + of_tests
+
+    best = max(islice(newest_first, LOOKED_AT), key=shared, default=None)
+    return None if best and asked and not shared(best) else best
+
+
+def _with_modules(test: str) -> set[str]:
+    """The ids of a test, and of the module and classes that it is in."""
+    return {*accumulate(test.split("::"), "{}::{}".format)}
+
+
+def check_comparable(
+    before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
+) -> None:
+    """Refuse to compare what different devices measured, or runs without a common instrument.
+
+    ``after`` has each (device, instrument) of what is compared, which is called ``name``; with
+    ``across``, which ``option`` asks for, the devices may differ.
+    """
+    old, new = set(before.sources), set(after)
+    shared = {by for _, by in old} & {by for _, by in new}
+    if shared and (across or {by for _, by in old & new} == shared):
+        return
+    there, here = (
+        "; ".join(f"{by} on {device}" for device, by in side) or "nothing"
+        for side in (before.sources, after)
+    )
+    remedy = f"; {option} does it all the same" if shared and option else ""
+    raise ConfigurationError(f"{before.path} holds {there}, {name} {here}: not compared{remedy}")

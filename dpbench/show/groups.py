@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, AXES, SCRIPT, trained_in, unusual
 from dpbench.metric import Metric
 from dpbench.registry import TRAINERS
-from dpbench.results.frame import CONFIGURATION
+from dpbench.results.frame import CONFIGURATION, as_tuples
 from dpbench.results.rows import STEP, summed
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import NAME, OF_TESTS, PARAM, View, column
@@ -37,15 +38,18 @@ class Group:
         return self.frame[self.frame.phase == self.phase]
 
     @cached_property
-    def places(self) -> Mapping[Any, Any]:
-        """The positions in ``frame`` of each phase and metric."""
-        return self.frame.groupby(["phase", "metric"]).indices
+    def numbers(self) -> dict[tuple[str, str], dict[str, tuple[float, str]]]:
+        """By phase and metric, the value and unit of each label."""
+        numbers: dict[tuple[str, str], dict[str, tuple[float, str]]] = defaultdict(dict)
+        columns = ["phase", "metric", "label", "value", "unit"]
+        for phase, metric, label, *number in as_tuples(self.frame, columns):
+            numbers[phase, metric][label] = (*number,)
+        return numbers
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
         """The cells of a column by label; cases without a number are left out."""
-        rows = self.frame.iloc[self.places.get((phase or self.phase, shown.name), [])]
-        numbers = zip(rows.label, rows.value, rows.unit, strict=True)
-        return {label: _written(shown, value, unit) for label, value, unit in numbers}
+        numbers = self.numbers.get((phase or self.phase, shown.name), {})
+        return {label: _written(shown, *number) for label, number in numbers.items()}
 
     def table(
         self,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dpbench.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.files import in_words, write_bytes
 from dpbench.registry import OUTPUTS
-from dpbench.results.outcome import COMPLETE, document_text
+from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import COLUMNS
 from dpbench.results.run import Run
 
@@ -43,7 +43,7 @@ def json_document(runs: Sequence[Run], view: View) -> str:
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
         raise ConfigurationError(f"a JSON file holds one run, not {names}: name one")
-    return document_text(runs[0].document)
+    return runs[0].text
 
 
 def markdown_tables(runs: Sequence[Run], view: View) -> str:

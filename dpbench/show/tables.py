@@ -20,6 +20,10 @@ from dpbench.show.view import View, column, shown_by_default, without_replaced
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
 
+EVEN_SHARE = 0.05
+"""Ranks are even if the largest is above their mean by no more than this; so small a phase has no
+say."""
+
 BUSY_OF = (
     "Of the time that the step or phase takes when it is not counted and the CPU runs ahead; of "
     "phases that were not timed, of the time between synchronizations."
@@ -120,6 +124,8 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
     if (ranks := rows.ranks.max()) > 1:
         how = "counts are the sum, times and peaks the largest, shares the mean"
         yield f"Of {ranks:.0f} ranks: {how}."
+    if uneven := [*_uneven(group, columns)]:
+        yield f"Ranks differ, largest ÷ mean: {', '.join(uneven)}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
@@ -160,6 +166,18 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
             worst = rows.sort_values("value", ascending=False, kind="stable").iloc[0]
             name = shown.heading.replace("\n", " ").removesuffix(" ms")
             yield f"{name} {worst.value:.2%} ({worst.label}, {worst.repeats:.0f} steps)"
+
+
+def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
+    """For each column the phase, or the step, in which ranks differ most, if they do."""
+    for shown in (each for each in columns if each.kind == "value"):
+        rows = group.frame[group.frame.metric == shown.name]
+        rows = rows[rows.value > EVEN_SHARE * rows.value.max()]
+        rows = rows[rows.imbalance > 1 + EVEN_SHARE]
+        if len(rows):
+            worst = rows.sort_values("imbalance", ascending=False, kind="stable").iloc[0]
+            name = shown.heading.replace("\n", " ").removesuffix(" ms")
+            yield f"{name} {worst.imbalance:.2f} ({worst.label}, {worst.phase})"
 
 
 # --- phases ----------------------------------------------------------------------------------

@@ -42,6 +42,13 @@ HOW_TO_READ = (
 )
 
 
+ABOUT_SHARES = (
+    "Shares of the time that a step takes more than {}'s: the least time for its additional "
+    "arithmetic and bytes, its additional idle time, what is left. They overlap and need not add "
+    "up to 100%."
+)
+
+
 def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAINER) -> list[Table]:
     """What `dpbench.results.times.account` returned: by cell its phases, then what privacy adds."""
     tables: list[Table] = []
@@ -53,17 +60,8 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
         if len(added := additional(rows, baseline)):
             columns: dict[str, Shown] = {"trainer": ("trainer", str), **ADDED_COLUMNS}
             name = f"{title}: what the time beyond {baseline}'s is made of"
-            tables.append(Table.of(name, added, columns, [about_shares(baseline)]))
+            tables.append(Table.of(name, added, columns, [ABOUT_SHARES.format(baseline)]))
     return tables
-
-
-def about_shares(baseline: str) -> str:
-    """The note on shares of additional time."""
-    return (
-        f"Shares of the time that a step takes more than {baseline}'s: the least time for its "
-        f"additional arithmetic and bytes, its additional idle time, what is left. They overlap "
-        f"and need not add up to 100%."
-    )
 
 
 def lacking(rows: pd.DataFrame) -> Iterator[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
+from importlib import import_module
+from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -13,7 +17,8 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.names import parted, read_parameters
 from dpbench.process.build import build, labels_of, pick_device
-from dpbench.training.parallel import rank_and_ranks
+from dpbench.process.ranks import Observe, observe_all
+from dpbench.registry import names_of, resolve
 from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check import Check
 from dpbench.verify.noise import check_noise
@@ -38,18 +43,39 @@ ELSEWHERE = 3
 """The seed of another process; those of runs in this one are 1 and 2."""
 
 
-def verify(case: Case, device: str = "auto", drawn: Path | None = None) -> list[Check]:
-    """Hold the trainer of a case to what it says.
-
-    All ranks of a case must do so together; the gradients are held to those of the joint batch.
+def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
+    """Hold the trainer of a case to what it says; over ranks, in processes that it starts.
 
     Args:
         case: small; with several micro-batches, the batch as a whole is tried as well.
         device: ``auto``, ``cpu`` or ``cuda``.
-        drawn: what another process wrote with `draw`, to compare with the noise of this one.
+        processes: whether noise is compared with that of another process.
 
     Raises:
         ConfigurationError: the trainer refuses the case, or there is nothing to verify.
+    """
+    if case.gpus == 1:
+        return verify_here(case, device, processes=processes)
+    drawn = draw_elsewhere(case, device) if processes else []
+    checks: list[Check] = _over_ranks(partial(_verify_rank, device, drawn), case, device)["checks"]
+    return checks
+
+
+def _over_ranks(work: Observe, case: Case, device: str) -> dict[str, Any]:
+    import_module("torch._dynamo")  # which the first optimizer imports: once for all ranks
+    return observe_all(work, case, device)
+
+
+def _verify_rank(device: str, drawn: Sequence[Gradients], case: Case) -> dict[str, Any]:
+    return {"checks": verify_here(case, device, drawn)}
+
+
+def verify_here(
+    case: Case, device: str, drawn: Sequence[Gradients] = (), *, processes: bool = False
+) -> list[Check]:
+    """`verify` in this process, which all ranks of a case do together.
+
+    Gradients are held to those of the joint batch, and noise is compared with what was ``drawn``.
     """
     place = pick_device(device)
     if given := [name for name in read_parameters(parted(case.trainer)[1]) if name in OWN]:
@@ -65,7 +91,8 @@ def verify(case: Case, device: str = "auto", drawn: Path | None = None) -> list[
         if clips not in CLIPS:
             raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
         del trainer
-        return [*Verification(case, place, clips).checks(drawn)]
+        verification = Verification(case, place, clips)
+        return [*verification.checks(draw_elsewhere(case, device) if processes else drawn)]
 
 
 def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
@@ -82,12 +109,27 @@ def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
     ]
 
 
-def draw(case: Case, device: str, file: Path) -> None:
-    """Write the noise of a case's steps to a file, for another process to compare."""
-    subject = Subject(case, pick_device(device), STEPS)
-    noise = noise_of(subject, case, seed=ELSEWHERE)
-    if rank_and_ranks()[0] == 0:
-        torch.save([{name: g.float() for name, g in step.items()} for step in noise], file)
+def draw_elsewhere(case: Case, device: str) -> list[Gradients]:
+    """The noise of a case's steps in a process of its own, on the CPU."""
+    spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
+    at_once = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback of its own
+    with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, at_once) as pool:
+        drawn = pool.submit(_draw, replace(case, **spelled), device).result()
+    return [{name: torch.from_numpy(g).double() for name, g in step.items()} for step in drawn]
+
+
+def _draw(case: Case, device: str) -> list[dict[str, Any]]:
+    case = resolve(case)
+    work = partial(_noise, device)
+    drawn = work(case) if case.gpus == 1 else _over_ranks(work, case, device)
+    noise: list[dict[str, Any]] = drawn["noise"]
+    return noise
+
+
+def _noise(device: str, case: Case) -> dict[str, Any]:
+    noise = noise_of(Subject(case, pick_device(device), STEPS), case, seed=ELSEWHERE)
+    arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in noise]
+    return {"noise": arrays}
 
 
 class Verification:
@@ -99,22 +141,21 @@ class Verification:
         self.examples = self.subject.examples()
         self.whole = replace(case, micro_batches=1)
 
-    def checks(self, drawn: Path | None) -> Iterator[Check]:
-        """Of gradients, of noise, and of what is frozen."""
-        # Noise first: what another process drew is to be compared with the first drawn here.
+    def checks(self, elsewhere: Sequence[Gradients]) -> Iterator[Check]:
+        """Of gradients, of noise, also of noise drawn ``elsewhere``, and of what is frozen."""
+        # Noise first: what another process draws is to be compared with the first drawn here.
         draws: list[Gradients] = []
         for seed, case in enumerate((self.whole, self.case), 1):
             draws += noise_of(self.subject, case, seed)
-        if drawn:
-            there = torch.load(drawn, map_location=self.subject.device, weights_only=True)
-            draws += [{name: g.double() for name, g in step.items()} for step in there]
+        device = self.subject.device
+        draws += [{name: g.to(device) for name, g in step.items()} for step in elsewhere]
         yield Check.of("reference", [], "", self.subject.reference)
         half, below_all = thresholds(self.examples, self.clips)
         parts = self.case.micro_batches
         yield self.gradient("gradient, half clipped", self.whole, half, 0.0)
         in_parts = f" in {parts} parts" if parts > 1 else ""
         yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all, FAINT)
-        runs = "steps, runs, processes" if drawn else "steps, runs"
+        runs = "steps, runs, processes" if elsewhere else "steps, runs"
         deviation = SIGMA * THRESHOLD / self.case.batch_size
         yield from check_noise(draws, deviation, self.subject.dtype, runs, self.case.gpus)
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]

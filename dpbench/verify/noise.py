@@ -59,12 +59,12 @@ def check_noise(
         yield _distribution(full, deviation, dtype)
     else:
         yield Check("noise: distribution", NOT_JUDGED, "", "", ["its deviation is another"])
-    yield _compared("noise: elements", _neighbours(full))
-    yield _compared(f"noise: {runs}", _draws(full))
-    yield _judged("noise: parameters", list(_parameters(full)))
+    yield _judged("noise: elements", [*_neighbours(full)])
+    yield _judged(f"noise: {runs}", [*_draws(full)])
+    yield _judged("noise: parameters", [*_parameters(full)])
     if ranks > 1:
         elements = sum(noise.numel() for noise in full[0].values())
-        yield _judged("noise: ranks", list(_distances(full)), 2 * elements * len(full))
+        yield _judged("noise: ranks", [*_distances(full)], 2 * elements * len(full))
 
 
 def chance_of_mean_square(q: float, n: int) -> float:
@@ -109,28 +109,25 @@ def _distribution(draws: Sequence[Gradients], deviation: float, dtype: torch.dty
     return Check.of("noise: distribution", words, "", f"{far:.2g}")
 
 
-Pair = tuple[str, str, Tensor, Tensor]
-"""A parameter, what it would mean if the two correlated, and these."""
 Correlation = tuple[str, str, float, int]
-"""The same with their correlation, and of how many elements."""
+"""A parameter, what it would mean if the two correlated, how much they do, of how many elements."""
 
 
-def _neighbours(draws: Sequence[Gradients]) -> Iterator[Pair]:
+def _neighbours(draws: Sequence[Gradients]) -> Iterator[Correlation]:
     """Even and odd elements along each dimension."""
     for draw in draws:
         for name, noise in draw.items():
             for dim in range(noise.dim()):
                 half = noise.shape[dim] // 2
-                pairs = noise.narrow(dim, 0, 2 * half).unflatten(dim, (half, 2))
-                words = f"repeats along dimension {dim}"
-                yield name, words, pairs.select(dim + 1, 0), pairs.select(dim + 1, 1)
+                even, odd = noise.narrow(dim, 0, 2 * half).unflatten(dim, (half, 2)).unbind(dim + 1)
+                yield name, f"repeats along dimension {dim}", *_correlation(even, odd)
 
 
-def _draws(draws: Sequence[Gradients]) -> Iterator[Pair]:
+def _draws(draws: Sequence[Gradients]) -> Iterator[Correlation]:
     """Each parameter's noise in two steps."""
     for (i, one), (j, other) in combinations(enumerate(draws, 1), 2):
         for name, noise in one.items():
-            yield name, f"is in step {j} that of step {i}", noise, other[name]
+            yield name, f"is in step {j} that of step {i}", *_correlation(noise, other[name])
 
 
 def _parameters(draws: Sequence[Gradients]) -> Iterator[Correlation]:
@@ -163,19 +160,13 @@ def _distances(draws: Sequence[Gradients]) -> Iterator[Correlation]:
         name = max(zip(of_each, draw, strict=True), key=lambda pair: abs(float(pair[0].sum())))[1]
         odd = torch.arange(len(one), device=noise.device) // far % 2 == 1
         for some in (odd, ~odd):  # in neither is an element in two pairs
-            a, b = one[some], other[some]
-            yield name, f"repeats {far} elements further on", _correlation(a, b), a.numel()
+            words = f"repeats {far} elements further on"
+            yield name, words, *_correlation(one[some], other[some])
 
 
-def _compared(check: str, pairs: Iterator[Pair]) -> Check:
-    return _judged(
-        check, [(name, what, _correlation(a, b), a.numel()) for name, what, a, b in pairs]
-    )
-
-
-def _correlation(a: Tensor, b: Tensor) -> float:
+def _correlation(a: Tensor, b: Tensor) -> tuple[float, int]:
     size = float(a.norm() * b.norm())
-    return float((a * b).sum()) / size if size else 0.0
+    return float((a * b).sum()) / size if size else 0.0, a.numel()
 
 
 def _judged(check: str, found: list[Correlation], comparisons: int = 0) -> Check:

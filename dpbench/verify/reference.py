@@ -135,7 +135,7 @@ def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float]:
     if clips == "flat":
         norms, share = norms.norm(dim=1), 1.0
     largest = float(norms.max())
-    if not 0 < largest < float("inf"):
+    if not 0 < largest < math.inf:
         raise ConfigurationError(
             f"no gradient to verify: the largest norm of an example's is {largest}"
         )

@@ -145,7 +145,8 @@ def _by_optimizer(trainer: Any, batch: Batch, trained: Parameters, before: Gradi
 
     def take(_: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         nonlocal seen
-        seen = len(given) == 1 and "closure" not in named  # which computes gradients later
+        # A closure computes gradients later.
+        seen = len(given) == 1 and named.get("closure") is None
         for name, p in trained.items():
             if p.grad is not None:
                 handed[name] += gathered(p.grad).double()

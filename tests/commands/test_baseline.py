@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.cli import main
-from dpbench.grid import chosen_grid
+from dpbench.grid import Grid
 from dpbench.results.run import Run
 
 pytestmark = pytest.mark.usefixtures("counted_once")
@@ -86,7 +86,7 @@ def test_a_ratio_needs_the_baseline_along_every_axis(dpbench: Asked) -> None:
     status, shown = dpbench("compare both.json one.json --fail=logical_ratio:1%")
     assert status == 1
     lacking = Case("dpsgd", 4, 8, "50x16x1x2", optimizer="adamw").id
-    assert f"the ratio needs its baseline {lacking}, which is not in one" in shown
+    assert f"of its baseline {lacking} to divide by in one" in shown
     assert (
         "No ratio: the 'dpsgd' trainer was not measured for this cell."
         in dpbench("show one.json")[1]
@@ -100,8 +100,8 @@ def _is_adam_of(row: dict[str, str], trainer: str) -> bool:
 def test_a_grid_file_names_its_baseline(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("trainer = 'dpsgd'\nbatch_size = 8\nseq_len = 8\nbaseline = 'dpsgd_fgc'\n")
-    assert chosen_grid(str(path)).baseline == "dpsgd_fgc"
-    assert chosen_grid(str(path), "DPGhostClippingTrainer").baseline == "dpsgd_ghost"
+    assert Grid.named(str(path)).baseline == "dpsgd_fgc"
+    assert Grid.named(str(path)).with_axes("DPGhostClippingTrainer").baseline == "dpsgd_ghost"
 
 
 @pytest.mark.parametrize(

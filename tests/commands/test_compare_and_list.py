@@ -94,8 +94,8 @@ def renamed(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "session", "limit", "words"),
     [
-        (without("ncu"), {}, "dram_bytes:5%", "fp32: without ncu in 0003_lost"),
-        (without("timing"), {}, "step_time_seconds:5%", "fp32: without timing in 0003_lost"),
+        (without("ncu"), {}, "dram_bytes:5%", "fp32: not in 0003_lost"),
+        (without("timing"), {}, "step_time_seconds:5%", "fp32: not in 0003_lost"),
         (renamed, {}, "dram_bytes:5%", "dram_bytes:5% judged nothing of dpsgd-bs8-seq256-1b-fp32"),
         (
             lambda row: None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from dpbench.cli import main
 from dpbench.files import locked
 from dpbench.results.run import Run
+from tests.test_instrument_from_outside import write as write_meter
 
 RUN = ["run", "--instrument=logical", "--seq-len=8", "--model-size=99x16x1x2"]
 GRID = [*RUN, "--trainer=standard", "--trainer=dpsgd", "--batch-size=2", "--batch-size=4"]
@@ -19,6 +22,13 @@ GRID = [*RUN, "--trainer=standard", "--trainer=dpsgd", "--batch-size=2", "--batc
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def metered(tmp_path: Path) -> Iterator[list[str]]:
+    write_meter(tmp_path, hardware=False)
+    yield ["run", "--instrument=meter:Power", *GRID[2:]]
+    sys.modules.pop("meter", None)
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -41,9 +51,12 @@ def test_merged_shards_have_the_rows_of_the_whole(capsys: pytest.CaptureFixture[
     assert main(["merge", "1.json", "whole.json"]) == 2
 
 
-def test_local_executor_measures_each_shard_in_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_executor_measures_each_shard_in_a_job(
+    metered: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By an instrument of the project's own, for which no job has to wait for PyTorch."""
     pytest.importorskip("submitit")
-    on_cluster = [*GRID, "--cluster=local", "--shards=2", "--json", "all.json"]
+    on_cluster = [*metered, "--cluster=local", "--shards=2", "--json", "all.json"]
     assert main(on_cluster) == 0
     captured = capsys.readouterr()
     assert "shard 2/2: finished" in captured.err

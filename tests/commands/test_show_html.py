@@ -10,8 +10,9 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.cli import main
+from dpbench.files import write_text
 from dpbench.results.conditions import environment
-from dpbench.results.outcome import Outcome, document, write_document
+from dpbench.results.outcome import Outcome, document, document_text
 from dpbench.results.rows import Measurement
 
 GRID1 = Path(__file__).parents[2] / "docs/results/h200-grid1.json"
@@ -25,7 +26,7 @@ def write_run(path: Path, trainer: str = "standard") -> Path:
         for phase in ("step", "forward")
         for metric in ("dram_read_bytes", "dram_write_bytes")
     )
-    write_document(path, document([Outcome(case, rows, 1.0)], environment()))
+    write_text(path, document_text(document([Outcome(case, rows, 1.0)], environment())))
     return path
 
 

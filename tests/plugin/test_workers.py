@@ -29,7 +29,9 @@ def test_measures(dpbench_case, ncu):
 SAYS_ITS_GPU = """
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     pathlib.Path("workers").mkdir(exist_ok=True)
-    pathlib.Path("workers", worker).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    pathlib.Path("workers", worker).write_text(
+        os.environ["CUDA_VISIBLE_DEVICES"] + " of " + os.environ["DPBENCH_GPUS"]
+    )
 """
 
 
@@ -55,7 +57,8 @@ def test_auto_workers_have_a_gpu_each_and_one_that_dies_takes_nothing_with_it(
 
     used = {path.name: path.read_text() for path in (pytester.path / "workers").iterdir()}
     crashed = (pytester.path / "crashed").read_text()
-    assert used == {"gw0": "3", "gw1": "1", "gw2": "3", "gw3": used[crashed]}
+    own = {name: text.removesuffix(" of 3,1") for name, text in used.items()}
+    assert own == {"gw0": "3", "gw1": "1", "gw2": "3", "gw3": own[crashed]}
 
     document = json.loads((pytester.path / "run.json").read_text())
     assert {row["batch_size"] for row in document["rows"]} == {2, 3, 4}

@@ -14,9 +14,9 @@ from dpbench.errors import ConfigurationError
 from dpbench.results.compare import pairs
 from dpbench.results.frame import to_frame
 from dpbench.results.gate import Gate
-from dpbench.results.reference import check_comparable
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
+from dpbench.results.storage import check_comparable
 
 H200 = "NVIDIA H200"
 

@@ -9,14 +9,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dpbench.case import AXES, PHASES, Case, Script
-from dpbench.metrics import unit
+from dpbench.case import AXES, Case, Script
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate, Verdict
-from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
@@ -89,12 +85,12 @@ LOSSES: dict[str, tuple[Run, set[str], str]] = {
     "the rows of an instrument, of one trainer": (
         changed(lambda f: (f.trainer != DP) | (f.instrument != "ncu")),
         {"plain", "either way", "ratio", "phase"},
-        "dpsgd-bs8-seq256-1b-fp32, *: without ncu in after",
+        "dpsgd-bs8-seq256-1b-fp32, *: not in after",
     ),
     "the times of one trainer": (
         changed(lambda f: (f.trainer != DP) | (f.instrument != "timing")),
         {"time"},
-        "without timing in after",
+        "not in after",
     ),
     "one case": (
         changed(lambda f: (f.trainer != "dpsgd_fgc") | (f.batch_size != 16) | (f.seq_len != 1024)),
@@ -114,7 +110,7 @@ LOSSES: dict[str, tuple[Run, set[str], str]] = {
     "the baseline in one cell": (
         changed(lambda f: (f.trainer != "standard") | (f.batch_size != 8) | (f.seq_len != 256)),
         {"plain", "either way", "ratio", "time"},
-        "the ratio needs its baseline standard-bs8-seq256-1b-fp32, which is not in after",
+        "no dram_bytes of its baseline standard-bs8-seq256-1b-fp32 to divide by in after",
     ),
     "a metric": (
         changed(lambda f: f.metric != "dram_read_bytes"),
@@ -209,9 +205,9 @@ def test_what_was_not_asked_for_is_named_and_is_no_failure() -> None:
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        ("logical_bytes:5%", "neither h200-grid1 nor after has logical_bytes of the step"),
-        ("dram_bytes@clip:5%", "fp32 and 2 more only, which was not asked for"),
-        ("dram_ratio:5%", "only, which was not asked for"),
+        ("logical_bytes:5%", "h200-grid1 has no logical_bytes of the step of what was asked for"),
+        ("dram_bytes@clip:5%", "h200-grid1 has no dram_bytes in phase clip of what was asked for"),
+        ("dram_ratio:5%", "h200-grid1 has no dram_ratio of the step of what was asked for"),
     ],
 )
 def test_limit_that_judges_nothing_has_not_passed(limit: str, words: str) -> None:
@@ -252,7 +248,7 @@ def test_number_that_only_the_new_run_has_is_not_judged() -> None:
     assert len(missing.cases) == 4
     before = LOSSES["the baseline in one cell"][0]
     found = verdict(GRID1, LIMITS["ratio"], before=before)
-    assert "the ratio needs its baseline standard-bs8-seq256" in found.unjudged[0].why
+    assert "of its baseline standard-bs8-seq256-1b-fp32 to divide by" in found.unjudged[0].why
 
 
 # --- what is said beside it ----------------------------------------------------------------------
@@ -262,18 +258,6 @@ def test_missing_baseline_is_said_without_a_limit() -> None:
     found = verdict(LOSSES["the baseline"][0])
     assert not found.changes.metric.str.endswith("_ratio").any()
     assert found.notes[0].startswith("not in after: standard-")
-
-
-@pytest.mark.parametrize("limit", ["dram_ratio:3%", "dram_ratio:0.1"])
-def test_baseline_that_moved_is_said_beside_a_ratio(limit: str) -> None:
-    after = changed(edit=lambda f: set_values(f, f.trainer == "standard", 2))
-    found = verdict(after, limit)
-    assert found.passed
-    moved = [note for note in found.notes if note.startswith(limit)]
-    assert len(moved) == 4
-    assert "the baseline itself moved by more than that: dram_bytes of standard-" in moved[0]
-    assert moved[0].endswith("+100.00%")
-    assert not verdict(GRID1, limit).notes
 
 
 def of_script(name: str, asked: int, counted: int) -> Run:
@@ -339,111 +323,3 @@ def run(
         rows.setdefault(case, []).append(row)
     made = [Outcome(case, tuple(of), 1.0, instruments=(by,)) for case, of in rows.items()]
     return Run.of(name, [replace(outcome, **parts) for outcome in made])
-
-
-def operator(name: str, moved: int) -> OperatorCount:
-    return OperatorCount("clip", name, 1, moved, 0, 0)
-
-
-def kernel(name: str, moved: float, repeat: int) -> KernelCount:
-    return KernelCount(repeat, "clip", name, 1, moved, 0.0, 0.0, 0.0)
-
-
-KERNELS = [("mul_kernel", 100), ("copy_kernel", 80)]
-
-
-@pytest.mark.parametrize(
-    ("metric", "limit", "before", "after", "name"),
-    [
-        (
-            *("logical_read_bytes", "logical_read_bytes:5%"),
-            {"operators": (operator("aten.mul", 100),)},
-            {"operators": (operator("aten.mul", 100), operator("aten.clone", 80))},
-            "aten.clone",
-        ),
-        (
-            *("dram_read_bytes", "dram_read_bytes@clip:5%"),
-            {"kernels": (kernel("mul_kernel", 100, 0),)},
-            {"kernels": tuple(kernel(n, m, i) for n, m in KERNELS for i in (0, 1))},
-            "copy_kernel",
-        ),
-    ],
-    ids=["operator", "kernel"],
-)
-def test_operator_or_kernel_that_grew_is_named(
-    metric: str, limit: str, before: dict[str, Any], after: dict[str, Any], name: str
-) -> None:
-    where = {(DP, STEP): 100.0, (DP, "clip"): 100.0}
-    more = dict.fromkeys(where, 180.0)
-    found = verdict(
-        run("b", more, metric, **after), limit, before=run("a", where, metric, **before)
-    )
-    [regression] = found.regressions
-    changed = {"trainer": DP, "phase": "clip", "name": name, "bytes": 80}
-    assert regression["largest_changes"] == [changed]
-    assert (regression["reference"], regression["before"], regression["after"]) == ("a", 100, 180)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "passed"),
-    [(0, 0, True), (0, 1, False), (float("nan"), 1, False), (1, float("nan"), False)],
-)
-def test_nothing_and_no_number(before: float, after: float, passed: bool) -> None:
-    one, other = (run(name, {(DP, STEP): v}) for name, v in (("a", before), ("b", after)))
-    assert verdict(other, "logical_read_bytes:5%", before=one).passed is passed
-
-
-def test_busy_share_of_a_step_is_not_judged_where_none_was_timed() -> None:
-    numbers = {"gpu_busy_cycles": 60.0, "gpu_elapsed_cycles": 120.0, "range_time_seconds": 0.12}
-    numbers |= {"step_time_seconds": 0.08}
-    rows = [
-        Measurement(Case(DP, 8, 256), "cupti", STEP, name, value, unit(name), 0, "here", "")
-        for name, value in numbers.items()
-    ]
-    before, after = (
-        Run.of(name, [Outcome(Case(DP, 8, 256), tuple(of), 1.0, instruments=("cupti",))])
-        for name, of in (("before", rows), ("after", rows[:-1]))
-    )
-    assert verdict(before, "gpu_busy_share:±50%", before=before).passed
-    [missing] = verdict(after, "gpu_busy_share:±50%", before=before).unjudged
-    assert missing.why == "no gpu_busy_share by cupti in after"
-
-
-def test_other_devices_are_judged_across_and_nothing_is_lost_there() -> None:
-    values = {(trainer, phase): 100.0 for trainer in ("standard", DP) for phase in (STEP, "clip")}
-    before = run("there", values, "dram_read_bytes")
-    limited = ("dram_read_bytes:5%", "dram_read_ratio:5%", "dram_read_bytes@clip:5%")
-
-    def elsewhere(kept: dict[tuple[str, str], float]) -> Run:
-        here = run("elsewhere", kept, "dram_read_bytes")
-        return run_of(here, here.frame.assign(device="elsewhere"))
-
-    whole = elsewhere(values)
-    assert verdict(whole, *limited, before=before, across=True).passed
-    assert not verdict(whole, *limited, before=before).passed
-    for lost in ((DP, STEP), (DP, "clip"), ("standard", STEP)):
-        partly = elsewhere({key: value for key, value in values.items() if key != lost})
-        assert not verdict(partly, *limited, before=before, across=True).passed
-        assert not verdict(before, *limited, before=partly, across=True).passed
-    counted = run("counted", values)
-    assert not verdict(counted, *limited, before=before, across=True).passed
-    assert not verdict(counted, "logical_read_bytes:5%", before=before, across=True).passed
-
-
-def run_of(like: Run, frame: pd.DataFrame) -> Run:
-    """A run with other rows."""
-    return replace(like, document={**like.document, "rows": frame.to_dict("records")})
-
-
-some_numbers = st.fixed_dictionaries(
-    {(t, p): st.floats(1, 1e15) for t in ("standard", DP) for p in (STEP, *PHASES[:2])}
-)
-
-
-@settings(deadline=None, max_examples=3)
-@given(values=some_numbers)
-def test_run_compared_with_itself_passes(values: dict[tuple[str, str], float]) -> None:
-    same = run("same", values)
-    found = verdict(same, "logical_read_bytes:±0%", "logical_read_ratio@forward:±0%", before=same)
-    assert found.passed
-    assert len(found.judged) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ SUBJECTS: dict[str, tuple[Case, str, str]] = {
 
 def run(name: str, subject: str, factor: float = 1.0, **session: Any) -> Run:
     """Steps with three phases, of the subject and of the baseline."""
+    return Run(Path(name), {**made(subject, factor), "session": {"status": "complete", **session}})
+
+
+@cache
+def made(subject: str, factor: float) -> dict[str, Any]:
+    """The document of a run; made once, because its ratios and throughputs take long."""
     case, by, metric = SUBJECTS[subject]
     device = NO_HARDWARE if by == "logical" else "NVIDIA H200"
     outcomes = [
@@ -57,13 +64,11 @@ def run(name: str, subject: str, factor: float = 1.0, **session: Any) -> Run:
         )
         for each, more in ((case, factor), (case.under("standard"), 1.0))
     ]
-    return of_rows(name, document(outcomes, {}, {"status": "complete", **session}))
+    return document(outcomes, {})
 
 
-def of_rows(
-    name: str, made: dict[str, Any], change: Callable[[Rows], Rows] = lambda rows: rows
-) -> Run:
-    return Run(Path(name), {**made, "rows": change([dict(row) for row in made["rows"]])})
+def of_rows(name: str, document: dict[str, Any], change: Callable[[Rows], Rows]) -> Run:
+    return Run(Path(name), {**document, "rows": change([dict(row) for row in document["rows"]])})
 
 
 def verdict(before: Run, after: Run, limit: str, **how: Any) -> Verdict:
@@ -157,12 +162,11 @@ def test_a_case_with_fewer_steps_than_its_reference_is_unjudged(
         assert [each.why for each in found.unjudged] == ["before has 4 steps of it, after only 1"]
 
 
-def test_phases_of_a_script_may_come_and_go_and_the_gate_says_how_often_they_came() -> None:
+def test_phases_of_a_script_may_come_and_go() -> None:
     before, change = run("before", "times of a script"), LOSSES["steps of a phase"][0]
     after = of_rows("after", dict(before.document), change)
     found = verdict(before, after, "step_time_seconds@clip:5%")
     assert found.passed
-    assert "clip of train came in 4 of 4 steps in before, in 1 of 4 in after" in found.notes
 
 
 @pytest.mark.parametrize("phase", [STEP, "clip"])
@@ -178,7 +182,7 @@ def test_a_ratio_without_a_baseline_on_either_side_is_unjudged(phase: str) -> No
     )
     [missing] = verdict(before, after, limit).unjudged
     assert missing.cases == [Case("dpsgd", 8, 256).id]
-    assert "the ratio needs its baseline standard-bs8-seq256-1b-fp32, which " in missing.why
+    assert "of its baseline standard-bs8-seq256-1b-fp32 to divide by" in missing.why
     first = verdict(Run.of("the storage"), after, limit, first_run_ok=True)
     assert not first.passed
     assert not verdict(before, after, "kernel_dram_read_ratio:5%").passed
@@ -205,17 +209,17 @@ def test_a_baseline_that_moved_nothing_is_nothing_to_divide_by() -> None:
         for name in ("before", "after")
     )
     [missing] = verdict(before, after, "dram_read_ratio@clip:5%").unjudged
-    assert missing.why.endswith("which has nothing to divide by in phase clip in after")
+    assert missing.why.startswith("no dram_read_bytes in phase clip of its baseline standard-")
 
 
 def test_numbers_in_another_unit_are_not_compared() -> None:
     name = "sm__cycles_active.avg"
 
-    def made(unit: str, value: float) -> Callable[[Rows], Rows]:
+    def counted(unit: str, value: float) -> Callable[[Rows], Rows]:
         return lambda rows: [r | {"metric": name, "unit": unit, "value": value} for r in rows]
 
-    before = of_rows("before", dict(run("", "counters of a case").document), made("cycle", 5e3))
-    after = of_rows("after", dict(before.document), made("kcycle", 50.0))
+    before = of_rows("before", dict(run("", "counters of a case").document), counted("cycle", 5e3))
+    after = of_rows("after", dict(before.document), counted("kcycle", 50.0))
     assert verdict(before, before, f"{name}:5%").passed
     assert not verdict(before, after, f"{name}:5%").passed
 
@@ -236,7 +240,7 @@ def test_an_operator_that_is_no_longer_counted_leaves_its_case_unjudged() -> Non
 # --- rows that are said twice ----------------------------------------------------------------
 
 
-def test_rows_that_an_old_file_has_twice_count_once_and_are_noted(tmp_path: Path) -> None:
+def test_rows_that_an_old_file_has_twice_count_once(tmp_path: Path) -> None:
     before, worse = (
         run(name, "times of a case", factor) for name, factor in (("before", 1.0), ("after", 10.0))
     )
@@ -247,7 +251,6 @@ def test_rows_that_an_old_file_has_twice_count_once_and_are_noted(tmp_path: Path
     assert after.outcomes[0].rows == worse.outcomes[0].rows
     found = verdict(before, after, "step_time_seconds:5%")
     assert len(found.regressions) == 1
-    assert "after has 3 rows twice, which count once" in found.notes
 
 
 CLIP = Measurement(RESNET, "timing", "clip", "step_time_seconds", 1.0, "s", 0, "cpu", "")

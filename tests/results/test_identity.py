@@ -160,7 +160,10 @@ def test_tables_say_what_is_of_several_ranks() -> None:
     ranks += of_ranks("standard", "dram_write_bytes", 1 * GB, 1 * GB)
     assert tables_of(ranks)[0].cells[0][3] == "7.00"
     assert "Of 2 ranks: counts are the sum, times and peaks the largest" in notes(ranks)
-    assert "ranks" not in notes(rows("standard", {"dram_read_bytes": 1 * GB}))
+    assert "Ranks differ, largest ÷ mean: DRAM read 1.20 (standard, step), DRAM" in notes(ranks)
+    even = of_ranks("standard", "dram_read_bytes", 1 * GB, 1.1 * GB)
+    assert "differ" not in notes(even)
+    assert "anks" not in notes(rows("standard", {"dram_read_bytes": 1 * GB}))
 
 
 def test_phase_that_only_another_rank_has_is_zero() -> None:
@@ -197,13 +200,3 @@ def test_metric_whose_name_ends_like_a_ratio_is_judged_as_what_it_is() -> None:
         )
     assert [row["metric"] for row in verdict.regressions] == ["compression_ratio"]
     assert not verdict.unjudged
-
-
-def test_runs_of_other_numbers_of_ranks_are_compared_with_a_note() -> None:
-    def run(name: str, *values: float) -> Run:
-        found = of_ranks("standard", "dram_read_bytes", *values)
-        return Run.of(name, [Outcome(found[0].case, tuple(found), instruments=("ncu",))])
-
-    verdict = Gate(run("one", 2.0), run("two", 2.0, 2.0)).judge()
-    assert "one is the sum over 1 ranks, two over 2" in verdict.notes
-    assert not Gate(run("one", 2.0), run("other", 3.0)).judge().notes

@@ -19,8 +19,8 @@ from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
     document,
+    document_text,
     trainer_summary,
-    write_document,
 )
 from dpbench.results.rows import NO_HARDWARE, SCHEMA, STEP, Measurement
 from dpbench.results.run import Run
@@ -322,7 +322,7 @@ def test_file_that_cannot_be_put_in_place_leaves_no_part(tmp_path: Path) -> None
 
 def test_json_file_holds_the_document(tmp_path: Path) -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
-    write_document(tmp_path / "run.json", document(outcomes, {"python": "3"}))
+    write_text(tmp_path / "run.json", document_text(document(outcomes, {"python": "3"})))
     assert json.loads((tmp_path / "run.json").read_text()) == saved(*outcomes)
 
 

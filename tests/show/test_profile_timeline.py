@@ -109,9 +109,11 @@ def test_a_program_of_others_is_one_step(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("others", [["3"], ["b.sqlite"], ["r.ncu-rep"]])
-def test_a_timeline_is_shown_alone(
-    others: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_timelines_are_shown_one_below_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["show", str(tmp_path / "a.sqlite"), *others]) == 2
-    assert "show" in capsys.readouterr().err
+    paths = [case_recording().write(tmp_path / name) for name in ("a.sqlite", "b.sqlite")]
+    assert main(["show", *map(str, paths)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("waits by phase") == 2
+    assert re.search("^a, .*^b, ", shown, re.MULTILINE | re.DOTALL)

@@ -18,7 +18,7 @@ from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
 from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
-from dpbench.grid import chosen_grid
+from dpbench.grid import Grid
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.model_size import ModelSize
@@ -293,7 +293,7 @@ def test_ratios_are_to_the_baseline_with_the_same_axes(
 
 
 def test_own_optimizer_is_named_by_target() -> None:
-    grid = chosen_grid("grid1", optimizer=["torch.optim:Adagrad", torch.optim.AdamW])
+    grid = Grid.named("grid1").with_axes(optimizer=["torch.optim:Adagrad", torch.optim.AdamW])
     assert grid.values("optimizer") == ("Adagrad", "adamw")
     named = [text for text in arguments(grid.cases()[0]) if "Adagrad" in text]
     assert named == ["Adagrad=torch.optim:Adagrad"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, Batch, Case, Workload
-from dpbench.errors import ConfigurationError, DpbenchError
+from dpbench.errors import DpbenchError
 from dpbench.training.base import Momentum
 from dpbench.verify.checks import verify
 from dpbench.verify.reference import Examples
@@ -212,113 +212,6 @@ def test_what_a_method_cannot_clip_it_refuses(trainer: str, layers: str) -> None
 
     with pytest.raises(DpbenchError):
         train()
-
-
-class Norm(nn.Module):
-    """Has a parameter of its own beside a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.linear = nn.Parameter(torch.zeros(6)), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x + self.token)  # type: ignore[no-any-return]
-
-
-class Shared(nn.Module):
-    """Positions that all examples share, which are not repeated for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Embedding(4, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.positions(torch.arange(4)[None])
-
-
-class Folded(nn.Module):
-    """Examples and positions in one dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.flatten(0, 1)).view_as(x)  # type: ignore[no-any-return]
-
-
-class Named(Folded):
-    """A layer that is called by name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(input=x)  # type: ignore[no-any-return]
-
-
-class ChangedInPlace(Folded):
-    """What a layer was given is another tensor afterwards."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.sin()
-        y = self.linear(x)
-        x.mul_(2)
-        return y + x
-
-
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].weight = model[0].weight
-    return model
-
-
-@pytest.mark.parametrize("trainer", BOTH)
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (Norm, "(Norm) cannot be clipped in one backward pass: it has a parameter of its own, tok"),
-        (lambda: DPLSTM(6, 6), "weight_ih_l0 and l0.ih.weight are one parameter of several layers"),
-        (tied, "0.weight and 1.weight are one parameter of several layers"),
-        (Shared, r"layer positions (Embedding) cannot be clipped*is given [1, 4] where 5 examples"),
-        (Folded, r"layer linear (Linear) cannot be clipped*is given [20, 6] where 5 examples"),
-        (Named, "layer linear (Linear)*must be called with one tensor, by position"),
-        (ChangedInPlace, "layer linear (Linear)*was changed in place afterwards"),
-        (lambda: nn.LSTM(6, 6), "Opacus cannot train the model, which is one layer (LSTM)"),
-        (lambda: FirstOf(nn.RNN(6, 6)), "layer layer (RNN)*must return a tensor, not a tuple"),
-        (lambda: nn.Sequential(nn.BatchNorm1d(4)), "layer 0 (BatchNorm1d)*use GroupNorm instead"),
-        (
-            lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6).half()),
-            "must be of one type on one device, not torch.float16 on cpu and torch.float32 on cpu",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be_clipped_is_refused_by_name(
-    trainer: str, model: Callable[[], nn.Module], said: str
-) -> None:
-    workload = Given(model, TOKENS)
-
-    def train() -> None:
-        made = TRAINERS[trainer](workload.model(), batch_size=EXAMPLES, workload=workload)
-        made.train_step(TOKENS)
-
-    with pytest.raises(ConfigurationError) as caught:
-        train()
-    begin, _, end = said.partition("*")
-    assert begin in str(caught.value)
-    assert end in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("embedding", "why"),
-    [
-        (lambda: nn.Embedding(9, 6, max_norm=1.0), "an example's gradient depends on others"),
-        (lambda: nn.EmbeddingBag(9, 6), "it takes more than one tensor"),
-    ],
-)
-def test_embeddings_whose_gradients_are_of_no_single_example_are_refused(
-    embedding: Callable[[], nn.Module], why: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=why):
-        TRAINERS["book_keeping"](nn.Sequential(embedding()), batch_size=EXAMPLES)
 
 
 @pytest.mark.parametrize("trainer", [*BOTH, *BY_EXAMPLE])

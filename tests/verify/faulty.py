@@ -65,6 +65,15 @@ class Looped(TrainerBase):
         return noisy_sum / self.divisor
 
 
+class WithoutClosure(Looped):
+    """Another right one, which tells the optimizer that it has no closure."""
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        step = self.plain_optimizer.step
+        self.plain_optimizer.step = lambda: step(closure=None)
+
+
 class AdaptersUnclipped(Looped):
     """Opacus #820: low-rank adapters go into the update as they are."""
 

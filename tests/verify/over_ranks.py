@@ -25,7 +25,7 @@ from dpbench.process.command_line import arguments
 from dpbench.process.forked import COMMAND, environment_of_cases, fork
 from dpbench.process.messages import MARK, last_record
 from dpbench.registry import resolve
-from dpbench.verify.checks import STEPS, verify
+from dpbench.verify.checks import STEPS, verify_here
 from dpbench.verify.reference import distances
 from dpbench.verify.subject import Subject
 
@@ -69,6 +69,7 @@ class Verified(Instrument):
     """Takes no steps of the case: it verifies trainers over the case's ranks."""
 
     name: ClassVar[str] = "verified"
+    by_rank: ClassVar[bool] = True
     pairs: str = dpbench.option("trainers, written TRAINER@PARALLEL", "", metavar="PAIRS")
     counted: str = dpbench.option("those of which a step is counted", "", metavar="PAIRS")
 
@@ -89,7 +90,8 @@ class Verified(Instrument):
         try:
             if trainer == "standard":
                 return unclipped(case)
-            return {check.name: [*check.wrong] for check in verify(case, "cpu") if not check.passed}
+            checks = verify_here(case, "cpu")
+            return {check.name: [*check.wrong] for check in checks if not check.passed}
         except ConfigurationError as error:
             return {"refused": [str(error)]}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,12 +48,28 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
 
 
-def clipped_mean(workload: Workload, model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
-    """The mean of per-example gradients clipped at their median norm, and that norm."""
-    examples = Examples.of(model, batch, workload.losses)
-    threshold = float(examples.norms.norm(dim=1).median())
-    means = examples.mean(examples.factors("flat", threshold)).values()
-    return torch.cat([mean.flatten() for mean in means]), threshold
+@dataclass(frozen=True)
+class Expected:
+    """A model and a batch, and the mean of per-example gradients clipped at their median norm."""
+
+    workload: Workload
+    model: nn.Module
+    batch: Batch
+    clipped_mean: Tensor
+    median_norm: float
+
+
+@cache
+def expected(name: str) -> Expected:
+    workload = workload_of(case_of(name))
+    torch.manual_seed(0)
+    model = workload.model().train()
+    batch = next(iter(workload.batches(3)))
+    examples = Examples.of(copy.deepcopy(model), batch, workload.losses)
+    median = float(examples.norms.norm(dim=1).median())
+    means = examples.mean(examples.factors("flat", median)).values()
+    mean = torch.cat([mean.flatten() for mean in means])
+    return Expected(workload, model, batch, mean, median)
 
 
 @pytest.mark.parametrize(
@@ -64,28 +82,25 @@ def clipped_mean(workload: Workload, model: nn.Module, batch: Batch) -> tuple[Te
 def test_without_noise_the_update_is_the_mean_of_clipped_per_example_gradients(
     name: str, trainer: str
 ) -> None:
-    workload = workload_of(case_of(name))
-    torch.manual_seed(0)
-    model = workload.model().train()
-    batch = next(iter(workload.batches(3)))
-    before = flat(model)
-    expected, threshold = clipped_mean(workload, model, batch)
-    assert expected.norm() > 0
-    options = {"noise_multiplier": 0.0, "max_grad_norm": threshold, "learning_rate": 1.0}
+    given = expected(name)
+    mean = given.clipped_mean
+    assert mean.norm() > 0
+    options = {"noise_multiplier": 0.0, "max_grad_norm": given.median_norm, "learning_rate": 1.0}
 
     def update_of(model: nn.Module, **more: torch.dtype) -> Tensor:
-        made = TRAINERS[trainer](model, batch_size=3, workload=workload, **options, **more)
-        made.train_step(batch)
-        return before - flat(made.model)
+        made = TRAINERS[trainer](model, batch_size=3, workload=given.workload, **options, **more)
+        made.train_step(given.batch)
+        return flat(given.model) - flat(made.model)
 
-    update = update_of(copy.deepcopy(model))
-    assert (update - expected).norm() < 1e-3 * expected.norm()
+    update = update_of(copy.deepcopy(given.model))
+    assert (update - mean).norm() < 1e-3 * mean.norm()
     if name != "resnet18":  # 16 bits are too few for its twenty layers on noise
-        mixed = update_of(copy.deepcopy(model), autocast=torch.bfloat16)
-        assert (mixed - expected).norm() < 5e-2 * expected.norm()
+        mixed = update_of(copy.deepcopy(given.model), autocast=torch.bfloat16)
+        assert (mixed - mean).norm() < 5e-2 * mean.norm()
     if name not in LAYERS:
-        checkpoint_blocks(workload, model)
-        assert torch.equal(update_of(model), update)
+        checkpointed = copy.deepcopy(given.model)
+        checkpoint_blocks(given.workload, checkpointed)
+        assert torch.equal(update_of(checkpointed), update)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -17,7 +17,7 @@ from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import Gpu
-from dpbench.grid import chosen_grid
+from dpbench.grid import Grid
 from dpbench.instruments.interface import CaseRefused
 from dpbench.instruments.logical.logical import Logical
 from dpbench.process.build import build, smoke_test
@@ -167,14 +167,14 @@ def test_grid_file_sets_parameters(tmp_path: Path) -> None:
         f"workload = '{HERE}:Digits'\ntrainer = ['standard', 'dpsgd']\nbatch_size = 4\n"
         "set = {image_size = [8, 9], hidden = 4}\n"
     )
-    cases = chosen_grid(str(path)).cases()
+    cases = Grid.named(str(path)).cases()
     assert [case.set for case in cases[::2]] == ["hidden=4,image_size=8", "hidden=4,image_size=9"]
     assert len(cases) == 4
 
 
 def test_one_grid_has_the_transformer_and_others() -> None:
     axes = {"workload": ["transformer", digits.Digits], "batch_size": [8], "trainer": ["dpsgd"]}
-    ids = [case.id for case in chosen_grid("grid1", **axes).cases()]
+    ids = [case.id for case in Grid.named("grid1").with_axes(**axes).cases()]
     assert ids == [
         "dpsgd-bs8-seq256-1b-fp32",
         "dpsgd-bs8-Digits-fp32",
@@ -225,7 +225,7 @@ def test_what_cannot_be_asked_for_is_refused_in_a_line(
 def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(f"workload = 'mine'\ntrainer = 'dpsgd'\nbatch_size = 4\n{text}\n")
-    message = refusal(lambda: chosen_grid(str(path)))
+    message = refusal(lambda: Grid.named(str(path)))
     assert message.startswith(f"grid file {path}: ")
     assert said in message
 

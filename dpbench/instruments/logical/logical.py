@@ -60,6 +60,7 @@ class Logical(Instrument):
 
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
+    by_rank: ClassVar[bool] = True
     step_option = "--logical", "count a step on tensors without data instead"
 
     timeout: float = 600.0  # seconds that such a process may take

@@ -78,6 +78,7 @@ class Nsys(Recorded):
     name: ClassVar[str] = "nsys"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
     needs_gpu: ClassVar[bool] = True
+    by_rank: ClassVar[bool] = False
     step_option = "--nsys", "under nsys profile: have some steps recorded after the timed ones"
 
     path: str = "nsys"  # the program

@@ -56,6 +56,7 @@ class TorchProfiler(Recorded):
     name: ClassVar[str] = INSTRUMENT
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     options: ClassVar[type | None] = ProfilerOptions
+    by_rank: ClassVar[bool] = False
     step_option = "--profile", "run under the PyTorch profiler, output here"
     step_value: ClassVar[Mapping[str, Any]] = {"type": Path, "metavar": "DIR"}
 

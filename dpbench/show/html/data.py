@@ -75,25 +75,19 @@ class Material:
         return summary.assign(title=titles(summary, summary))
 
     @cached_property
-    def outcomes(self) -> pd.DataFrame:
-        """What became of each case: its fields, ``run``, and if it has no result ``error``.
+    def failed(self) -> pd.DataFrame:
+        """The cases without a result: ``error``, ``run``, and a ``title`` as in `summary`.
 
-        A case without a result failed or was skipped: ``fate``.
+        They failed or were skipped, as ``fate`` says; ``device`` is where the others of the run
+        were measured.
         """
         rows = [
             {**vars(o.case), **vars(o), "run": run.name, "fate": ["failed", "skipped"][o.skipped]}
             for run in self.runs
             for o in run.outcomes
+            if o.error
         ]
-        return pd.DataFrame(rows, columns=["run", *AXES, "error", "message", "fate"])
-
-    @cached_property
-    def failed(self) -> pd.DataFrame:
-        """The outcomes without a result, with a ``title`` as in `summary`.
-
-        ``device`` is where the others of the run were measured.
-        """
-        failed = self.outcomes.dropna(subset="error")
+        failed = pd.DataFrame(rows, columns=["run", *AXES, "error", "fate"])
         devices = _subject(self.summary).drop_duplicates("run").set_index("run").device
         failed = failed.assign(device=[devices.get(run, "") for run in failed.run])
         return failed.assign(title=titles(failed, self.summary))

@@ -31,7 +31,7 @@ from dpbench.show.html.figures import NAMES, NEUTRAL, PHASE_STYLES, Chart, Json
 from dpbench.show.kernels import ROOFLINE_COLUMNS, launch_bound_notes, roofs_in_words
 from dpbench.show.layout import Shown, Table, step_milliseconds
 from dpbench.show.tables import SHOWN_SHARE
-from dpbench.show.times import ADDED_COLUMNS, HOW_TO_READ, TIME_COLUMNS, about_shares, lacking
+from dpbench.show.times import ABOUT_SHARES, ADDED_COLUMNS, HOW_TO_READ, TIME_COLUMNS, lacking
 
 TERA = 1e12
 
@@ -200,7 +200,7 @@ def time(material: Material) -> Chart | None:
         "% of the step's time",
         unit="%",
     )
-    notes += [HOW_TO_READ, about_shares(material.baseline)]
+    notes += [HOW_TO_READ, ABOUT_SHARES.format(material.baseline)]
     notes += [*launch_bound_notes(table), *lacking(table)]
     columns = _in_one_line({"phase": ("phase", str), **TIME_COLUMNS, **ADDED_COLUMNS})
     return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))

@@ -1,0 +1,85 @@
+"""BackPACK (https://backpack.pt) as a trainer: its per-sample gradients, clipped flat.
+
+BackPACK has rules for linear, embedding, convolutional, recurrent and batch norm layers; the one
+for layer norms here is written as its documentation says. It knows of no privacy: clipping, noise
+and update are what its user adds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from backpack import backpack, extend
+from backpack.extensions import BatchGrad
+from backpack.extensions.firstorder.base import FirstOrderModuleExtension
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpbench.errors import ConfigurationError
+from dpbench.training.base import Batch, mean_of
+from dpbench.training.clipped_sums import ClippedSumTrainer
+from dpbench.training.phases import phase
+
+
+class LayerNormGradients(FirstOrderModuleExtension):
+    """Each example's gradients of a layer norm's parameters, ``[B, …]``."""
+
+    def __init__(self) -> None:
+        super().__init__(params=["weight", "bias"])
+
+    def weight(self, extension: Any, layer: Any, g_in: Any, g_out: Any, below: Any) -> Tensor:
+        normal = F.layer_norm(layer.input0, layer.normalized_shape, eps=layer.eps)
+        return by_example(normal * g_out[0], layer)
+
+    def bias(self, extension: Any, layer: Any, g_in: Any, g_out: Any, below: Any) -> Tensor:
+        return by_example(g_out[0], layer)
+
+
+def by_example(g: Tensor, layer: Any) -> Tensor:
+    """The sum over all that is between the example and the layer's normalized shape."""
+    return g.reshape(len(g), -1, *layer.normalized_shape).sum(1)
+
+
+class BackPACKTrainer(ClippedSumTrainer):
+    """Every per-sample gradient is kept in ``grad_batch`` until it is clipped.
+
+    Arguments as `TrainerBase`.
+
+    Raises:
+        ConfigurationError: BackPACK has no rule for a layer, whose parameter is named.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        for layer in model.modules():  # not the model: BackPACK sets `output` of what it extends
+            if any(True for _ in layer.parameters(recurse=False)):
+                extend(layer)
+        self.per_sample = BatchGrad()
+        self.per_sample.set_module_extension(nn.LayerNorm, LayerNormGradients())
+
+    def train_step(self, batch: Batch) -> Tensor:
+        losses = []
+        for _, part in self.parts(batch):
+            with phase("forward"):
+                loss = self.mean_loss(self.model, part)
+            with phase("backward"), backpack(self.per_sample):
+                (loss * self.part_size).backward()  # of the sum: each example's own gradient
+            losses.append(loss.detach())
+            with phase("clip"), torch.no_grad():
+                self.clip()
+        self.update()
+        return mean_of(losses)
+
+    def clip(self) -> None:
+        """Add the clipped gradients to those of earlier micro-batches."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not hasattr(parameter, "grad_batch"):
+                raise ConfigurationError(f"BackPACK has no per-sample gradients of {name}")
+        norms = [p.grad_batch.flatten(1).norm(2, dim=1) for p in self.trained]
+        factors = self.factors_for(torch.stack(norms).norm(dim=0))
+        for parameter in self.trained:
+            total = torch.einsum("b...,b->...", parameter.grad_batch, factors)
+            self.sums.put(parameter, total)
+            del parameter.grad_batch
+        self.plain_optimizer.zero_grad(set_to_none=True)

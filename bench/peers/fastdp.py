@@ -1,0 +1,78 @@
+"""fastDP (https://github.com/awslabs/fast-differential-privacy) as a trainer.
+
+Its hooks clip when backward comes to the model's first layer, and add the noise with the first
+micro-batch: Bu et al., "Differentially Private Optimization on Large Foundation Models" (2022),
+https://arxiv.org/abs/2210.00038.
+"""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from typing import Any
+
+from fastDP import PrivacyEngine
+from torch import Tensor, nn
+
+from dpbench.errors import unknown
+from dpbench.training.base import Batch, TrainerBase, mean_of
+from dpbench.training.phases import phase
+
+CLIPS = {"all-layer": "flat", "param-wise": "per layer"}
+"""What fastDP's clipping styles are called here."""
+
+
+class FastDPTrainer(TrainerBase):
+    """fastDP's privacy engine; norms, clipping and noise are all in ``backward``.
+
+    Args:
+        clipping_mode: its ``MixOpt``, ``MixGhostClip`` or ``ghost``.
+        clipping_style: its ``all-layer`` or ``param-wise``.
+        clipping_fn: its ``Abadi``, which clips; its own default, ``automatic``, divides each
+            gradient by its norm and takes 1 for the threshold.
+        origin_params: a part of the names of the parameters that alone have an ordinary gradient;
+            by default all have. Every embedding must be among them: others are not trained.
+        options: as `TrainerBase`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int,
+        clipping_mode: str = "MixOpt",
+        clipping_style: str = "all-layer",
+        clipping_fn: str = "Abadi",
+        origin_params: str = "",
+        **options: Any,
+    ) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        if clipping_style not in CLIPS:
+            raise unknown("clipping_style", clipping_style, CLIPS)
+        self.labels = {"clips": CLIPS[clipping_style], "noise": "in backward"}
+        with redirect_stdout(None):  # it prints its settings
+            engine = PrivacyEngine(
+                model,
+                batch_size=batch_size,
+                sample_size=batch_size,  # this and the number of steps are for accounting alone
+                num_steps=1,
+                noise_multiplier=self.noise_multiplier,
+                max_grad_norm=self.max_grad_norm,
+                clipping_mode=clipping_mode,
+                clipping_style=clipping_style,
+                clipping_fn=clipping_fn,
+                origin_params=[origin_params] if origin_params else None,
+            )
+        engine.attach(self.plain_optimizer)
+
+    def train_step(self, batch: Batch) -> Tensor:
+        losses = []
+        for _, part in self.parts(batch):
+            with phase("forward"):
+                loss = self.mean_loss(self.model, part)
+            with phase("backward"):
+                loss.backward()
+            losses.append(loss.detach())
+        with phase("optimizer"):
+            self.plain_optimizer.step()
+            self.plain_optimizer.zero_grad(set_to_none=True)
+        return mean_of(losses)

@@ -1,0 +1,41 @@
+"""Measuring the evidence in slices, for real, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bench.measure import PLAN, command, is_complete, measure
+from dpbench.cli import main
+
+TINY = "--instrument logical --model-size tiny --batch-size 2 --seq-len 8"
+
+
+@pytest.mark.parametrize("name", PLAN)
+def test_each_command_is_one_that_dpbench_takes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*command(name, PLAN[name], tmp_path)[3:], "--shard", "0/1"]  # refused once all is read
+    assert main(given) == 2
+    assert "shard" in capsys.readouterr().err
+
+
+def test_what_a_call_has_no_time_for_is_left_to_the_next(tmp_path: Path) -> None:
+    plan = {"one": f"{TINY} --trainer standard"}
+    assert measure(plan, tmp_path, 0) == ["one"]
+    assert measure(plan, tmp_path, 120) == []
+    assert is_complete(tmp_path / "h200-one.json")
+
+
+def test_an_interrupted_file_is_not_complete(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"session": {"status": "interrupted"}}))
+    assert not is_complete(file)
+    assert not is_complete(tmp_path / "none.json")
+
+
+def test_the_list_can_be_pasted(tmp_path: Path) -> None:
+    assert shlex.split(shlex.join(command("one", TINY, tmp_path))) == command("one", TINY, tmp_path)

@@ -1,0 +1,204 @@
+"""``dpbench exec`` in each rank of a script, as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench.case import Script
+from dpbench.cli import main
+from dpbench.errors import ConfigurationError
+from dpbench.instruments import script_ranks
+from dpbench.instruments.interface import CaseFailed, ScriptInterrupted
+from dpbench.instruments.script_ranks import Rank
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import STEP, Measurement
+
+PRIVATE = """
+import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.grad_sample import GradSampleModule
+from opacus.optimizers import DistributedDPOptimizer
+from torch import distributed, nn
+
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 16))
+model = GradSampleModule(DifferentiallyPrivateDistributedDataParallel(model))
+optimizer = DistributedDPOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    noise_multiplier=1.0,
+    max_grad_norm=1.0,
+    expected_batch_size=4,
+)
+for step in range(6):
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+distributed.destroy_process_group()
+"""
+
+IDLE = """
+import os
+import sys
+
+if os.environ["RANK"] == "1":
+    sys.exit()
+import torch
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+EXEC = [sys.executable, "-m", "dpbench", "exec", "--instrument=timing", "--skip=1", "--steps=2"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("private.py").write_text(PRIVATE)
+    Path("idle.py").write_text(IDLE)
+
+
+def test_torchruns_ranks_are_one_run_with_rows_by_rank() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    files = ["--batch-size=8", "--json=run.json", "private.py"]
+    ended = subprocess.run(
+        [*launcher, "--standalone", *EXEC, *files], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("batch 8, cpu: per step") == 1
+    rows = json.loads(Path("run.json").read_text())["rows"]
+    steps = [row for row in rows if row["phase"] == STEP and row["unit"] == "s"]
+    assert [(row["rank"], row["repeat"]) for row in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {"clip", "noise"} < {row["phase"] for row in rows if row["rank"] == 1}
+    rates = [row["value"] for row in rows if row["metric"] == "samples_per_second"]
+    assert rates == [pytest.approx(4 / row["value"]) for row in steps]  # of 8 that all train
+
+
+def test_a_rank_that_takes_no_step_is_named(tmp_path: Path) -> None:
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = []
+    for rank in ("0", "1"):  # as torchrun does, except that it would end both
+        (tmp_path / rank).mkdir()
+        own = {"RANK": rank, "LOCAL_RANK": rank}
+        own |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / rank / "error.json")}
+        ranks.append(
+            subprocess.Popen(
+                [*EXEC, "idle.py"],
+                env={**os.environ, **told, **own},
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+            )
+        )
+    said = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "dpbench exec: idle: rank 1: the script took no step that can be found" in said[0]
+    assert "dpbench exec" not in said[1]
+
+
+# --- what the first rank makes of all --------------------------------------------------------
+
+CASE = Script("train")
+
+
+def outcome(*steps: float, **failure: str) -> Outcome:
+    rows = [
+        Measurement(CASE, "timing", STEP, "step_time_seconds", seconds, "s", repeat, "cpu", "torch")
+        for repeat, seconds in enumerate(steps)
+    ]
+    return Outcome(CASE, tuple(rows), instruments=("timing",), **failure)  # type: ignore[arg-type]
+
+
+def failed(message: str, kind: type[Exception] = CaseFailed) -> Outcome:
+    return outcome(error=kind.__name__, message=message)
+
+
+LOST = failed("train: the script failed with RuntimeError: [gloo/transport/tcp/pair.cc:553]")
+INTERRUPTED = failed("interrupted", ScriptInterrupted)
+RAISED = failed("train: the script failed with ValueError: the data is gone")
+
+
+def gathered(folder: Path, *outcomes: Outcome | None) -> Outcome:
+    first, *others = outcomes
+    for number, other in enumerate(others, 1):
+        if other:
+            Rank(number, len(outcomes), folder).hand_over(other)
+    assert first
+    return Rank(0, len(outcomes), folder).gather(first)
+
+
+def test_steps_that_some_ranks_did_not_take_do_not_count(tmp_path: Path) -> None:
+    whole = gathered(tmp_path, outcome(1.0, 2.0, 3.0), outcome(1.5, 2.5))
+    assert [(row.rank, row.value) for row in whole.rows] == [(0, 1), (0, 2), (1, 1.5), (1, 2.5)]
+    assert whole.notes == ("ranks took 3, 2 steps: those of all count",)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "message"),
+    [
+        ((LOST, RAISED), "rank 1: the script failed with ValueError: the data is gone"),
+        ((INTERRUPTED, outcome(1.0), RAISED), "rank 2: the script failed with ValueError"),
+        ((RAISED, LOST), "rank 0: the script failed with ValueError"),
+        ((INTERRUPTED, INTERRUPTED), "rank 0: interrupted"),
+        ((outcome(1.0), None), "rank 1: it left no record of its steps"),
+        ((LOST, None), "rank 1: it left no record of its steps"),
+    ],
+)
+def test_the_rank_at_fault_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: tuple[Outcome | None, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(script_ranks, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(script_ranks, "CAUSE_SECONDS", 0.1)
+    whole = gathered(tmp_path, *outcomes)
+    assert whole.message.startswith(message)
+    assert whole.error
+    assert not whole.rows
+
+
+def test_ranks_of_other_launchers_or_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(ConfigurationError, match="one of 16 that something else has started"):
+        Rank.here()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/attempt_0/3/error.json")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ConfigurationError, match="one of 16 that something else has started"):
+        Rank.here()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    monkeypatch.setenv("RANK", "3")
+    assert Rank.here() == Rank(3, 16, Path("/tmp/attempt_0"))
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["torch_profiler"], "torch_profiler measures one process, and this is one of several"),
+        (["timing", "logical"], "ranks run a script once: choose one --instrument"),
+    ],
+)
+def test_ranks_run_a_script_once_by_what_measures_each(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    words: str,
+) -> None:
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+    for name, value in (told | {"TORCHELASTIC_ERROR_FILE": "attempt_0/0/error.json"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["exec", *(f"--instrument={name}" for name in names), "idle.py"]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""Limits that judge nothing, or whose verdict somebody overrules, fail the session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.plugin.conftest import RunSuite
+from tests.plugin.saved_runs import saved
+
+pytestmark = pytest.mark.usefixtures("counted_once")
+
+
+SUITE = """
+import pytest
+from dpbench import Case
+case = Case("dpsgd", batch_size=2, seq_len=8, model_size="99x16x1x2")
+
+@pytest.fixture
+def larger():
+    return Case("dpsgd", batch_size=4, seq_len=8, model_size="99x16x1x2")
+
+def test_general(logical_io):
+    logical_io(case)
+    logical_io(case.baseline)
+
+@pytest.mark.dpbench(compare_fail=["logical_ratio:1%"])
+def test_marked(logical_io):
+    logical_io(case)
+"""
+
+LOST = """
+@pytest.mark.dpbench(compare_fail=["dram_ratio:1%"])
+def test_only_counts(logical_io):
+    logical_io(case)
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+def test_has_no_reference(logical_io, larger):
+    logical_io(larger)
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+def test_measures_nothing():
+    pass
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes@noise:1%"])
+def test_asks_for_nothing(logical_io):
+    pass
+"""
+LIMIT = "--dpbench-compare-fail=logical_bytes:1%"
+
+
+def test_limit_that_judges_nothing_fails_whoever_gave_it(
+    project: RunSuite, refused: Callable[..., str], pytester: pytest.Pytester
+) -> None:
+    def counted(*arguments: str) -> pytest.RunResult:
+        return project("-n0", *arguments, replayed=False)
+
+    pytester.makepyfile(test_suite=SUITE)
+    first = "--dpbench-compare-first-run-ok"
+    line = refused("-n0", LIMIT)
+    assert line.endswith(f".dpbench to judge by; if this is the first, say {first}")
+    nothing = counted("--dpbench-save=refused")
+    nothing.assert_outcomes(passed=1, failed=1)  # a marker's limit is no less
+    nothing.stdout.fnmatch_lines([f"*logical_ratio:1% judged nothing of dpsgd*say {first})"])
+    counted(LIMIT, first, "--dpbench-save=first").assert_outcomes(passed=2)
+    assert counted(LIMIT).ret == 0
+    assert saved(pytester.path, 1).regressed
+    assert not saved(pytester.path, 2).regressed
+
+    pytester.makepyfile(test_suite=SUITE + LOST)
+    result = counted(LIMIT, "--dpbench-compare-fail=dram_bytes:5%", "--dpbench-save=worse")
+    result.assert_outcomes(passed=2, failed=4)
+    result.stdout.fnmatch_lines(
+        [
+            "dpbench: dram_ratio:1% judged nothing: 0002_first has no dram_ratio of the*",
+            "dpbench: logical_bytes:1% judged nothing of dpsgd-bs4-*: nothing to compare with in *",
+            "dpbench: logical_bytes:1% judged nothing: 0002_first has no logical_bytes of the*",
+            "dpbench: logical_bytes@noise:1% judged nothing: 0002_first has no *in phase noise of*",
+            "dpbench: compared with 0002_first",
+            "ERROR: dpbench: dram_bytes:5% judged nothing: 0002_first has no dram_bytes of*",
+        ]
+    )
+    assert saved(pytester.path, 3).regressed
+
+
+ELSEWHERE = """
+import pytest
+
+@pytest.fixture
+def skips(logical_io):
+    logical_io(case)
+    pytest.skip("has measured")
+
+@pytest.fixture
+def after(logical_io):
+    yield
+    logical_io(case)
+
+def test_in_a_fixture_that_skips(skips):
+    pass
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+def test_marked_in_a_fixture_that_skips(skips):
+    pass
+
+def test_in_a_fixture_after_the_test(after):
+    pass
+
+def test_by_name(request):
+    request.getfixturevalue("logical_io")(case)
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+class TestMarked:
+    def test_by_name(self, request):
+        request.getfixturevalue("logical_io")(case)
+
+    def test_after_a_subtest(self, subtests, logical_io):
+        with subtests.test():  # which ends before anything is measured
+            pass
+        logical_io(case)
+        logical_io(case)
+"""
+
+
+def test_what_a_test_measures_is_judged_wherever_it_does(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(test_suite=SUITE + ELSEWHERE)
+    limit = [LIMIT, "--dpbench-compare"]
+    project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
+    path = next((pytester.path / ".dpbench").rglob("*_good.json"))
+    good = json.loads(path.read_text())
+    for row in good["rows"]:
+        row["value"] /= 2
+    path.write_text(json.dumps(good))
+    for test, outcome in {
+        "test_in_a_fixture_that_skips": {"errors": 1},
+        "test_marked_in_a_fixture_that_skips": {"errors": 1},
+        "test_in_a_fixture_after_the_test": {"passed": 1, "errors": 1},
+        "not TestMarked and test_by_name": {"failed": 1},
+        "TestMarked": {"failed": 2},
+    }.items():
+        result = project("-n0", "-k", test, *limit, "--dpbench-save=worse", replayed=False)
+        result.assert_outcomes(**outcome, deselected=None)
+        result.stdout.no_fnmatch_line("What changed most:")  # the operators are the same
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        path = next((pytester.path / ".dpbench").rglob("*_worse.json"))
+        document = json.loads(path.read_text())
+        assert document["session"]["regressed"]
+        noted = [by["test"] for case in document["cases"] for by in case["tests"]]
+        assert any(test.removeprefix("not TestMarked and ") in name for name in noted)
+        path.unlink()
+
+
+FORGIVEN = """
+import unittest
+
+@pytest.mark.dpbench(compare_fail=["dram_bytes:1%"])
+@pytest.mark.xfail
+def test_takes_no_fixture():
+    pass
+
+@pytest.mark.dpbench(compare_fail=["l2_total_bytes:1%"])
+@pytest.mark.xfail
+def test_fails_as_expected(logical_io):
+    logical_io(case)
+    assert False
+
+@pytest.mark.dpbench(compare_fail=["l2_read_bytes:1%"])
+def test_of_a_plugin(logical_io):
+    logical_io(case)
+
+@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])
+class TestSkips(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def counts(self, logical_io):
+        pass
+
+    def test_before_it_measures(self):
+        self.skipTest("not today")
+"""
+
+FORGIVES = """
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if item.name == "test_of_a_plugin":
+        report.outcome, report.longrepr = "passed", None
+    return report
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    result = yield
+    session.testsfailed = 0
+    return result
+"""
+
+
+def test_nobody_forgives_what_a_limit_did_not_judge(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    pytester.makeconftest(FORGIVES)
+    pytester.makepyfile(test_suite=SUITE + FORGIVEN)
+    project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
+    result = project("-n0", "--junitxml=report.xml", "--dpbench-save=worse", replayed=False)
+    result.assert_outcomes(passed=2, failed=3, skipped=1)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    told = "dpbench: {} judged nothing: 0001_good has no*"
+    metrics = ["dram_bytes:1%", "l2_total_bytes:1%", "l2_read_bytes:1%"]
+    result.stdout.fnmatch_lines([f"ERROR: {told.format(metric)}" for metric in metrics])
+    result.stdout.fnmatch_lines([told.format(metric) for metric in metrics])
+    result.stdout.fnmatch_lines(["FAILED*test_fails_as_expected - Failed: dpbench: l2_total*"])
+    assert len(saved(pytester.path, 2).session["unjudged"]) == 3
