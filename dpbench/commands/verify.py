@@ -4,12 +4,13 @@ Without noise, what each step takes off the parameters must be the mean of the c
 the examples, computed one example at a time: with a threshold that half of them exceed and with one
 that all do, for the batch as a whole and in micro-batches. The noise must be normal with deviation
 σC/B, and not repeat between elements, parameters, steps, runs or processes: right noise fails with
-a chance of at most 1e-6. What differs is said in a line for each parameter. The exit code is 1 if
-anything is wrong, or was not judged.
+a chance of at most 1e-6. Over ranks all this holds for the batch of all together. What differs is
+said in a line for each parameter. The exit code is 1 if anything is wrong, or was not judged.
 
 Examples:
   dpbench verify --trainer dpsgd
   dpbench verify --trainer mypackage.trainers:MyTrainer --trainable lora:4
+  dpbench verify --trainer dpsgd_ghost --parallel fsdp2 --gpus 2
   dpbench verify --trainer book_keeping --workload resnet:depth=18,image_size=32 --batch-size 4
 """
 
@@ -55,7 +56,7 @@ def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     from dpbench.verify.checks import verify  # which imports torch
 
     on_gpu = pick_device(device).type == "cuda"
-    card = gpu.visible_gpus()[0] if on_gpu else None
+    card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None  # ranks take their own
     try:
         # Work beside a measured process would be counted there.
         with gpu.exclusive(card, f"verify {case.id}") if card else nullcontext():

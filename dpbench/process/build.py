@@ -37,18 +37,24 @@ def pick_device(name: str) -> torch.device:
 
 
 def build(
-    case: Case, device: torch.device, num_batches: int, *, seed: int = SEED, **options: Any
+    case: Case,
+    device: torch.device,
+    num_batches: int,
+    *,
+    seed: int = SEED,
+    alone: bool = False,
+    **options: Any,
 ) -> tuple[TrainerBase, list[Batch]]:
     """The trainer of a case and its batches, everything on ``device`` and seeded.
 
     Other options are the trainer's: they are its constructor's arguments, beside those of the case.
     In one of several ranks each batch is this rank's part. All ranks build the same model, and draw
-    other random numbers from then on.
+    other random numbers from then on. One that builds a case ``alone`` trains it by itself.
 
     Raises:
         ConfigurationError: the case has another number of ranks than this process group.
     """
-    rank, ranks = rank_and_ranks()
+    rank, ranks = (0, 1) if alone else rank_and_ranks()
     if ranks != case.gpus:
         raise ConfigurationError(f"{case.id} has {case.gpus} ranks, and {ranks} train it")
     torch.manual_seed(seed)
@@ -81,7 +87,7 @@ def build(
     whole = batches_of(workload, case.batch_size, num_batches, place)
     batches = [next(islice(parts_of(batch, ranks), rank, None)) for batch in whole]
     if ranks > 1:
-        torch.manual_seed(seed + 1 + rank)
+        torch.manual_seed((seed + 1) * ranks + rank)  # no other rank has it, with any seed
     if case.micro_batches > 1:
         hold_to_parts(trainer, batches, case.micro_batches)
     return trainer, batches

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
+from dpbench.training.parallel import rank_and_ranks
 from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in, parts_of
 from dpbench.workloads.transformer import Transformer, mean_cross_entropy
 
@@ -22,6 +23,9 @@ Momentum = partial(torch.optim.SGD, momentum=0.9)
 
 PRIVATE: Mapping[str, str] = MappingProxyType({"clips": "flat", "noise": "in a phase of its own"})
 """The labels of most private trainers."""
+
+DRAWN_BY = "noise drawn by"
+"""The label of private trainers in parallel that says which ranks draw noise, and for what."""
 
 
 class TrainerBase(ABC):
@@ -33,10 +37,12 @@ class TrainerBase(ABC):
     Attributes:
         labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
             tables say where those of two trainers differ. An object may have its own.
+        joint_batch_size: B of all ranks together, of which the gradient is the mean.
 
     Args:
         model: the workload's model.
-        batch_size: examples in every batch, B; a DP trainer scales its noise by it.
+        batch_size: examples in every batch, B; of several ranks, in each one's part. A DP trainer
+            scales its noise by that of all.
         learning_rate: step size of the optimizer.
         noise_multiplier: σ; the noise added to the summed gradient has deviation σ·C.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
@@ -73,6 +79,8 @@ class TrainerBase(ABC):
         self.workload = workload or Transformer()
         self.parallel = parallel
         self.batch_size = batch_size
+        ranks = 1 if parallel == "none" else rank_and_ranks()[1]
+        self.joint_batch_size = batch_size * ranks
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.model = self.spread(model.train())
@@ -82,15 +90,13 @@ class TrainerBase(ABC):
     def spread(self, model: nn.Module) -> nn.Module:
         """The model as ``parallel`` spreads it over the ranks; here, on one."""
         if self.parallel != "none":
-            raise self.refusal()
+            raise self.refusal("its spread(model) must say how ranks share a model")
         return model
 
-    def refusal(self, why: str = "") -> ConfigurationError:
+    def refusal(self, why: str) -> ConfigurationError:
         """The error of a trainer that does not train as ``parallel`` says."""
         name = type(self).__name__
-        return ConfigurationError(
-            f"{name} does not train under parallel={self.parallel}{why and f': {why}'}"
-        )
+        return ConfigurationError(f"{name} does not train under parallel={self.parallel}: {why}")
 
     @abstractmethod
     def train_step(self, batch: Batch) -> Tensor:

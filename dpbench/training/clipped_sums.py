@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
-from dpbench.training.base import PRIVATE, TrainerBase
+from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
+from dpbench.training.parallel import begun_together, own_generator, own_part, summed
 from dpbench.training.per_layer import Sums
 from dpbench.training.phases import phase
-from dpbench.training.refusals import check_layers
+from dpbench.training.refusals import ONLY_GHOST, check_layers
 
 
 class ClippedSumTrainer(TrainerBase):
@@ -36,6 +38,16 @@ class ClippedSumTrainer(TrainerBase):
         check_alike(self.trained)
         self.part_size = batch_size // self.micro_batches
         self._sums: Sums | None = None
+        together = self.parallel != "none"
+        self.generator = own_generator(self.trained[0].device) if together else None
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        if self.parallel == "fsdp2":
+            raise self.refusal(ONLY_GHOST)
+        if self.parallel == "none":
+            return model
+        self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
+        return begun_together(model)
 
     @property
     def sums(self) -> Sums:
@@ -57,17 +69,24 @@ class ClippedSumTrainer(TrainerBase):
         """What gradients of these norms are multiplied by, at most 1."""
         return (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
 
+    def over_ranks(self, gradients: list[Tensor]) -> Iterable[Tensor]:
+        """The buffers, once they have been added up over the ranks."""
+        return gradients if self.parallel == "none" else summed(gradients)
+
     @torch.no_grad()
     def update(self) -> None:
         """Add noise to the summed gradients, and let the optimizer step with their mean."""
         sums = self.take_sums()
+        gradients = sums.finish()
         with phase("noise"):
-            for gradient in sums.finish():
+            for gradient in gradients:
                 if self.noise_multiplier:
-                    deviation = self.noise_multiplier * self.max_grad_norm
-                    gradient.add_(torch.randn_like(gradient), alpha=deviation)
-                gradient.div_(self.batch_size)
+                    own = own_part(gradient, self.parallel)
+                    noise = torch.empty_like(own).normal_(generator=self.generator)
+                    own.add_(noise, alpha=self.noise_multiplier * self.max_grad_norm)
+                gradient.div_(self.joint_batch_size)
         with phase("optimizer"):
+            gradients = [*self.over_ranks(gradients)]
             for parameter, place in sums.places.items():
                 parameter.grad = place
             self.plain_optimizer.step()

@@ -16,9 +16,9 @@ from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer, get_optimizer_cl
 from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.training.base import PRIVATE, Batch, TrainerBase, mean_of
+from dpbench.training.base import DRAWN_BY, PRIVATE, Batch, TrainerBase, mean_of
 from dpbench.training.phases import in_phase, phase
-from dpbench.training.refusals import check_layers, refusals
+from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 
 
 def mark_phases(optimizer: DPOptimizer) -> None:
@@ -62,8 +62,11 @@ class OpacusTrainer(TrainerBase):
         mark_phases(self.optimizer)
 
     def spread(self, model: nn.Module) -> nn.Module:
-        if self.parallel != "ddp" or self.mode is None:
+        if self.parallel == "fsdp2":
+            raise self.refusal(ONLY_GHOST)
+        if self.parallel == "none" or self.mode is None:
             return super().spread(model)
+        self.labels = {**self.labels, DRAWN_BY: "rank 0"}
         self.optimizer_class = self.distributed_optimizer(self.mode)
         replica: nn.Module = DifferentiallyPrivateDistributedDataParallel(model)
         return replica
@@ -73,7 +76,7 @@ class OpacusTrainer(TrainerBase):
         try:
             found: type[DPOptimizer] = get_optimizer_class(self.clip, True, mode)
         except ValueError as error:
-            raise self.refusal(f"Opacus says {str(error)!r}") from error
+            raise self.refusal(f"Opacus says {str(error)!r}; use grad_sample=hooks") from error
         return found
 
     @abstractmethod

@@ -22,7 +22,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from dpbench.training.base import Batch
+from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.dpsgd import OpacusTrainer
 from dpbench.training.parallel import mesh_of_all
 
@@ -73,4 +73,9 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
             return super().spread(model)
         self.module_class = GradSampleModuleFastGradientClippingFSDP
         self.optimizer_class = self.distributed_optimizer("ghost_fsdp")
+        self.labels = {**self.labels, DRAWN_BY: "each rank, for all shards"}
+        return self.shard(model)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """The model under FSDP2."""
         return sharded_as_opacus_does(model)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dpbench.errors import ConfigurationError
-from dpbench.training.base import Batch
+from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
 from dpbench.training.per_layer import (
@@ -52,6 +52,7 @@ class FusedTrainer(BookKeepingTrainer):
 
     With plain SGD the parameters become parts of buffers, and the update draws the noise as it
     adds it: there is no phase ``noise``. Other optimizers update as `BookKeepingTrainer` does.
+    In parallel all ranks draw the same, which costs no bytes: every rank knows the noise.
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
     without them, as are micro-batches and steps whose operators somebody counts.
@@ -66,6 +67,9 @@ class FusedTrainer(BookKeepingTrainer):
         device = self.trained[0].device
         number = len(in_buffers(self.trained))
         self.seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(device)
+        if self.merged and self.parallel == "ddp":
+            distributed.broadcast(self.seeds, 0)
+            self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
         self._graphs: dict[str, torch.cuda.CUDAGraph] | None = None  # before the first step
         self._loss = torch.zeros((), device=device)
 
@@ -99,10 +103,11 @@ class FusedTrainer(BookKeepingTrainer):
     @torch.no_grad()
     def _descend(self, gradients: list[Tensor]) -> None:
         """Noise and update in one pass over gradients and parameters."""
-        rate = self.plain_optimizer.param_groups[0]["lr"] / self.batch_size
+        rate = self.plain_optimizer.param_groups[0]["lr"] / self.joint_batch_size
         deviation = self.noise_multiplier * self.max_grad_norm
         self.seeds += len(self.seeds)  # none was there before, in any step or buffer
-        for flat, gradient, seed in zip(self.flats, gradients, self.seeds.unbind(), strict=True):
+        reduced = self.over_ranks(gradients)
+        for flat, gradient, seed in zip(self.flats, reduced, self.seeds.unbind(), strict=True):
             noisy_descent(flat, gradient, seed, deviation, rate)
 
     # --- graphs ------------------------------------------------------------------------------

@@ -12,20 +12,26 @@ from typing import Any, ClassVar
 
 import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
+    GradSampleModuleFastGradientClippingFSDP,
+)
+from opacus.optimizers import DPOptimizer
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
-from dpbench.training.lean import NoiseAtOnce, chosen
+from dpbench.training.lean import NoiseAtOnce, changed_optimizer, chosen, derived, kept_of
+from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import (
     as_computed,
     squared_bias_norms,
     three_dimensional,
 )
 
-CHANGES = ("summed", "bias", "unused", "none", "taken", "noise")
+CHANGES = ("summed", "bias", "unused", "none", "taken", "noise", "reduce", "gather", "blocks")
 
 Norms = dict[Tensor, Tensor]
 """Of parameters the norm of each example's gradient, ``[B]``."""
@@ -69,16 +75,29 @@ class LeanGhostModule(GradSampleModuleFastGradientClipping):  # type: ignore[mis
     }
 
 
+def as_sharded(
+    module_class: type[GradSampleModuleFastGradientClipping],
+) -> type[GradSampleModuleFastGradientClippingFSDP]:
+    """Opacus's module for FSDP2 with the norms of another."""
+    samplers = {"NORM_SAMPLERS": module_class.NORM_SAMPLERS}
+    return type("Sharded", (GradSampleModuleFastGradientClippingFSDP,), samplers)
+
+
 class GhostLeanTrainer(DPGhostClippingTrainer):
     """`DPGhostClippingTrainer` with these changes.
 
     - ``summed``: the loss is a sum; Opacus multiplies what each layer gets back from its mean.
     - ``bias``: norms of biases come from their gradients; Opacus makes T × T products.
-    - ``unused``: the pass for the norms computes no gradient of a parameter. Under activation
-      checkpointing autograd cannot leave them out.
+    - ``unused``: the pass for the norms computes no gradient of a parameter, so that under FSDP2
+      none is reduced in it. Under activation checkpointing autograd cannot leave them out.
     - ``none``: gradients of that pass are dropped; Opacus makes them zeros, and adds to these.
     - ``taken``: the optimizer takes the clipped sums; Opacus copies them.
-    - ``noise``: as in `dpbench.training.lean.LeanTrainer`.
+    - ``noise``: as in `dpbench.training.lean.LeanTrainer`. Under FSDP2 each rank draws it for its
+      shard; of Opacus's, each for all shards.
+    - ``reduce``: as there.
+    - ``gather``: under FSDP2 embeddings are not gathered in backward, which does not read them.
+    - ``blocks``: under FSDP2 the layers of a block are gathered and reduced together, if the
+      workload says which blocks there are; Opacus's one after the other.
 
     Args:
         changes: the names of some, joined by ``+``; all by default.
@@ -93,8 +112,22 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         self._runs_again = False
         super().__init__(model, batch_size=batch_size, **options)
 
+    def shard(self, model: nn.Module) -> nn.Module:
+        shard = super().shard
+        try:
+            by_block = "blocks" in self.changes
+            model = sharded(model, self.workload, [nn.Embedding]) if by_block else shard(model)
+        except ConfigurationError:  # the workload does not say which blocks there are
+            model = shard(model)
+        for layer in model.modules() if "gather" in self.changes else ():
+            if isinstance(layer, nn.Embedding) and isinstance(layer, FSDPModule):
+                layer.set_unshard_in_backward(False)
+        return model
+
     def wrapped(self) -> nn.Module:
-        self.module_class = self.lean_module() if "bias" in self.changes else self.module_class
+        if "bias" in self.changes:
+            lean = self.lean_module()
+            self.module_class = as_sharded(lean) if self.parallel == "fsdp2" else lean
         self.loss_reduction = "sum" if "summed" in self.changes else "mean"
         module = super().wrapped()
         if "unused" in self.changes:
@@ -109,8 +142,8 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
 
     def private_optimizer(self) -> DPOptimizer:
         if "noise" in self.changes:
-            self.optimizer_class = GhostLeanOptimizer
-        optimizer = super().private_optimizer()
+            self.optimizer_class = derived(NoiseAtOnce, self.optimizer_class)
+        optimizer = changed_optimizer(self, super().private_optimizer(), self.changes)
         if "taken" in self.changes:
             optimizer.accumulate = partial(take_gradients, optimizer)
         return optimizer
@@ -133,27 +166,27 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         reduced = losses.sum() if "summed" in self.changes else losses.mean()
         firsts, self._firsts = self._firsts, []
         if firsts and not self._runs_again:
-            # Backward goes through every layer to the first ones, and computes nothing else.
+            # Backward goes through every layer to the first ones, and computes nothing else: what
+            # FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
             torch.autograd.grad(reduced, firsts, retain_graph=True, allow_unused=True)
         else:
             reduced.backward(retain_graph=True)
             self.optimizer.zero_grad(set_to_none="none" in self.changes)
         weights = module.get_clipping_coef()
         if "noise" in self.changes:
-            weights = weights / self.batch_size  # the sum is a mean: see NoiseAtOnce
+            # The sum is a mean: see NoiseAtOnce. FSDP2 takes that over ranks.
+            sharded = self.parallel == "fsdp2"
+            weights = weights / (self.batch_size if sharded else self.joint_batch_size)
         module.disable_hooks()
         (weights * losses).sum().backward()
         module.enable_hooks()
 
 
-class GhostLeanOptimizer(NoiseAtOnce, DPOptimizerFastGradientClipping):  # type: ignore[misc]
-    """Adds noise at once to gradients that were clipped before."""
-
-
 def take_gradients(optimizer: DPOptimizer) -> None:
     """Make gradients the sums of a batch, or add them to those of earlier micro-batches."""
     for parameter in optimizer.params:
-        if parameter.summed_grad is None:
-            parameter.summed_grad, parameter.grad = parameter.grad, None
+        kept = kept_of(optimizer, parameter)
+        if kept["summed_grad"] is None:
+            kept["summed_grad"] = parameter.grad
         else:
-            parameter.summed_grad += parameter.grad
+            kept["summed_grad"] += parameter.grad

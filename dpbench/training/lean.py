@@ -6,7 +6,7 @@ https://github.com/meta-pytorch/opacus), and can be had alone: ``lean:changes=ke
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,14 +15,15 @@ import torch
 from opacus import GradSampleModule
 from opacus.grad_sample import grad_sample_module as hooks
 from opacus.optimizers import DPOptimizer
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from dpbench.errors import unknown
-from dpbench.training.base import Batch
+from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.dpsgd import OpacusTrainer
-from dpbench.training.per_layer import one_buffer
+from dpbench.training.parallel import own_generator, own_part, summed
+from dpbench.training.per_layer import in_buffers, one_buffer
 
-CHANGES = ("kept", "summed", "unused", "noise")
+CHANGES = ("kept", "summed", "unused", "noise", "reduce")
 
 
 def chosen(changes: str, known: Collection[str]) -> frozenset[str]:
@@ -41,12 +42,17 @@ class LeanTrainer(OpacusTrainer):
     - ``summed``: the loss is a sum; Opacus multiplies what each layer gets back from its mean.
     - ``unused``: no ordinary gradient is computed; Opacus's are replaced before they are read.
     - ``noise``: of all parameters it is drawn at once and added in place, to a sum that the
-      clipping factors make a mean; per-sample gradients are freed as they are summed.
+      clipping factors make a mean; per-sample gradients are freed as they are summed. In parallel
+      each rank draws it for its share; of Opacus's, rank 0 for all.
+    - ``reduce``: under DDP small parameters are reduced together, and none is waited for before
+      the next begins; Opacus reduces one after the other.
 
     Args:
         changes: the names of some, joined by ``+``; all by default.
         options: as `TrainerBase`.
     """
+
+    mode = "hooks"
 
     def __init__(
         self, model: nn.Module, *, batch_size: int, changes: str = "all", **options: Any
@@ -62,8 +68,9 @@ class LeanTrainer(OpacusTrainer):
         return module
 
     def private_optimizer(self) -> DPOptimizer:
-        self.optimizer_class = LeanOptimizer if "noise" in self.changes else DPOptimizer
-        return super().private_optimizer()
+        if "noise" in self.changes:
+            self.optimizer_class = derived(LeanOptimizer, self.optimizer_class)
+        return changed_optimizer(self, super().private_optimizer(), self.changes)
 
     def train_step(self, batch: Batch) -> Tensor:
         store = keep if "kept" in self.changes else copy_into_zeros
@@ -119,23 +126,81 @@ def _become_parameters(
         returned.requires_grad_()  # else backward would end before this layer's hook
 
 
+def derived(changed: type[DPOptimizer], of_opacus: type[DPOptimizer]) -> type[DPOptimizer]:
+    """An optimizer of Opacus with what another does in its own way."""
+    return type(changed.__name__, (changed, of_opacus), {})
+
+
+def kept_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """Where ``summed_grad`` is; Opacus's optimizer for FSDP2 has a place of its own for it."""
+    kept: dict[str, Any] = getattr(optimizer, "grad_state", {}).get(parameter, vars(parameter))
+    return kept
+
+
+def changed_optimizer(
+    trainer: OpacusTrainer, optimizer: DPOptimizer, changes: Collection[str]
+) -> DPOptimizer:
+    """Let an optimizer draw noise and reduce gradients as ``changes`` say."""
+    if isinstance(optimizer, NoiseAtOnce):
+        optimizer.parallel = trainer.parallel
+        optimizer.expected_batch_size = trainer.joint_batch_size
+        optimizer.loss_reduction = "sum"  # which is a mean already
+        if trainer.parallel != "none":
+            optimizer.generator = own_generator(optimizer.params[0].device)
+            trainer.labels = {**trainer.labels, DRAWN_BY: "each rank, for its share"}
+    if trainer.parallel == "ddp" and "reduce" in changes:
+        optimizer.reduce_gradients = partial(reduce_together, optimizer)
+    return optimizer
+
+
+def reduce_together(optimizer: DPOptimizer) -> None:
+    """Reduce gradients under DDP, in buffers: those of small parameters share one."""
+    kinds = of_kinds(optimizer.params)
+    buffers = [in_one(sharing) for parameters in kinds for sharing in in_buffers(parameters)]
+    for buffer in summed(buffers):
+        if optimizer.loss_reduction == "mean":
+            buffer /= distributed.get_world_size()
+
+
+def in_one(parameters: Sequence[Any]) -> Tensor:
+    """The gradient of a parameter, or a buffer in which those of several are from now on."""
+    only, *others = parameters
+    if not others:
+        gradient: Tensor = only.grad
+        return gradient
+    buffer, places = one_buffer(parameters)
+    torch._foreach_copy_([*places.values()], [parameter.grad for parameter in parameters])
+    for parameter in parameters:
+        parameter.grad = places[parameter]
+    return buffer
+
+
+def of_kinds(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """The parameters by type and device, of which those of one kind can be in one buffer."""
+    kinds: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return kinds.values()
+
+
 class NoiseAtOnce(DPOptimizer):  # type: ignore[misc]
-    """An optimizer whose clipped sums are means already: of `examples` that a step has."""
+    """An optimizer whose clipped sums are means already, of the examples of all ranks.
+
+    Under FSDP2 they are once ranks have reduced them, under DDP they will be.
+    """
+
+    parallel = "none"
 
     def add_noise(self) -> None:
         """Draw noise for all parameters of a kind, and add it to their gradients in place."""
         deviation = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        kinds: dict[object, list[Tensor]] = {}
         for parameter in self.params:
-            parameter.grad = parameter.summed_grad
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
-        for gradients in kinds.values() if deviation else ():
+            parameter.grad = kept_of(self, parameter)["summed_grad"]
+        for parameters in of_kinds(self.params) if deviation else ():
+            gradients = [own_part(p.grad, self.parallel) for p in parameters]
             flat, noise = one_buffer(gradients)
             flat.normal_(std=deviation, generator=self.generator)
             torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
-
-    def scale_grad(self) -> None:
-        """Nothing is left to divide."""
 
 
 class LeanOptimizer(NoiseAtOnce):

@@ -42,7 +42,8 @@ def convolution_norms(
     """Of a convolution, which is a linear layer of the patches that it sees."""
     positions = backprops[0, 0].numel()
     if layer.groups > 1 or not products_are_smaller(positions, layer.weight.numel()):
-        samples = LeanGhostModule.GRAD_SAMPLERS[type(layer)](layer, activations, backprops)
+        kind = nn.Conv1d if isinstance(layer, nn.Conv1d) else nn.Conv2d  # FSDP2 derives its own
+        samples = LeanGhostModule.GRAD_SAMPLERS[kind](layer, activations, backprops)
         return {parameter: g.flatten(1).norm(2, dim=1) for parameter, g in samples.items()}
     x = as_computed(activations[0], backprops)
     return linear_norms(layer, [patches(layer, x).mT], backprops.flatten(2).mT)

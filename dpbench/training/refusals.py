@@ -20,6 +20,12 @@ HOOKS = ("capture_activations_hook", "capture_backprops_hook")
 NO_GRADIENT = ("Per sample gradient is not initialized", "_norm_sample", "'NoneType' object")
 """What errors say of a parameter without gradient: flat clipping's, and those of ghost clipping."""
 
+ONLY_GHOST = (
+    "norms need whole gradients of parameters, unless they are ghost norms; use dpsgd_ghost, "
+    "ghost_lean or mixed_ghost, or parallel=ddp"
+)
+"""Why other private trainers are refused under FSDP2, and what to use."""
+
 OF_A_LAYER = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 OF_THE_MACHINE = ("memory", "CUDA", "cuDNN")
 """Words of a `RuntimeError` for which no layer is to blame."""

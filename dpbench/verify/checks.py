@@ -6,7 +6,8 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
@@ -16,12 +17,13 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.names import parted, read_parameters
 from dpbench.process.build import build, labels_of, pick_device
+from dpbench.process.ranks import Observe, observe_all
 from dpbench.registry import names_of, resolve
 from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check import Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import CLIPS, Gradients, distances, thresholds
-from dpbench.verify.subject import Subject
+from dpbench.verify.subject import ALONE, Subject
 
 STEPS = 2
 TOLERANCE = 1e-5
@@ -42,7 +44,7 @@ ELSEWHERE = 3
 
 
 def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
-    """Hold the trainer of a case to what it says.
+    """Hold the trainer of a case to what it says; over ranks, in processes that it starts.
 
     Args:
         case: small; with several micro-batches, the batch as a whole is tried as well.
@@ -51,6 +53,29 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
 
     Raises:
         ConfigurationError: the trainer refuses the case, or there is nothing to verify.
+    """
+    if case.gpus == 1:
+        return verify_here(case, device, processes=processes)
+    drawn = draw_elsewhere(case, device) if processes else []
+    checks: list[Check] = _over_ranks(partial(_verify_rank, device, drawn), case, device)["checks"]
+    return checks
+
+
+def _over_ranks(work: Observe, case: Case, device: str) -> dict[str, Any]:
+    import_module("torch._dynamo")  # which the first optimizer imports: once for all ranks
+    return observe_all(work, case, device)
+
+
+def _verify_rank(device: str, drawn: Sequence[Gradients], case: Case) -> dict[str, Any]:
+    return {"checks": verify_here(case, device, drawn)}
+
+
+def verify_here(
+    case: Case, device: str, drawn: Sequence[Gradients] = (), *, processes: bool = False
+) -> list[Check]:
+    """`verify` in this process, which all ranks of a case do together.
+
+    Gradients are held to those of the joint batch, and noise is compared with what was ``drawn``.
     """
     place = pick_device(device)
     if given := [name for name in read_parameters(parted(case.trainer)[1]) if name in OWN]:
@@ -67,7 +92,7 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
             raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
         del trainer
         verification = Verification(case, place, clips)
-        return [*verification.checks(draw_elsewhere(case, device) if processes else [])]
+        return [*verification.checks(draw_elsewhere(case, device) if processes else drawn)]
 
 
 def noise_of(subject: Subject, case: Case, seed: int) -> list[Gradients]:
@@ -95,8 +120,16 @@ def draw_elsewhere(case: Case, device: str) -> list[Gradients]:
 
 def _draw(case: Case, device: str) -> list[dict[str, Any]]:
     case = resolve(case)
+    work = partial(_noise, device)
+    drawn = work(case) if case.gpus == 1 else _over_ranks(work, case, device)
+    noise: list[dict[str, Any]] = drawn["noise"]
+    return noise
+
+
+def _noise(device: str, case: Case) -> dict[str, Any]:
     noise = noise_of(Subject(case, pick_device(device), STEPS), case, seed=ELSEWHERE)
-    return [{name: g.float().cpu().numpy() for name, g in step.items()} for step in noise]
+    arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in noise]
+    return {"noise": arrays}
 
 
 class Verification:
@@ -124,10 +157,13 @@ class Verification:
         yield self.gradient(f"gradient{in_parts}, all clipped", self.case, below_all, FAINT)
         runs = "steps, runs, processes" if elsewhere else "steps, runs"
         deviation = SIGMA * THRESHOLD / self.case.batch_size
-        yield from check_noise(draws, deviation, self.subject.dtype, runs)
+        yield from check_noise(draws, deviation, self.subject.dtype, runs, self.case.gpus)
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
         frozen = len(self.subject.start) - len(self.subject.trained)
         yield Check.of("frozen parameters stay", changed, "", f"{frozen} frozen")
+        if (ranks := self.case.gpus) > 1:
+            apart = [f"{name}: ranks differ after a step" for name in sorted(self.subject.apart)]
+            yield Check.of("ranks agree", apart, "", f"{ranks} ranks")
 
     def gradient(self, check: str, case: Case, threshold: float, sigma: float) -> Check:
         """What steps without visible noise take off, beside the mean of clipped gradients."""
@@ -135,7 +171,8 @@ class Verification:
         far = self.far(seen, threshold)
         allowed = self.allowed(case, threshold)
         near = 1e-3 if case.precision == "fp32" else 0.05
-        known = cache(lambda i: self.examples[i].known(self.clips, threshold, case.micro_batches))
+        parts = case.micro_batches * case.gpus
+        known = cache(lambda i: self.examples[i].known(self.clips, threshold, parts))
         wrong = []
         for name in self.subject.trained:
             if off := [i for i, step in enumerate(far) if step[name] > allowed]:
@@ -166,7 +203,7 @@ class Verification:
         if case.precision == "fp32":
             return max(TOLERANCE, 1.5 * max(each.norms_off for each in self.examples))
         trainer = "dpsgd:clip=per_layer" if self.clips == "per layer" else "dpsgd"
-        opacus = self.steps(replace(case, trainer=trainer), threshold, 0.0)
+        opacus = self.steps(replace(case, trainer=trainer, **ALONE), threshold, 0.0)
         return min(2 * _most(self.far(opacus, threshold)), 0.5)
 
 

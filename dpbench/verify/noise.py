@@ -26,7 +26,7 @@ from dpbench.verify.reference import Gradients
 FALSE_ALARM = 1e-6
 """The largest chance that any of the checks of right noise fails."""
 
-CHECKS = 5
+CHECKS = 6
 """Among which it is divided."""
 
 SAMPLE = 4096
@@ -40,7 +40,7 @@ MOST = 2**20
 
 
 def check_noise(
-    draws: Sequence[Gradients], deviation: float, dtype: torch.dtype, runs: str
+    draws: Sequence[Gradients], deviation: float, dtype: torch.dtype, runs: str, ranks: int = 1
 ) -> Iterator[Check]:
     """What is wrong with noise.
 
@@ -50,6 +50,7 @@ def check_noise(
         deviation: what it should be.
         dtype: of the parameters, to which the noise is rounded.
         runs: in words, of what there are draws.
+        ranks: which may each have drawn a part of every step's.
     """
     judged = _deviation(draws, deviation)
     yield judged
@@ -61,6 +62,9 @@ def check_noise(
     yield _judged("noise: elements", [*_neighbours(full)])
     yield _judged(f"noise: {runs}", [*_draws(full)])
     yield _judged("noise: parameters", [*_parameters(full)])
+    if ranks > 1:
+        elements = sum(noise.numel() for noise in full[0].values())
+        yield _judged("noise: ranks", [*_distances(full)], 2 * elements * len(full))
 
 
 def chance_of_mean_square(q: float, n: int) -> float:
@@ -140,18 +144,41 @@ def _parameters(draws: Sequence[Gradients]) -> Iterator[Correlation]:
             yield name, f"repeats that of {other}", r[i][j], n[i][j]
 
 
+def _distances(draws: Sequence[Gradients]) -> Iterator[Correlation]:
+    """A step's noise with itself, at the distance, of all there are, at which it repeats most.
+
+    So it does where ranks draw the same for their shards, or for their parts of a flat buffer.
+    """
+    for draw in draws:
+        noise = torch.cat([each.flatten() for each in draw.values()])
+        spectrum = torch.fft.rfft(noise, 2 * len(noise)).abs().square()
+        repeats = torch.fft.irfft(spectrum)[1 : len(noise)].abs()
+        far = int(repeats.argmax()) + 1
+        one, other = noise[:-far], noise[far:]
+        products = torch.cat([one * other, noise.new_zeros(far)])
+        of_each = products.split([each.numel() for each in draw.values()])
+        name = max(zip(of_each, draw, strict=True), key=lambda pair: abs(float(pair[0].sum())))[1]
+        odd = torch.arange(len(one), device=noise.device) // far % 2 == 1
+        for some in (odd, ~odd):  # in neither is an element in two pairs
+            words = f"repeats {far} elements further on"
+            yield name, words, *_correlation(one[some], other[some])
+
+
 def _correlation(a: Tensor, b: Tensor) -> tuple[float, int]:
     size = float(a.norm() * b.norm())
     return float((a * b).sum()) / size if size else 0.0, a.numel()
 
 
-def _judged(check: str, found: list[Correlation]) -> Check:
-    """A check of correlations; of each parameter what was found first is said."""
+def _judged(check: str, found: list[Correlation], comparisons: int = 0) -> Check:
+    """A check of correlations; of each parameter what was found first is said.
+
+    Those found may be the largest of more comparisons.
+    """
     wrong: dict[str, str] = {}
     worst = (0.0, "", 0.0, 0)
     for name, what, r, n in found:
         usual = chance_of_correlation(r, n)
         worst = min(worst, (usual, name, r, n))
-        if surprising(usual, len(found)):
+        if surprising(usual, comparisons or len(found)):
             wrong.setdefault(name, f"{name}: its noise {what} (r = {r:.3g}, {n} elements)")
     return Check.of(check, [*wrong.values()], worst[1], f"r = {worst[2]:.2g} of {worst[3]}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
@@ -16,11 +18,16 @@ from dpbench.case import BASELINE_TRAINER, MIXED, Case
 from dpbench.errors import ConfigurationError
 from dpbench.process.build import build
 from dpbench.training.base import Batch
+from dpbench.training.parallel import gathered, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients
+from dpbench.workloads.base import parts_of
 
 RATE = 2.0**30
 """The learning rate with plain SGD. What is taken off a parameter is so much larger than it that
 rounding the sum to the parameter's type rounds the gradient, and no more."""
+
+ALONE: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
+"""The axes of a case that one process trains."""
 
 STARTS = 0.02
 """Deviation of trained parameters that begin as zeros. One adapter of a pair has no gradient while
@@ -39,9 +46,10 @@ class Subject:
             optimizer="sgd",
             micro_batches=1,
             activation_checkpointing="off",
+            **ALONE,
         )
         self.case, self.device = case, device
-        trainer, self.batches = build(plain, device, steps)
+        trainer, self.batches = build(plain, device, steps, alone=True)
         self.model, self._losses = without_dropout(trainer.model), trainer.example_losses
         generator = torch.Generator().manual_seed(1)
         for parameter in self.model.parameters():
@@ -55,6 +63,8 @@ class Subject:
         """In what the examples' gradients were computed."""
         self.changed: set[str] = set()
         """The frozen parameters that some step has changed."""
+        self.apart: set[str] = set()
+        """The parameters that some step has left different in some of the ranks."""
 
     def examples(self) -> list[Examples]:
         """The gradients of each batch's examples, in float64 if the model can be computed so."""
@@ -85,13 +95,14 @@ class Subject:
     ) -> Iterator[Gradients]:
         """What each step of a case's trainer takes off, divided by the learning rate.
 
-        Each begins where the first did, with the next of the batches.
+        Each begins where the first did, with the next of the batches; a rank has its part of it.
         """
+        alone = case.gpus == 1
         plain = case.optimizer == "sgd"
         options["learning_rate"] = RATE if plain else 1e-3
-        trainer, _ = build(case, self.device, len(self.batches), seed=seed, **options)
+        trainer, _ = build(case, self.device, len(self.batches), seed=seed, alone=alone, **options)
         parameters = {
-            name.removeprefix("_module."): p
+            name.removeprefix("_module.").removeprefix("module."): p
             for name, p in without_dropout(trainer.model).named_parameters()
         }
         if parameters.keys() != self.start.keys():
@@ -102,31 +113,34 @@ class Subject:
             )
         trained = {name: parameters[name] for name in self.trained}
         update = _by_parameters if plain else _by_optimizer
+        starts = {name: shared_out(self.start[name], p) for name, p in parameters.items()}
+        before = {name: self.start[name].double() for name in trained}
         for batch in islice(cycle(self.batches), number):
             with torch.no_grad():
                 for name, parameter in parameters.items():
-                    parameter.copy_(self.start[name])
-            seen = update(trainer, batch, trained)
+                    parameter.copy_(starts[name])
+            seen = update(trainer, batch if alone else part_of_rank(batch), trained, before)
+            self.apart |= set() if alone else differing(seen)
             self.changed |= {
                 name
                 for name, parameter in parameters.items()
-                if name not in trained and not torch.equal(parameter, self.start[name])
+                if name not in trained and not torch.equal(gathered(parameter), self.start[name])
             }
             yield seen
 
 
-def _by_parameters(trainer: Any, batch: Batch, trained: Mapping[str, nn.Parameter]) -> Gradients:
-    """How far a step with plain SGD moves parameters."""
-    before = {name: p.detach().double() for name, p in trained.items()}
+Parameters = Mapping[str, nn.Parameter]
+
+
+def _by_parameters(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
+    """How far a step with plain SGD moves parameters from what they were before."""
     trainer.train_step(batch)
-    return {name: (before[name] - p.detach().double()) / RATE for name, p in trained.items()}
+    return {name: (before[name] - value) / RATE for name, value in values_of(trained).items()}
 
 
-def _by_optimizer(trainer: Any, batch: Batch, trained: Mapping[str, nn.Parameter]) -> Gradients:
+def _by_optimizer(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
     """The gradients that the plain optimizer is handed in a step; zeros where nothing moves."""
-    before = {name: p.detach().clone() for name, p in trained.items()}
-    handed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trained.items()}
-
+    handed = {name: torch.zeros_like(value) for name, value in before.items()}
     seen = False
 
     def take(_: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -135,20 +149,48 @@ def _by_optimizer(trainer: Any, batch: Batch, trained: Mapping[str, nn.Parameter
         seen = len(given) == 1 and named.get("closure") is None
         for name, p in trained.items():
             if p.grad is not None:
-                handed[name] += p.grad.double()
+                handed[name] += gathered(p.grad).double()
 
     hook = trainer.plain_optimizer.register_step_pre_hook(take)
     try:
         trainer.train_step(batch)
     finally:
         hook.remove()
-    moved = {name for name, p in trained.items() if not torch.equal(before[name], p)}
+    moved = {name for name, v in values_of(trained).items() if not torch.equal(before[name], v)}
     if moved and not seen:
         raise ConfigurationError(
             f"{type(trainer).__name__} does not call plain_optimizer.step(), without closure, "
             f"where verify sees the gradients of other optimizers than sgd: say --optimizer sgd"
         )
     return {name: g * (name in moved) for name, g in handed.items()}
+
+
+def values_of(parameters: Parameters) -> dict[str, Tensor]:
+    """Whole parameters, in float64."""
+    return {name: gathered(p.detach()).double() for name, p in parameters.items()}
+
+
+def shared_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The value of a parameter, for this rank to copy into its shard if it has one."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+
+
+def part_of_rank(batch: Batch) -> Batch:
+    """What this rank trains of a batch."""
+    rank, ranks = rank_and_ranks()
+    return [*parts_of(batch, ranks)][rank]
+
+
+def differing(values: Gradients) -> set[str]:
+    """The names of tensors that are not the same in all ranks, to the last bit."""
+    flat = torch.cat([value.flatten() for value in values.values()])
+    least, most = flat.clone(), flat
+    distributed.all_reduce(least, distributed.ReduceOp.MIN)
+    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    same = (least == most).split([value.numel() for value in values.values()])
+    return {name for name, equal in zip(values, same, strict=True) if not equal.all()}
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

@@ -1,0 +1,166 @@
+"""Verifies several trainers in one group of ranks; each group takes a second to start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dpbench
+from dpbench import Batch, Workload
+from dpbench.case import Case
+from dpbench.errors import ConfigurationError
+from dpbench.instruments.interface import Instrument, Running
+from dpbench.process.build import build, pick_device
+from dpbench.process.command_line import arguments
+from dpbench.process.forked import COMMAND, environment_of_cases, fork
+from dpbench.process.messages import MARK, last_record
+from dpbench.registry import resolve
+from dpbench.verify.checks import STEPS, verify_here
+from dpbench.verify.reference import distances
+from dpbench.verify.subject import Subject
+
+CPU = pick_device("cpu")
+MARKED = "0123456789abcdef "
+REPOSITORY = Path(__file__).parents[2]
+
+ROWS, WIDTH, LENGTH = 12, 64, 4
+
+
+class Small(Workload):
+    """A layer of each kind that private trainers know; FSDP2 takes its time for each."""
+
+    def model(self) -> nn.Module:
+        layers = OrderedDict[str, nn.Module](
+            embedding=nn.Embedding(ROWS, WIDTH),
+            inner=nn.Linear(WIDTH, WIDTH),
+            norm=nn.LayerNorm(WIDTH),
+            head=nn.Linear(WIDTH, ROWS, bias=False),
+        )
+        return nn.Sequential(layers)
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        while True:
+            yield torch.randint(ROWS, (batch_size, LENGTH))
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        losses: Tensor = (3 * model(batch)).sin().flatten(1).sum(1)
+        return losses
+
+    def blocks(self, model: Any) -> list[nn.Module]:
+        return [model.inner]
+
+
+Wrong = dict[str, list[str]]
+"""What is wrong by check, or the words of a refusal under ``refused``."""
+
+
+@dataclass(frozen=True)
+class Verified(Instrument):
+    """Takes no steps of the case: it verifies trainers over the case's ranks."""
+
+    name: ClassVar[str] = "verified"
+    by_rank: ClassVar[bool] = True
+    pairs: str = dpbench.option("trainers, written TRAINER@PARALLEL", "", metavar="PAIRS")
+    counted: str = dpbench.option("those of which a step is counted", "", metavar="PAIRS")
+
+    @classmethod
+    def measures(cls, subject: str) -> bool:
+        return True
+
+    def start(self, case: Case) -> Running:
+        raise NotImplementedError
+
+    def observe(self, case: Case) -> dict[str, Any]:
+        wrong = {pair: self.wrong(case, *pair.split("@")) for pair in self.pairs.split()}
+        counts = {pair: second_step(case, *pair.split("@")) for pair in self.counted.split()}
+        return {"wrong": wrong, "counts": counts}
+
+    def wrong(self, case: Case, trainer: str, parallel: str) -> Wrong:
+        case = resolve(replace(case, trainer=trainer, parallel=parallel))
+        try:
+            if trainer == "standard":
+                return unclipped(case)
+            checks = verify_here(case, "cpu")
+            return {check.name: [*check.wrong] for check in checks if not check.passed}
+        except ConfigurationError as error:
+            return {"refused": [str(error)]}
+
+
+class Counts(TorchDispatchMode):
+    """Calls of collectives, bytes that they take or give, and normal numbers drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = {"calls": 0, "bytes": 0, "drawn": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [t for t in pytree.tree_leaves((args, made)) if isinstance(t, Tensor)]
+        if func.namespace == "c10d":
+            self.found["calls"] += 1
+            self.found["bytes"] += max(t.nbytes for t in tensors)
+        elif "normal" in str(func):
+            self.found["drawn"] += max(t.numel() for t in tensors)
+        return made
+
+
+def second_step(case: Case, trainer: str, parallel: str) -> dict[str, int]:
+    """What one rank sends and draws in a step that is like those after it."""
+    case = resolve(replace(case, trainer=trainer, parallel=parallel, micro_batches=1))
+    made, batches = build(case, CPU, 2)
+    made.train_step(batches[0])
+    with Counts() as counts:
+        made.train_step(batches[1])
+    return counts.found
+
+
+def unclipped(case: Case) -> Wrong:
+    """What is wrong with the gradients of the standard trainer: the means over the joint batch."""
+    subject = Subject(case, CPU, STEPS)
+    examples = subject.examples()
+    means = [each.mean(each.norms.new_ones(each.norms.shape)) for each in examples]
+    seen = subject.steps(case, STEPS)
+    far = [distances(s, m, e.sizes) for s, m, e in zip(seen, means, examples, strict=True)]
+    off = [f"{name}: off by {d:.2g}" for step in far for name, d in step.items() if d > 1e-5]
+    return {"gradient": off} if off or subject.apart else {}
+
+
+def small(trainer: str, ranks: int) -> list[str]:
+    """The arguments of a case of `Small` under DDP."""
+    workload = f"{__name__}:{Small.__name__}"
+    return arguments(Case(trainer, 4 * ranks, workload=workload, parallel="ddp", gpus=ranks))
+
+
+def run(words: list[str], folder: Path) -> tuple[int, str]:
+    """The exit code and the output of a ``dpbench`` command on the CPU.
+
+    It is a fork of a server: forks of a test's own process have the threads of what it has run.
+    """
+    paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    said = {MARK: MARKED, "PYTHONPATH": os.pathsep.join(paths)}
+    log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
+    with log.open("w") as output:
+        kept: dict[str, Any] = {"stdout": output, "env": environment_of_cases() | said}
+        process = fork(command, kept) or subprocess.Popen(command, stderr=output, **kept)
+        code = process.wait()
+    return code, log.read_text()
+
+
+def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    """What is ``wrong`` with trainers, written ``TRAINER@PARALLEL``, and the ``counts`` of some."""
+    words = ["step", *small("standard", ranks), "--micro-batches", "2"]
+    words += ["--instrument", f"{__name__}:{Verified.__name__}"]
+    words += ["--pairs", " ".join(pairs), "--counted", " ".join(counted)]
+    code, text = run(words, folder)
+    assert code == 0, text
+    return last_record(text.splitlines(), MARKED)
