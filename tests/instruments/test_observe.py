@@ -115,9 +115,7 @@ def test_report_without_a_step_says_what_is_missing() -> None:
 def test_steps_in_which_pytorch_did_nothing_are_no_zeros() -> None:
     with observe("logical", name="of-jax") as seen, seen.step():
         sum(range(10))
-    with pytest.raises(
-        NothingCounted, match="no operator of PyTorch ran in 1 step"
-    ):
+    with pytest.raises(NothingCounted, match="no operator of PyTorch ran in 1 step"):
         _ = seen.report
 
 
