@@ -23,6 +23,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/guide.md",
     "docs/findings.md",
+    "docs/several-gpus.md",
     "docs/results/README.md",
     "bench/peers/README.md",
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/upstream").glob("*.md")),

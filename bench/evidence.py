@@ -6,13 +6,15 @@ no attribute, subscript or other name can be reached. A *file* is named without 
 ending, ``"methods-256"`` for ``docs/results/h200-methods-256.json``; *words* choose rows of it:
 
 - a trainer, a precision, a phase (without one, the step), a model (``"dropout"``);
-- a cell, ``"8x256"``: batch size × sequence length.
+- a cell, ``"8x256"``: batch size × sequence length;
+- of several ranks how they share a step and their number, ``"ddp"``, ``"gpus=64"``.
 
 They must leave one number: the mean over counted steps, or the median of timed ones.
 
 Of (file, words) ``gb``, ``served`` and ``logical`` are DRAM bytes, bytes that L2 was asked for and
 counted bytes, in GB of 10⁹ bytes, ``ms`` is time, ``peak`` peak memory in GB, ``busy`` the share of
-the time in which the GPU was busy, in %; the other functions say themselves what they are.
+the time in which the GPU was busy, in %, ``sent`` what a rank sends, in GB; the other functions
+say themselves what they are.
 ``PRIVATE``, ``TRAINERS``, ``METHODS`` are Opacus's three trainers, with ``"standard"``, and with
 dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS`` are where trainers were measured, each a file
 and words.
@@ -33,6 +35,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.bounds import BOUNDS, of_24_layers
 from dpbench.case import ALL_PHASES
 from dpbench.results.frame import of_one_instrument, summarise
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -40,7 +43,6 @@ from dpbench.results.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
-BOUNDS = ROOT / "tests/logical/bounds.json"
 AGAINST = "logical-against-measured"
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
@@ -90,7 +92,8 @@ def _summary(path: Path) -> dict[str, list[tuple[frozenset[str], float]]]:
     for row in measured.to_dict("records"):
         cell = f"{row['batch_size']}x{row['seq_len']}"
         layers = f"layers={row['model_size'].split('x')[-2]}" if "x" in row["model_size"] else ""
-        words = (row["trainer"], row["precision"], row["model"], row["phase"], cell, layers)
+        ranks = (row["parallel"], f"gpus={row['gpus']}")
+        words = (row["trainer"], row["precision"], row["model"], row["phase"], cell, layers, *ranks)
         found.setdefault(row["metric"], []).append((frozenset(words), row["value"]))
     return found
 
@@ -104,29 +107,6 @@ def _one(path: Path, metric: str, said: tuple[str, ...]) -> float:
     if len(values) != 1:
         raise QueryError(f"{path.name} has {len(values)} {metric} of {' '.join(said)}")
     return values[0]
-
-
-@cache
-def _operators() -> pd.DataFrame:
-    """Counts of the bounds by cell, layers, phase and operator."""
-    frame = pd.DataFrame(json.loads(BOUNDS.read_text(encoding="utf-8"))["operators"])
-    cells = frame.batch_size.astype(str) + "x" + frame.seq_len.astype(str)
-    layers = frame.model_size.str.split("x").str[2].astype(int)
-    bytes_ = frame.read_bytes + frame.write_bytes
-    return frame.assign(cell=cells, layers=layers, bytes=bytes_)
-
-
-@cache
-def _of_24_layers(column: str, trainer: str, cell: str, words: tuple[str, ...]) -> float:
-    """A count of all layers, in whose number it is affine (`tests/logical/layers.py`)."""
-    cell = cell.split(",")[0]
-    rows = _operators().query("trainer == @trainer and cell == @cell and precision == 'fp32'")
-    for word in words:
-        rows = rows[(rows.phase == word) | (rows.operator == word)]
-    if rows.empty:
-        raise QueryError(f"{BOUNDS.name} has nothing of {trainer} {cell} {' '.join(words)}")
-    one, two = (float(rows[rows.layers == layers][column].sum()) for layers in (1, 2))
-    return one + 23 * (two - one)
 
 
 def _lines(file: str, start: str) -> tuple[str, list[str]]:
@@ -163,17 +143,27 @@ def scaled(metric: str, scale: float) -> Callable[..., float]:
 
 def counted(trainer: str, cell: str, *words: str) -> float:
     """Counted GB of the 1b model at fp32: of a phase, of an operator."""
-    return _read(BOUNDS.name, _of_24_layers("bytes", trainer, cell, words)) / 1e9
+    return _read(BOUNDS.name, of_24_layers("bytes", trainer, cell, words)) / 1e9
 
 
 def calls(trainer: str, cell: str, *words: str) -> float:
     """How often operators are called there."""
-    return _read(BOUNDS.name, _of_24_layers("calls", trainer, cell, words))
+    return _read(BOUNDS.name, of_24_layers("calls", trainer, cell, words))
 
 
 def flops(trainer: str, cell: str, *words: str) -> float:
     """Their operations."""
-    return _read(BOUNDS.name, _of_24_layers("flops", trainer, cell, words))
+    return _read(BOUNDS.name, of_24_layers("flops", trainer, cell, words))
+
+
+def collectives(file: str, *words: str) -> float:
+    """How often a rank sends, in a phase or in the step."""
+    counts = _run(run_of(file)).document["operators"]
+    sending = [(row, f"gpus={row['gpus']}") for row in counts if row["collective_bytes"]]
+    found = [row["calls"] for row, ranks in sending if {*words} <= {ranks, *row.values()}]
+    if not found:
+        raise QueryError(f"{file} has no collectives of {' '.join(words)}")
+    return _read(run_of(file).name, float(sum(found)))
 
 
 def printed(file: str, start: str, n: int) -> float:
@@ -281,7 +271,7 @@ ALL = [
 
 FUNCTIONS = (
     *(abs, all, any, len, max, min, sum, median, spearman, item),
-    *(number, counted, calls, flops, printed, over, ceiling),
+    *(number, counted, calls, flops, collectives, printed, over, ceiling),
     *(ratios, more, idle, spread, device, commit, status, wrote),
 )
 
@@ -289,6 +279,7 @@ VOCABULARY: dict[str, Any] = {
     "gb": scaled("dram_bytes", 1e-9),
     "served": scaled("l2_served_bytes", 1e-9),
     "logical": scaled("logical_bytes", 1e-9),
+    "sent": scaled("collective_bytes", 1e-9),
     "ms": scaled("step_time_seconds", 1e3),
     "peak": scaled("peak_memory_bytes", 1e-9),
     "busy": scaled("gpu_busy_share", 100),

@@ -24,6 +24,8 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/upstream"
 TRAINERS = ("dpsgd", "dpsgd_ghost")
+SHARDED = ("reductions", "shards")
+"""Pages of changes under FSDP2, which `bench/upstream_ranks.py` tries over ranks."""
 
 
 def names() -> list[str]:
@@ -105,7 +107,8 @@ def main() -> int:
         return 0
     original = measured("")
     print(f"{'change':14}{'trainer':14}{'update differs by':>18}{'fp32 GB':>10}{'bf16 GB':>10}")
-    for name in ["", *(options.name or names())]:
+    alone = [name for name in names() if name not in SHARDED]
+    for name in ["", *(options.name or alone)]:
         changed = measured(name) if name else original
         for trainer in TRAINERS:
             before, after = (run[trainer]["update"] for run in (original, changed))

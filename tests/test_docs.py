@@ -29,7 +29,8 @@ parser_of = cache(build_parser)
 ROOT = Path(__file__).parents[1]
 UPSTREAM = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/upstream").glob("*.md"))
 RESULTS = "docs/results/README.md"
-DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", RESULTS, *UPSTREAM)
+RANKS = "docs/several-gpus.md"
+DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", RANKS, RESULTS, *UPSTREAM)
 COUNTED = "(no hardware)"
 WITHOUT_GPU = ("show", "compare")
 """Commands that only read files, and can be run as they stand if the repository has these."""
