@@ -5,7 +5,8 @@
 applies the diff of a page to a copy of the installed Opacus and prints how far three updates
 without noise, over two ranks of gloo, are from those of Opacus as it is, relative to their norm;
 what one rank of 64 sends in a step of the 1b model at 4 x 256 a rank, and moves in the phase
-``noise``, both in GB; and how many checks of ``dpbench verify`` over two ranks passed and failed.
+``noise``, both in GB; how far noise in the shards of two ranks is correlated that a script gave
+one seed; and how many checks of ``dpbench verify`` over two ranks passed and failed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RANKS = 2
 
 
 def train(rank: int, folder: str) -> None:
-    """Train three steps without noise; rank 0 writes what they added to the parameters."""
+    """Train three steps without noise; rank 0 writes what they added, and `noise_of_one_seed`."""
     import torch
     from torch import distributed
 
@@ -53,9 +54,28 @@ def train(rank: int, folder: str) -> None:
     for batch in batches:
         made.train_step(batch)
     update = parameters() - start
+    alike = noise_of_one_seed(made.optimizer)
     if rank == 0:
-        (Path(folder) / "update.json").write_text(json.dumps(update.tolist()))
+        found = {"update": update.tolist(), "alike": alike}
+        (Path(folder) / "found.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
+
+
+def noise_of_one_seed(optimizer: Any) -> float:
+    """The correlation of noise in the ranks' shards, where a script gives each the same seed."""
+    import torch
+    from opacus.optimizers.optimizer import _generate_noise
+    from torch import distributed
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    torch.manual_seed(0)
+    largest = max(optimizer.params, key=torch.numel)
+    with implicit_replication():
+        noise = _generate_noise(1.0, largest, generator=optimizer.generator)
+        own = (torch.zeros_like(largest) + noise).to_local().flatten()
+    shards = [torch.empty_like(own) for _ in range(RANKS)]
+    distributed.all_gather(shards, own)
+    return float(torch.corrcoef(torch.stack(shards))[0, 1])
 
 
 def measure() -> None:
@@ -67,13 +87,13 @@ def measure() -> None:
 
     with TemporaryDirectory() as folder:
         multiprocessing.spawn(train, args=(folder,), nprocs=RANKS)
-        update = json.loads((Path(folder) / "update.json").read_text())
+        found = json.loads((Path(folder) / "found.json").read_text())
     case = Case(TRAINER, 256, 256, model_size="1b", parallel="fsdp2", gpus=64)
     rows = Logical().count(case).rows
     sent = sum(r.value for r in rows if (r.metric, r.phase) == ("collective_bytes", "step"))
     moved = ("logical_read_bytes", "logical_write_bytes")
     noise = sum(r.value for r in rows if r.phase == "noise" and r.metric in moved)
-    print(json.dumps({"update": update, "sent": sent, "noise": noise}))
+    print(json.dumps({**found, "sent": sent, "noise": noise}))
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -107,7 +127,7 @@ def main() -> int:
         measure()
         return 0
     original = measured("")
-    heads = ("update differs by", "sent GB", "noise GB", "checks ok", "failed")
+    heads = ("update differs by", "sent GB", "noise GB", "r of one seed", "checks ok", "failed")
     print(f"{'change':14}" + "".join(f"{head:>19}" for head in heads))
     for name in ["", *(options.name or SHARDED)]:
         changed = measured(name) if name else original
@@ -116,7 +136,7 @@ def main() -> int:
         sent, noise = (changed[what] / 1e9 for what in ("sent", "noise"))
         print(
             f"{name or 'Opacus':14}{far:19.1e}{sent:19.2f}{noise:19.2f}"
-            f"{changed['ok']:19}{changed['failed']:19}"
+            f"{abs(changed['alike']):19.2f}{changed['ok']:19}{changed['failed']:19}"
         )
     return 0
 

@@ -268,6 +268,7 @@ def test_what_changes_to_opacus_save_is_counted_as_the_findings_say() -> None:
         ("README.md", 170),
         ("docs/guide.md", 600),
         ("docs/findings.md", 400),
+        (RANKS, 110),
         *((page, 60) for page in UPSTREAM),
     ],
 )
