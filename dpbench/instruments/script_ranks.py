@@ -14,10 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import write_text
-from dpbench.instruments.interface import CaseFailed, Running, ScriptInterrupted
+from dpbench.instruments.interface import CaseFailed, ScriptInterrupted
 from dpbench.instruments.processes import POLL_SECONDS
 from dpbench.process.messages import LOST
 from dpbench.results.outcome import Outcome
@@ -74,7 +73,8 @@ class Rank:
         if failed:
             rank, first = min(failed, key=lambda each: _is_effect(each[1]))
             message = first.message.removeprefix(f"{own.case.id}: ")
-            return replace(own, rows=(), error=first.error, message=f"rank {rank}: {message}")
+            message = f"{own.case.id}: rank {rank}: {message}"
+            return replace(own, rows=(), error=first.error, message=message)
         notes = dict.fromkeys(note for outcome in every for note in outcome.notes)
         steps = [len({row.repeat for row in outcome.rows}) for outcome in every]
         if len({*steps}) > 1:
@@ -106,30 +106,3 @@ def _is_effect(outcome: Outcome) -> int:
 def _by_rank(every: Iterable[Sequence[Measurement]], steps: int) -> Iterator[Measurement]:
     for rank, rows in enumerate(every):
         yield from (replace(row, rank=rank) for row in rows if row.repeat < steps)
-
-
-class OfRanks(Running):
-    """A script that runs as the first rank, and what the others record."""
-
-    def __init__(self, running: Running, case: Case, name: str, rank: Rank) -> None:
-        self.running, self.rank = running, rank
-        self.own = Outcome(case, (), instruments=(name,))
-
-    def rows(self) -> list[Measurement]:
-        try:
-            rows = self.running.rows()
-            own = replace(self.own, rows=tuple(rows), notes=tuple(self.running.notes))
-        except (CaseFailed, KeyboardInterrupt) as error:
-            interrupted = isinstance(error, (ScriptInterrupted, KeyboardInterrupt))
-            kind = ScriptInterrupted if interrupted else CaseFailed
-            message = "interrupted" if interrupted else str(error)
-            own = replace(self.own, error=kind.__name__, message=message)
-        outcome = self.rank.gather(own)
-        self.operators, self.notes = self.running.operators, outcome.notes
-        if outcome.error:
-            kind = ScriptInterrupted if outcome.error == ScriptInterrupted.__name__ else CaseFailed
-            raise kind(f"{outcome.case.id}: {outcome.message}")
-        return list(outcome.rows)
-
-    def cancel(self) -> None:
-        self.running.cancel()
