@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.model_size import MODEL_SIZES, ModelSize, positive
+from dpbench.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
 from dpbench.names import joined, parameters_text, parted, read_parameters
 
 PRODUCTS = ("fp32", "tf32", "bf16")
@@ -118,24 +118,21 @@ class Case:
             object.__setattr__(self, axis, value)
         if "model_size" in checked:
             ModelSize.parse(self.model_size)
-        if self.gpus == 1 and self.batch_size % self.micro_batches:
-            raise ConfigurationError(
-                f"batch size {self.batch_size} cannot be trained in {self.micro_batches} parts of "
-                f"equal size"
-            )
         lora_rank(self.trainable)  # refuses what is no rank
-        self._check_ranks()
+        self._check_parts()
 
-    def _check_ranks(self) -> None:
+    def _check_parts(self) -> None:
         if (self.parallel == "none") != (self.gpus == 1):
             raise ConfigurationError(
                 f"gpus={self.gpus} with parallel={self.parallel}: several GPUs train in parallel, "
                 f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
             )
-        if self.batch_size % (self.gpus * self.micro_batches):
+        parts = self.gpus * self.micro_batches
+        if self.batch_size % parts:
+            whose = f"is that of all {self.gpus} GPUs, and " * (self.gpus > 1)
             raise ConfigurationError(
-                f"batch size {self.batch_size} is that of all {self.gpus} GPUs together, and "
-                f"cannot be shared by them in {self.micro_batches} parts of equal size each"
+                f"batch size {self.batch_size} {whose}cannot be trained in {parts} parts of equal "
+                f"size"
             )
 
     def _take_parameters(self, axes: dict[str, Any]) -> None:
@@ -164,7 +161,7 @@ class Case:
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
         """The case that a row is about, made once however many rows it has."""
         known = {**ADDED, **row}
-        return _subject(**{axis: known[axis] for axis in AXES})
+        return subject(**{axis: known[axis] for axis in AXES})
 
     @classmethod
     def from_report_path(cls, path: Path) -> Case:
@@ -194,11 +191,6 @@ class Case:
         if self.workload == TRANSFORMER:
             return {name: getattr(self, name) for name in OF_TRANSFORMER}
         return dict(read_parameters(str(self.set)))
-
-    @property
-    def size(self) -> ModelSize:
-        """The dimensions behind ``model_size``."""
-        return ModelSize.parse(self.model_size)
 
     @property
     def baseline(self) -> Case:
@@ -310,16 +302,6 @@ def _from_path(text: str) -> str:
     return unquote(text.replace("@", "%"))
 
 
-def lora_rank(trainable: str) -> int | None:
-    """The rank in ``lora:RANK``; None if it is none."""
-    kind, colon, rank = trainable.partition(":")
-    if kind != "lora" or not colon:
-        return None
-    if not rank.isdecimal():
-        raise ConfigurationError(f"write lora:RANK, such as lora:8, not {trainable!r}")
-    return positive("rank", int(rank))
-
-
 ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
 """Axes that files of older versions lack, and the value that they had then."""
 
@@ -343,8 +325,7 @@ class Script(Case):
 
     def __post_init__(self) -> None:
         if self.batch_size:
-            known = positive(COUNTS["batch_size"], self.batch_size)
-            object.__setattr__(self, "batch_size", known)
+            object.__setattr__(self, "batch_size", positive("batch size", self.batch_size))
 
     def under(self, trainer: str) -> Script:
         """Another script with the same batch size."""
@@ -361,11 +342,9 @@ class Script(Case):
         return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
 
 
+@lru_cache(maxsize=None, typed=True)
 def subject(**axes: Any) -> Case:
     """The case or the script that these axes are of."""
     if axes.get("workload") == SCRIPT:
         return Script(axes["trainer"], axes["batch_size"])
     return Case(**axes)
-
-
-_subject = lru_cache(maxsize=None, typed=True)(subject)
