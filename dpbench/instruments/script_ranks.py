@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from dpbench.instruments.interface import CaseFailed, ScriptInterrupted
 from dpbench.instruments.processes import POLL_SECONDS
 from dpbench.process.messages import LOST
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import Measurement
 
 PATIENCE_SECONDS = 60.0
 """How long the first rank waits for those that have not ended when its own script has."""
@@ -79,8 +77,13 @@ class Rank:
         steps = [len({row.repeat for row in outcome.rows}) for outcome in every]
         if len({*steps}) > 1:
             notes[f"ranks took {', '.join(map(str, steps))} steps: those of all count"] = None
-        rows = tuple(_by_rank([outcome.rows for outcome in every], min(steps)))
-        return replace(own, rows=rows, notes=tuple(notes))
+        rows = [
+            replace(row, rank=rank)
+            for rank, outcome in enumerate(every)
+            for row in outcome.rows
+            if row.repeat < min(steps)
+        ]
+        return replace(own, rows=tuple(rows), notes=tuple(notes))
 
     def _of(self, number: int, own: Outcome, deadline: float) -> Outcome:
         """What another rank has left, once it is there."""
@@ -101,8 +104,3 @@ def _is_effect(outcome: Outcome) -> int:
     if LOST.search(outcome.message):
         return 2
     return int(not outcome.instruments)  # it died, or was ended
-
-
-def _by_rank(every: Iterable[Sequence[Measurement]], steps: int) -> Iterator[Measurement]:
-    for rank, rows in enumerate(every):
-        yield from (replace(row, rank=rank) for row in rows if row.repeat < steps)

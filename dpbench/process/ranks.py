@@ -34,13 +34,10 @@ from dpbench.process.build import pick_device
 from dpbench.process.messages import LOST
 from dpbench.process.step import alone
 
-RANK = "RANK"
-"""The environment variable in which a launcher tells a process its number."""
-
 STACK = "stack"  # the file in a rank's folder with its frames when it was ended
 
 NOTICED_SECONDS = 2.0
-"""In which the launcher notices a rank that died; it looks ten times a second."""
+"""A launcher that looks ten times a second has seen by then that a rank died."""
 
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
 """The parts of PyTorch in which a process waits for others, or for a GPU that does."""
@@ -69,7 +66,7 @@ def observe_all(observe: Observe, case: Case, device_name: str) -> Record:
     """
     device = pick_device(device_name)
     check_backend(device)
-    if RANK in os.environ:  # the user has started the ranks
+    if distributed.is_torchelastic_launched():  # the user has started the ranks
         with alone(device, case.id, 0 if int(os.environ["LOCAL_RANK"]) else case.gpus):
             return _as_rank(observe, case, device)
     with alone(device, case.id, case.gpus):
@@ -133,7 +130,7 @@ def _process_kept() -> Iterator[None]:
 
 
 def _started(observe: Observe, case: Case, device: torch.device) -> Record:
-    """Be a rank that ends at once if it is told to, even within a collective."""
+    """Run as a rank that a signal ends at once, even within a collective."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
@@ -142,7 +139,7 @@ def _started(observe: Observe, case: Case, device: torch.device) -> Record:
         return _as_rank(observe, case, device)
     except Exception as error:
         if LOST.search(f"{type(error).__name__}: {error}"):
-            time.sleep(NOTICED_SECONDS)  # the launcher shall blame the other
+            time.sleep(NOTICED_SECONDS)  # the launcher names the rank that ended first
         else:
             print(traceback.format_exc(), end="", file=sys.stderr, flush=True)
         raise
@@ -151,10 +148,10 @@ def _started(observe: Observe, case: Case, device: torch.device) -> Record:
 
 
 def _as_rank(observe: Observe, case: Case, device: torch.device) -> Record:
-    """Be one of the ranks that the environment describes."""
+    """Run as the rank that the environment describes."""
     with in_group(device):
         record = observe(case)
-        said_by_all("done")  # a group that one has left breaks for the others
+        said_by_all("done")  # a rank that left the group earlier would break it for the others
         return record
 
 
