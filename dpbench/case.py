@@ -8,11 +8,10 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
-from dpbench.names import joined, parameters_text, parted, read_parameters
+from dpbench.names import joined, parameters_text, parted, quoted, read_parameters, unquoted
 
 PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
@@ -167,22 +166,22 @@ class Case:
     def from_report_path(cls, path: Path) -> Case:
         """The case whose `report_path` this is."""
         if path.parent.name == SCRIPT and path.stem.startswith("report_"):
-            return Script(_from_path(path.stem.removeprefix("report_")))
+            return Script(unquoted(path.stem.removeprefix("report_")))
         name = re.fullmatch(r"report_(.+)_bs(\d+)(?:_seq(\d+))?", path.stem)
         folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
         if name is None or folder is None:
             raise ConfigurationError("expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
-        axes: dict[str, Any] = {"trainer": _from_path(name[1]), "batch_size": int(name[2])}
+        axes: dict[str, Any] = {"trainer": unquoted(name[1]), "batch_size": int(name[2])}
         if name[3] is not None:
             axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
         else:
-            workload, _, parameters = _from_path(folder[1]).partition(",")
+            workload, _, parameters = unquoted(folder[1]).partition(",")
             axes |= {"workload": workload, "set": parameters}
         named, *others = re.split(rf"-(?={'|'.join(f'{axis}=' for axis in LATER)})", folder[3])
         for part in filter(None, named.split("-")):
-            axes["attention" if part in ATTENTIONS else "model"] = _from_path(part)
+            axes["attention" if part in ATTENTIONS else "model"] = unquoted(part)
         for axis, _, value in (part.partition("=") for part in others):
-            axes[axis] = int(value) if axis in COUNTS else _from_path(value)
+            axes[axis] = int(value) if axis in COUNTS else unquoted(value)
         return cls(**axes, precision=folder[2])
 
     @property
@@ -191,6 +190,11 @@ class Case:
         if self.workload == TRANSFORMER:
             return {name: getattr(self, name) for name in OF_TRANSFORMER}
         return dict(read_parameters(str(self.set)))
+
+    @property
+    def size(self) -> ModelSize:
+        """The dimensions behind ``model_size``."""
+        return ModelSize.parse(self.model_size)
 
     @property
     def baseline(self) -> Case:
@@ -287,19 +291,14 @@ def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _for_path(text: str) -> str:
-    """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
-    text = quote(text, safe="=,+").replace("%", "@")
-    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(LATER)})=)", "@2D", text)
+    """A text as part of a file's name, apart from the parts that are joined by hyphens."""
+    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(LATER)})=)", "@2D", quoted(text))
 
 
 def _name_for_path(name: str) -> str:
     """A name as part of a file's name: itself, then its parameters."""
     name, parameters = parted(name)
     return name + (_for_path(f":{parameters}").replace("-", "@2D") if parameters else "")
-
-
-def _from_path(text: str) -> str:
-    return unquote(text.replace("@", "%"))
 
 
 ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}

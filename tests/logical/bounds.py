@@ -22,7 +22,6 @@ import pytest
 
 from dpbench.case import BASELINE_TRAINER, Case
 from dpbench.grid import GRIDS
-from dpbench.model_size import ModelSize
 from dpbench.registry import TRAINERS
 from dpbench.results.report import CaseReport
 from tests.logical.layers import TWO_DEPTHS
@@ -40,7 +39,7 @@ def cell_of(case: Case) -> str:
 
 def shallow(case: Case, layers: int) -> Case:
     """The case with fewer layers."""
-    size = ModelSize.parse(case.model_size)
+    size = case.size
     return replace(case, model_size=f"{size.vocabulary}x{size.hidden}x{layers}x{size.heads}")
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from dpbench.case import Case
 from dpbench.instruments.logical.logical import Logical
-from dpbench.model_size import ModelSize
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import STEP, Measurement
@@ -34,7 +33,7 @@ def count_by_layers(case: Case, count: Callable[[Case], CaseReport] = count) -> 
         case: the case; how deep its model is does not change what this costs.
         count: counts a case; the ``logical_io`` fixture will do.
     """
-    size = ModelSize.parse(case.model_size)
+    size = case.size
     shallow, deeper = (
         count(replace(case, model_size=f"{size.vocabulary}x{size.hidden}x{layers}x{size.heads}"))
         for layers in TWO_DEPTHS

@@ -10,7 +10,6 @@ import pytest
 
 from dpbench.case import Case
 from dpbench.grid import GRIDS
-from dpbench.model_size import ModelSize
 from dpbench.results.frame import summarise
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
@@ -39,8 +38,7 @@ def counted() -> dict[Case, float]:
 def of_all_layers(case: Case) -> float:
     """Logical bytes of a step of the ``1b`` model, in GB."""
     one, two = (counted()[shallow(case, layers)] for layers in TWO_DEPTHS)
-    layers = ModelSize.parse(case.model_size).layers
-    return one + (layers - TWO_DEPTHS[0]) * (two - one)  # see tests.logical.layers
+    return one + (case.size.layers - TWO_DEPTHS[0]) * (two - one)  # see tests.logical.layers
 
 
 def over_logical(grid: str, case: Case) -> float:
