@@ -8,11 +8,10 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.model_size import MODEL_SIZES, ModelSize, positive
-from dpbench.names import joined, parameters_text, parted, read_parameters
+from dpbench.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
+from dpbench.names import joined, parameters_text, parted, quoted, read_parameters, unquoted
 
 PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
@@ -118,24 +117,21 @@ class Case:
             object.__setattr__(self, axis, value)
         if "model_size" in checked:
             ModelSize.parse(self.model_size)
-        if self.gpus == 1 and self.batch_size % self.micro_batches:
-            raise ConfigurationError(
-                f"batch size {self.batch_size} cannot be trained in {self.micro_batches} parts of "
-                f"equal size"
-            )
         lora_rank(self.trainable)  # refuses what is no rank
-        self._check_ranks()
+        self._check_parts()
 
-    def _check_ranks(self) -> None:
+    def _check_parts(self) -> None:
         if (self.parallel == "none") != (self.gpus == 1):
             raise ConfigurationError(
                 f"gpus={self.gpus} with parallel={self.parallel}: several GPUs train in parallel, "
                 f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
             )
-        if self.batch_size % (self.gpus * self.micro_batches):
+        parts = self.gpus * self.micro_batches
+        if self.batch_size % parts:
+            whose = f"is that of all {self.gpus} GPUs, and " * (self.gpus > 1)
             raise ConfigurationError(
-                f"batch size {self.batch_size} is that of all {self.gpus} GPUs together, and "
-                f"cannot be shared by them in {self.micro_batches} parts of equal size each"
+                f"batch size {self.batch_size} {whose}cannot be trained in {parts} parts of equal "
+                f"size"
             )
 
     def _take_parameters(self, axes: dict[str, Any]) -> None:
@@ -164,28 +160,28 @@ class Case:
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
         """The case that a row is about, made once however many rows it has."""
         known = {**ADDED, **row}
-        return _subject(**{axis: known[axis] for axis in AXES})
+        return subject(**{axis: known[axis] for axis in AXES})
 
     @classmethod
     def from_report_path(cls, path: Path) -> Case:
         """The case whose `report_path` this is."""
         if path.parent.name == SCRIPT and path.stem.startswith("report_"):
-            return Script(_from_path(path.stem.removeprefix("report_")))
+            return Script(unquoted(path.stem.removeprefix("report_")))
         name = re.fullmatch(r"report_(.+)_bs(\d+)(?:_seq(\d+))?", path.stem)
         folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
         if name is None or folder is None:
             raise ConfigurationError("expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
-        axes: dict[str, Any] = {"trainer": _from_path(name[1]), "batch_size": int(name[2])}
+        axes: dict[str, Any] = {"trainer": unquoted(name[1]), "batch_size": int(name[2])}
         if name[3] is not None:
             axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
         else:
-            workload, _, parameters = _from_path(folder[1]).partition(",")
+            workload, _, parameters = unquoted(folder[1]).partition(",")
             axes |= {"workload": workload, "set": parameters}
         named, *others = re.split(rf"-(?={'|'.join(f'{axis}=' for axis in LATER)})", folder[3])
         for part in filter(None, named.split("-")):
-            axes["attention" if part in ATTENTIONS else "model"] = _from_path(part)
+            axes["attention" if part in ATTENTIONS else "model"] = unquoted(part)
         for axis, _, value in (part.partition("=") for part in others):
-            axes[axis] = int(value) if axis in COUNTS else _from_path(value)
+            axes[axis] = int(value) if axis in COUNTS else unquoted(value)
         return cls(**axes, precision=folder[2])
 
     @property
@@ -295,29 +291,14 @@ def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _for_path(text: str) -> str:
-    """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
-    text = quote(text, safe="=,+").replace("%", "@")
-    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(LATER)})=)", "@2D", text)
+    """A text as part of a file's name, apart from the parts that are joined by hyphens."""
+    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(LATER)})=)", "@2D", quoted(text))
 
 
 def _name_for_path(name: str) -> str:
     """A name as part of a file's name: itself, then its parameters."""
     name, parameters = parted(name)
     return name + (_for_path(f":{parameters}").replace("-", "@2D") if parameters else "")
-
-
-def _from_path(text: str) -> str:
-    return unquote(text.replace("@", "%"))
-
-
-def lora_rank(trainable: str) -> int | None:
-    """The rank in ``lora:RANK``; None if it is none."""
-    kind, colon, rank = trainable.partition(":")
-    if kind != "lora" or not colon:
-        return None
-    if not rank.isdecimal():
-        raise ConfigurationError(f"write lora:RANK, such as lora:8, not {trainable!r}")
-    return positive("rank", int(rank))
 
 
 ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
@@ -343,8 +324,7 @@ class Script(Case):
 
     def __post_init__(self) -> None:
         if self.batch_size:
-            known = positive(COUNTS["batch_size"], self.batch_size)
-            object.__setattr__(self, "batch_size", known)
+            object.__setattr__(self, "batch_size", positive("batch size", self.batch_size))
 
     def under(self, trainer: str) -> Script:
         """Another script with the same batch size."""
@@ -361,11 +341,9 @@ class Script(Case):
         return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
 
 
+@lru_cache(maxsize=None, typed=True)
 def subject(**axes: Any) -> Case:
     """The case or the script that these axes are of."""
     if axes.get("workload") == SCRIPT:
         return Script(axes["trainer"], axes["batch_size"])
     return Case(**axes)
-
-
-_subject = lru_cache(maxsize=None, typed=True)(subject)

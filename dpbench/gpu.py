@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,17 @@ def exclusive(
         os.pwrite(file, f"process {os.getpid()} ({purpose}) since {since}\n".encode(), 0)
         yield
         os.ftruncate(file, 0)
+
+
+@contextmanager
+def all_exclusive(
+    gpus: Iterable[Gpu], purpose: str, waiting: Callable[[Gpu, str], object]
+) -> Iterator[None]:
+    """Hold several GPUs, each as `exclusive` does; ``waiting`` is called with the GPU as well.
+
+    Every process takes its locks in the same order, so that no two wait for each other.
+    """
+    with ExitStack() as held:
+        for gpu in sorted({*gpus}, key=lambda gpu: gpu.uuid):  # of two slices, the GPU once
+            held.enter_context(exclusive(gpu, purpose, partial(waiting, gpu)))
+        yield

@@ -29,8 +29,7 @@ def floor(case: Case) -> dict[str, float]:
 
 def by_phase(case: Case) -> dict[str, dict[str, float]]:
     """By phase, and for the step, what a case is counted to move, compute and keep in memory."""
-    counting = Logical().start(case)
-    summary = summarise(to_frame(counting.rows()))
+    summary = summarise(to_frame(Logical().measure(case)))
     wide = summary.pivot_table(values="value", index="phase", columns="metric")
     wide["bytes"] = wide[[*BYTES]].sum(axis="columns")
     names = [str(name) for name in wide.columns]

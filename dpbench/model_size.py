@@ -51,3 +51,13 @@ MODEL_SIZES = {
     "medium": ModelSize(16_000, 512, 8, 8),
     "1b": ModelSize(32_000, 2_048, 24, 32),
 }
+
+
+def lora_rank(trainable: str) -> int | None:
+    """The rank in ``lora:RANK``; None if it is none."""
+    kind, colon, rank = trainable.partition(":")
+    if kind != "lora" or not colon:
+        return None
+    if not rank.isdecimal():
+        raise ConfigurationError(f"write lora:RANK, such as lora:8, not {trainable!r}")
+    return positive("rank", int(rank))

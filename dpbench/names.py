@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import product
+from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError
 
@@ -78,3 +79,13 @@ def _read(text: str) -> Parameter:
 
 def _written(value: object) -> str:
     return json.dumps(value) if isinstance(value, int | float) else str(value)
+
+
+def quoted(text: str) -> str:
+    """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
+    return quote(text, safe="=,+").replace("%", "@")
+
+
+def unquoted(text: str) -> str:
+    """The inverse of `quoted`."""
+    return unquote(text.replace("@", "%"))

@@ -68,11 +68,8 @@ def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
     """Refuse several GPUs where there are fewer, or an instrument can measure but one process."""
     if case.gpus < 2:
         return
-    if single := [each.name for each in instruments if not each.by_rank]:
-        raise ConfigurationError(
-            f"{single[0]} measures one process, and {case.id} has one a GPU: choose timing, "
-            f"cupti or logical"
-        )
+    for instrument in instruments:
+        instrument.check_ranks(f"{case.id} has one a GPU")
     number = number_of_gpus()
     if number < case.gpus and any(getattr(i, "device", "") == "cuda" for i in instruments):
         raise ConfigurationError(

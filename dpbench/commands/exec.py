@@ -129,6 +129,9 @@ def run(options: argparse.Namespace) -> int:
         session.begin()
         session.findings.keep(map(_as_standard, standards))
         try:
+            if rank:
+                session.findings.keep([rank.gather(measure(case, scripts))])
+                session.write()
             _measure(session, case, scripts)
         finally:  # an interrupted session keeps and shows what it has
             outcomes = session.findings.outcomes()

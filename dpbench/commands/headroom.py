@@ -14,6 +14,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from dpbench.case import AXES, PHASES, Case
 from dpbench.commands.options import add_case, chosen_case, saved_run
@@ -56,14 +57,9 @@ def run(options: argparse.Namespace) -> int:
     refused: list[str] = []
     for case in cases:
         try:
-            phases = headroom.by_phase(case)
+            lines.append(_line(case, headroom.by_phase(case), least, known.get(case, {})))
         except DpbenchError as error:
             refused.append(str(error))
-            continue
-        line = {"name": case.trainer, "over": phases[STEP]["bytes"] / least, **phases[STEP]}
-        line |= {phase: phases[phase]["bytes"] for phase in PHASES if phase in phases}
-        line |= {f"measured {name}": value for name, value in known.get(case, {}).items()}
-        lines.append(line)
     columns: dict[str, Shown] = {
         "method": ("name", str),
         "counted\nGB": ("bytes", gigabytes),
@@ -88,6 +84,18 @@ def run(options: argparse.Namespace) -> int:
     ]
     if saved is not None and (lacking := [c.trainer for c in cases if not known[c]]):
         notes.append(f"{saved.name} has nothing measured of {', '.join(lacking)}.")
-    notes += refused
-    print(as_text([Table.of(title, frame, columns, notes)], terminal_width()))
+    print(as_text([Table.of(title, frame, columns, [*notes, *refused])], terminal_width()))
     return int(bool(refused))
+
+
+def _line(
+    case: Case,
+    phases: Mapping[str, Mapping[str, float]],
+    least: float,
+    measured: Mapping[str, float],
+) -> dict[str, object]:
+    """What a method is counted to move by phase, beside the floor, and what was measured of it."""
+    by_phase = {phase: phases[phase]["bytes"] for phase in PHASES if phase in phases}
+    known = {f"measured {name}": value for name, value in measured.items()}
+    over = phases[STEP]["bytes"] / least
+    return {"name": case.trainer, "over": over, **phases[STEP], **by_phase, **known}

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.errors import DpbenchError
+from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -51,6 +51,13 @@ class Instrument(ABC):
 
     def check(self) -> None:  # noqa: B027
         """Check, before any case runs, that it can work here; the error says what would help."""
+
+    def check_ranks(self, why: str) -> None:
+        """Refuse to measure one of several ranks, which there are for a reason to be said."""
+        if not self.by_rank:
+            raise ConfigurationError(
+                f"{self.name} measures one process, and {why}: choose timing, cupti or logical"
+            )
 
     @property
     def versions(self) -> Mapping[str, str]:

@@ -119,7 +119,7 @@ class Recorder(StepRecorder):
 
 
 def whole_steps(seconds: float) -> int:
-    """How often a step that takes so long is observed as a whole: in all ranks as in rank 0."""
+    """How often a step that takes so long is observed as a whole; rank 0 decides for all ranks."""
     from dpbench.process.agreement import said_by_all  # which imports torch
 
     return int(said_by_all(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])

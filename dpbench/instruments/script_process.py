@@ -39,7 +39,7 @@ from dpbench.instruments.interface import (
 )
 from dpbench.instruments.processes import GRACE_SECONDS, POLL_SECONDS
 from dpbench.instruments.recorder import Recorder
-from dpbench.instruments.script_ranks import OfRanks, Rank
+from dpbench.instruments.script_ranks import Rank
 from dpbench.process.messages import WAITING
 from dpbench.process.program import print_error, run_program
 from dpbench.process.step_finder import StepFinder, Stop
@@ -82,15 +82,11 @@ class ScriptRun(Delegating):
             )
         if not self.is_module:
             check_is_file(Path(self.program[0]))
-        if Rank.here() and not self.instrument.by_rank:
-            raise ConfigurationError(
-                f"{self.name} measures one process, and this is one of several ranks: choose "
-                f"timing, cupti or logical"
-            )
+        if Rank.here():
+            self.instrument.check_ranks("this is one of several ranks")
 
-    def start(self, case: Case) -> Running:
-        running, rank = RunningScript(self, case), Rank.here()
-        return OfRanks(running, case, self.name, rank) if rank and not rank.number else running
+    def start(self, case: Case) -> RunningScript:
+        return RunningScript(self, case)
 
 
 class RunningScript(Running):
@@ -207,17 +203,19 @@ def run(
 
 
 def _lock_gpus(case: Case, held: ExitStack) -> None:
-    """Lock the GPU of this process; as the first of several ranks, in one order those of all."""
-    rank = Rank.here() or Rank(0, 1, Path(os.devnull))
-    cards = gpu.visible_gpus()[: rank.ranks]
-    if cards and rank.number:
-        while not rank.locked.exists():
+    """Lock the GPU of this process; those of all ranks as the first, for which the others wait."""
+    rank = Rank.here()
+    cards = gpu.visible_gpus()[: rank.ranks if rank else 1]
+    if rank and rank.number:
+        while cards and not rank.locked.exists():
             time.sleep(POLL_SECONDS)
         return
-    for card in sorted({*cards}, key=lambda card: card.uuid):
-        say = partial(print, f"{WAITING} the GPU, held by", file=sys.stderr, flush=True)
-        held.enter_context(gpu.exclusive(card, case.id, say))
-    if rank.ranks > 1:
+
+    def say(_: gpu.Gpu, holder: str) -> None:
+        print(f"{WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
+
+    held.enter_context(gpu.all_exclusive(cards, case.id, say))
+    if rank:
         write_text(rank.locked, "")
 
 

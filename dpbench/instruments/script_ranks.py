@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import write_text
-from dpbench.instruments.interface import CaseFailed, Running, ScriptInterrupted
+from dpbench.instruments.interface import CaseFailed, ScriptInterrupted
 from dpbench.instruments.processes import POLL_SECONDS
 from dpbench.process.messages import LOST
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import Measurement
 
 PATIENCE_SECONDS = 60.0
 """How long the first rank waits for those that have not ended when its own script has."""
@@ -74,13 +71,19 @@ class Rank:
         if failed:
             rank, first = min(failed, key=lambda each: _is_effect(each[1]))
             message = first.message.removeprefix(f"{own.case.id}: ")
-            return replace(own, rows=(), error=first.error, message=f"rank {rank}: {message}")
+            message = f"{own.case.id}: rank {rank}: {message}"
+            return replace(own, rows=(), error=first.error, message=message)
         notes = dict.fromkeys(note for outcome in every for note in outcome.notes)
         steps = [len({row.repeat for row in outcome.rows}) for outcome in every]
         if len({*steps}) > 1:
             notes[f"ranks took {', '.join(map(str, steps))} steps: those of all count"] = None
-        rows = tuple(_by_rank([outcome.rows for outcome in every], min(steps)))
-        return replace(own, rows=rows, notes=tuple(notes))
+        rows = [
+            replace(row, rank=rank)
+            for rank, outcome in enumerate(every)
+            for row in outcome.rows
+            if row.repeat < min(steps)
+        ]
+        return replace(own, rows=tuple(rows), notes=tuple(notes))
 
     def _of(self, number: int, own: Outcome, deadline: float) -> Outcome:
         """What another rank has left, once it is there."""
@@ -101,35 +104,3 @@ def _is_effect(outcome: Outcome) -> int:
     if LOST.search(outcome.message):
         return 2
     return int(not outcome.instruments)  # it died, or was ended
-
-
-def _by_rank(every: Iterable[Sequence[Measurement]], steps: int) -> Iterator[Measurement]:
-    for rank, rows in enumerate(every):
-        yield from (replace(row, rank=rank) for row in rows if row.repeat < steps)
-
-
-class OfRanks(Running):
-    """A script that runs as the first rank, and what the others record."""
-
-    def __init__(self, running: Running, case: Case, name: str, rank: Rank) -> None:
-        self.running, self.rank = running, rank
-        self.own = Outcome(case, (), instruments=(name,))
-
-    def rows(self) -> list[Measurement]:
-        try:
-            rows = self.running.rows()
-            own = replace(self.own, rows=tuple(rows), notes=tuple(self.running.notes))
-        except (CaseFailed, KeyboardInterrupt) as error:
-            interrupted = isinstance(error, (ScriptInterrupted, KeyboardInterrupt))
-            kind = ScriptInterrupted if interrupted else CaseFailed
-            message = "interrupted" if interrupted else str(error)
-            own = replace(self.own, error=kind.__name__, message=message)
-        outcome = self.rank.gather(own)
-        self.operators, self.notes = self.running.operators, outcome.notes
-        if outcome.error:
-            kind = ScriptInterrupted if outcome.error == ScriptInterrupted.__name__ else CaseFailed
-            raise kind(f"{outcome.case.id}: {outcome.message}")
-        return list(outcome.rows)
-
-    def cancel(self) -> None:
-        self.running.cancel()

@@ -87,8 +87,8 @@ def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
         if case.batch_size:  # a script's may be unknown
-            own = case.batch_size / (case.gpus or int(os.environ.get("WORLD_SIZE", 1)))
-            values.append((STEP, "samples_per_second", own / total, repeat))
+            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))  # of a script, torchrun's
+            values.append((STEP, "samples_per_second", case.batch_size / ranks / total, repeat))
     if record["peak_memory_bytes"] is not None:
         values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))
     where = record["device"], f"torch {record['torch']}"

@@ -9,24 +9,33 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from dpbench.errors import ConfigurationError
 from dpbench.training.parallel import rank_and_ranks
 
-FOR_EVER = timedelta(days=30)  # whoever started the ranks ends them if one does not come
+FOR_EVER = timedelta(days=30)  # whoever started the ranks ends those that wait in vain
 
 
 @cache
 def _store() -> Any:
     """The launcher's store, by a connection that has nothing to do with the process group."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=False, timeout=FOR_EVER)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise ConfigurationError(
+            "ranks must agree on their steps by a store, which MASTER_ADDR and MASTER_PORT name: "
+            "start them by torchrun"
+        )
+    store = TCPStore(host, int(port), is_master=False, timeout=FOR_EVER)
     return PrefixStore("dpbench", store)
 
 
 def said_by_all(word: str) -> list[str]:
-    """Tell all ranks a word, and wait for theirs; those of all, by rank.
+    """Send a word to all ranks, and wait for theirs; returns the words by rank.
 
-    Ranks must take equally many steps, or some wait in a collective for ever: what decides how
-    many it asks here, between two steps. All ranks ask in the same order.
+    Ranks must take equally many steps, or some would wait in a collective for ever. So ranks agree
+    here, between two steps, how many they take. All ranks must call it in the same order.
+
+    Raises:
+        ConfigurationError: the ranks were started without a store.
     """
     rank, ranks = rank_and_ranks()
     if ranks == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from dpbench.errors import ConfigurationError
 from dpbench.process.parts import hold_to_parts
 from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS
 from dpbench.training.base import Batch, TrainerBase
-from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.parallel import part_of_rank, rank_and_ranks
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
-from dpbench.workloads.base import Workload, batches_of, parts_of
+from dpbench.workloads.base import Workload, batches_of
 
 SEED = 0
 """Every build of a case is the same: a profiler that needs several passes runs it again."""
@@ -49,7 +48,8 @@ def build(
 
     Other options are the trainer's: they are its constructor's arguments, beside those of the case.
     In one of several ranks each batch is this rank's part. All ranks build the same model, and draw
-    other random numbers from then on. One that builds a case ``alone`` trains it by itself.
+    other random numbers from then on. With ``alone`` this process trains whole batches by itself,
+    whatever group it is in.
 
     Raises:
         ConfigurationError: the case has another number of ranks than this process group.
@@ -62,6 +62,32 @@ def build(
         torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
         torch.backends.cudnn.allow_tf32 = case.precision == "tf32"
     workload = workload_of(case)
+    model = _model_of(case, workload, device)
+    dtype = torch.bfloat16 if case.precision == "bf16" else None
+    trainer = TRAINERS[case.trainer](
+        model.to(dtype),
+        batch_size=case.batch_size // ranks,
+        **_non_default_options(case, workload),
+        **options,
+    )
+
+    own = part_of_rank(case.batch_size, rank, ranks)
+
+    def place(tensor: Tensor) -> Tensor:
+        kind = dtype if tensor.is_floating_point() else None
+        return tensor[own].to(device, kind, copy=ranks > 1)  # nothing keeps the others' parts
+
+    labels_of(trainer)  # raises if they are no labels, before it trains
+    batches = [*batches_of(workload, case.batch_size, num_batches, place)]
+    if ranks > 1:
+        torch.manual_seed((seed + 1) * ranks + rank)  # no other rank has it, with any seed
+    if case.micro_batches > 1:
+        hold_to_parts(trainer, batches, case.micro_batches)
+    return trainer, batches
+
+
+def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module:
+    """The workload's model on a device, with what the case says of it."""
     with device:
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -72,25 +98,7 @@ def build(
         choose_trainable(model, case.trainable)
     if case.activation_checkpointing == "on":
         checkpoint_blocks(workload, model)
-    dtype = torch.bfloat16 if case.precision == "bf16" else None
-    trainer = TRAINERS[case.trainer](
-        model.to(dtype),
-        batch_size=case.batch_size // ranks,
-        **_non_default_options(case, workload),
-        **options,
-    )
-
-    def place(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None)
-
-    labels_of(trainer)  # raises if they are no labels, before it trains
-    whole = batches_of(workload, case.batch_size, num_batches, place)
-    batches = [next(islice(parts_of(batch, ranks), rank, None)) for batch in whole]
-    if ranks > 1:
-        torch.manual_seed((seed + 1) * ranks + rank)  # no other rank has it, with any seed
-    if case.micro_batches > 1:
-        hold_to_parts(trainer, batches, case.micro_batches)
-    return trainer, batches
+    return model
 
 
 def labels_of(trainer: TrainerBase) -> dict[str, str]:

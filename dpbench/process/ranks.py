@@ -16,9 +16,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed
@@ -33,13 +34,10 @@ from dpbench.process.build import pick_device
 from dpbench.process.messages import LOST
 from dpbench.process.step import alone
 
-RANK = "RANK"
-"""The environment variable in which a launcher tells a process its number."""
-
 STACK = "stack"  # the file in a rank's folder with its frames when it was ended
 
 NOTICED_SECONDS = 2.0
-"""In which the launcher notices a rank that died; it looks ten times a second."""
+"""A launcher that looks ten times a second has seen by then that a rank died."""
 
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
 """The parts of PyTorch in which a process waits for others, or for a GPU that does."""
@@ -58,11 +56,17 @@ def observe_all(observe: Observe, case: Case, device_name: str) -> Record:
     """Take the steps of a case in as many processes as it has GPUs.
 
     Returns:
-        The record of rank 0, and those of all under ``ranks``.
+        The record of rank 0, and those of all under ``ranks``; in a rank that the user has started,
+        its own.
+
+    Raises:
+        ConfigurationError: there are fewer GPUs, no library for collectives, or a rank refused.
+        OutOfMemory: a rank ran out of GPU memory.
+        RankFailed: a rank failed otherwise, or all were ended by a signal to this process.
     """
     device = pick_device(device_name)
     check_backend(device)
-    if RANK in os.environ:  # the user has started the ranks
+    if distributed.is_torchelastic_launched():  # the user has started the ranks
         with alone(device, case.id, 0 if int(os.environ["LOCAL_RANK"]) else case.gpus):
             return _as_rank(observe, case, device)
     with alone(device, case.id, case.gpus):
@@ -82,11 +86,9 @@ def check_backend(device: torch.device) -> str:
 
 
 def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, Record]:
-    # Else the launcher has CUDA count the GPUs, which no fork of it could use then.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name in ("multiprocessing.api", "agent.server.api"):  # whose tracebacks hide the rank's
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
+    # No fork could use a GPU that this process has opened.
+    forks = sys.platform == "linux" and not torch.cuda.is_initialized()
+    with _process_kept(), tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -96,19 +98,39 @@ def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, 
             rdzv_endpoint="localhost:0",
             run_id=str(os.getpid()),
             max_restarts=0,
-            start_method="fork" if sys.platform == "linux" else "spawn",
+            start_method="fork" if forks else "spawn",
         )
         try:
             records: Mapping[int, Record] = elastic_launch(config, _started)(observe, case, device)
         except ChildFailedError as error:
             raise _explained(*error.get_first_failure()) from None
-        except SignalException:
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
             raise RankFailed(_where_ranks_were(Path(folder))) from None
     return records
 
 
+@contextmanager
+def _process_kept() -> Iterator[None]:
+    """Undo what the launcher does to this process, which may be a session of pytest."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with ExitStack() as held:
+        # Otherwise the launcher has CUDA count the GPUs, which no fork of it could use then.
+        held.enter_context(patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"))
+        for name in ("multiprocessing.api", "agent.server.api"):  # whose tracebacks hide the rank's
+            logger = logging.getLogger(f"torch.distributed.elastic.{name}")
+            held.enter_context(patch.object(logger, "disabled", True))
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                if signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+
+
 def _started(observe: Observe, case: Case, device: torch.device) -> Record:
-    """Be a rank that ends at once if it is told to, even within a collective."""
+    """Run as a rank that a signal ends at once, even within a collective."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
@@ -117,7 +139,7 @@ def _started(observe: Observe, case: Case, device: torch.device) -> Record:
         return _as_rank(observe, case, device)
     except Exception as error:
         if LOST.search(f"{type(error).__name__}: {error}"):
-            time.sleep(NOTICED_SECONDS)  # the launcher shall blame the other
+            time.sleep(NOTICED_SECONDS)  # the launcher names the rank that ended first
         else:
             print(traceback.format_exc(), end="", file=sys.stderr, flush=True)
         raise
@@ -126,23 +148,25 @@ def _started(observe: Observe, case: Case, device: torch.device) -> Record:
 
 
 def _as_rank(observe: Observe, case: Case, device: torch.device) -> Record:
-    """Be one of the ranks that the environment describes."""
-    with in_group(device, case.gpus):
+    """Run as the rank that the environment describes."""
+    with in_group(device):
         record = observe(case)
-        said_by_all("done")  # a group that one has left breaks for the others
+        said_by_all("done")  # a rank that left the group earlier would break it for the others
         return record
 
 
 @contextmanager
-def in_group(device: torch.device, ranks: int) -> Iterator[None]:
-    """Be in the process group of all ranks, on the GPU of this one; an error leaves it as it is.
+def in_group(device: torch.device) -> Iterator[None]:
+    """Join the process group of all ranks, on the GPU of this one.
 
-    Collectives wait for as long as it takes: whoever has started the ranks ends them.
+    Collectives wait for as long as it takes: whoever has started the ranks ends them. After an
+    error the group stays, because leaving it could wait for the others.
     """
+    # As under torchrun. A fork has none of the threads that operators have started before it, and
+    # would wait for them.
+    torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:  # else each rank would use all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     distributed.init_process_group(check_backend(device), timeout=FOR_EVER)
     yield
     distributed.destroy_process_group()

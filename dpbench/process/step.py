@@ -13,9 +13,8 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
-from functools import partial
 from importlib import import_module
 from itertools import cycle, pairwise, takewhile
 from typing import Any
@@ -197,8 +196,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
 def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
     """Lock the first GPUs against other dpbench processes; prints which of them it waits for.
 
-    Every process takes its locks in the same order, so that no two wait for each other. The ranks
-    of a case take none: whoever started them holds those of all.
+    The ranks of a case take no locks: whoever started them holds those of all.
     """
     locks = device.type == "cuda" and rank_and_ranks()[1] == 1
     cards = gpu.visible_gpus()[:number] if locks else []
@@ -211,11 +209,9 @@ def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]
     def say(what: str) -> None:
         print(f"{WAITING} {what}", file=sys.stderr, flush=True)
 
-    with ExitStack() as held:
-        for card in sorted({*cards}, key=lambda card: card.uuid):  # of two slices, the GPU once
-            say(card.uuid)
-            told = partial(lambda card, holder: say(f"{card.uuid}, held by {holder}"), card)
-            held.enter_context(gpu.exclusive(card, purpose, told))
+    if cards:
+        say(" and ".join(card.uuid for card in cards))
+    with gpu.all_exclusive(cards, purpose, lambda card, by: say(f"{card.uuid}, held by {by}")):
         yield
 
 

@@ -7,7 +7,6 @@ that of the batch, because they are equal.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,15 +25,14 @@ def mesh_of_all(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (distributed.get_world_size(),))
 
 
-def replicated(model: nn.Module) -> nn.Module:
-    """The model under PyTorch's DDP, which reduces gradients in buckets during backward."""
-    return DistributedDataParallel(model)
-
-
 def sharded(
     model: nn.Module, workload: Workload, apart: Sequence[type[nn.Module]] = ()
 ) -> nn.Module:
-    """The model under FSDP2, each of its blocks, and layers ``apart``, gathered before it runs."""
+    """The model under FSDP2, each of its blocks, and layers ``apart``, gathered before it runs.
+
+    Raises:
+        ConfigurationError: the workload does not say which blocks there are.
+    """
     mesh = mesh_of_all(next(model.parameters()).device.type)
     layers = [layer for layer in model.modules() if isinstance(layer, tuple(apart))]
     for each in [*layers, *workload.blocks(model)]:
@@ -43,23 +41,25 @@ def sharded(
     return model
 
 
-@contextmanager
-def reducing(model: Any, wanted: bool) -> Iterator[None]:
-    """Reduce the gradients of a backward pass over the ranks only if it is wanted."""
-    if isinstance(model, DistributedDataParallel) and not wanted:
-        with model.no_sync():
-            yield
-        return
+def reduce_gradients(model: nn.Module, wanted: bool) -> None:
+    """Have the next passes reduce gradients over the ranks, or add them up in each rank."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = wanted  # as its no_sync() does
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
-    yield
 
 
 def rank_and_ranks() -> tuple[int, int]:
     """Which rank this process is, and of how many; the only one if there is no process group."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def part_of_rank(examples: int, rank: int, ranks: int) -> slice:
+    """Which examples of a joint batch a rank trains, along the first dimension of each tensor."""
+    size = examples // ranks
+    return slice(rank * size, (rank + 1) * size)
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def summed(buffers: Sequence[Tensor]) -> Iterator[Tensor]:
 def own_part(gradient: Any, parallel: str) -> Tensor:
     """The part of a gradient for which this rank draws the noise: its shard, or a share of rows.
 
-    So each element's noise is drawn once, and together ranks draw no more than one would. It is
-    known to the rank that drew it: all must be trusted, where with noise of rank 0 that one must.
+    Each element's noise is drawn once, by a rank that then knows it, so every rank must be trusted.
+    Where rank 0 draws all of it, only rank 0 must be.
     """
     if parallel == "fsdp2":
         gradient = gradient.to_local()

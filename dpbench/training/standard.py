@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dpbench.training.base import Batch, TrainerBase, mean_of
-from dpbench.training.parallel import reducing, replicated, sharded
+from dpbench.training.parallel import reduce_gradients, sharded
 from dpbench.training.phases import phase
 
 
@@ -14,18 +15,18 @@ class StandardTrainer(TrainerBase):
 
     def spread(self, model: nn.Module) -> nn.Module:
         if self.parallel == "ddp":
-            return replicated(model)
+            return DistributedDataParallel(model)
         return sharded(model, self.workload) if self.parallel == "fsdp2" else super().spread(model)
 
     def train_step(self, batch: Batch) -> Tensor:
         losses = []
         for last, part in self.parts(batch):
-            with reducing(self.model, last):
-                with phase("forward"):
-                    loss = self.mean_loss(self.model, part)
-                with phase("backward"):
-                    part_loss = loss if self.micro_batches == 1 else loss / self.micro_batches
-                    self.scaler.scale(part_loss).backward()
+            reduce_gradients(self.model, wanted=last)
+            with phase("forward"):
+                loss = self.mean_loss(self.model, part)
+            with phase("backward"):
+                part_loss = loss if self.micro_batches == 1 else loss / self.micro_batches
+                self.scaler.scale(part_loss).backward()
             losses.append(loss.detach())
         with phase("optimizer"):
             self.scaler.step(self.plain_optimizer)

@@ -145,9 +145,9 @@ def _parameters(draws: Sequence[Gradients]) -> Iterator[Correlation]:
 
 
 def _distances(draws: Sequence[Gradients]) -> Iterator[Correlation]:
-    """A step's noise with itself, at the distance, of all there are, at which it repeats most.
+    """The autocorrelation of each step's noise, at the distance at which it is largest.
 
-    So it does where ranks draw the same for their shards, or for their parts of a flat buffer.
+    It is large where ranks draw the same for their shards, or for their parts of a flat buffer.
     """
     for draw in draws:
         noise = torch.cat([each.flatten() for each in draw.values()])

@@ -18,9 +18,9 @@ from dpbench.case import BASELINE_TRAINER, MIXED, Case
 from dpbench.errors import ConfigurationError
 from dpbench.process.build import build
 from dpbench.training.base import Batch
-from dpbench.training.parallel import gathered, rank_and_ranks
+from dpbench.training.parallel import gathered, part_of_rank, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients
-from dpbench.workloads.base import parts_of
+from dpbench.workloads.base import examples_in
 
 RATE = 2.0**30
 """The learning rate with plain SGD. What is taken off a parameter is so much larger than it that
@@ -119,7 +119,7 @@ class Subject:
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(starts[name])
-            seen = update(trainer, batch if alone else part_of_rank(batch), trained, before)
+            seen = update(trainer, batch if alone else own_part_of(batch), trained, before)
             self.apart |= set() if alone else differing(seen)
             self.changed |= {
                 name
@@ -177,10 +177,10 @@ def shared_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
-def part_of_rank(batch: Batch) -> Batch:
+def own_part_of(batch: Batch) -> Batch:
     """What this rank trains of a batch."""
-    rank, ranks = rank_and_ranks()
-    return [*parts_of(batch, ranks)][rank]
+    own = part_of_rank(examples_in(batch), *rank_and_ranks())
+    return pytree.tree_map(lambda tensor: tensor[own], batch)
 
 
 def differing(values: Gradients) -> set[str]:

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpbench.case import lora_rank
 from dpbench.errors import ConfigurationError
+from dpbench.model_size import lora_rank
 from dpbench.workloads.base import Workload
 
 

@@ -166,7 +166,7 @@ def test_the_rank_at_fault_is_named(
     monkeypatch.setattr(script_ranks, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(script_ranks, "CAUSE_SECONDS", 0.1)
     whole = gathered(tmp_path, *outcomes)
-    assert whole.message.startswith(message)
+    assert whole.message.startswith(f"train: {message}")
     assert whole.error
     assert not whole.rows
 

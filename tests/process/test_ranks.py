@@ -23,7 +23,7 @@ from dpbench.instruments.case_process import Child
 from dpbench.instruments.interface import CaseOutOfMemory, CaseTimedOut, InstrumentError
 from dpbench.instruments.timing import Timing
 from dpbench.process.messages import Steps
-from dpbench.process.ranks import check_backend
+from dpbench.process.ranks import check_backend, observe_all
 from dpbench.process.step import alone
 from dpbench.registry import resolve
 from dpbench.results.rows import STEP
@@ -133,6 +133,25 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, alive: int) -> None:
     with pytest.raises(InstrumentError, match="the process was killed by SIGKILL"):
         running.rows()
     assert select.select([alive], [], [], 60)[0]
+
+
+def work(case: Case) -> dict[str, float]:
+    return {"sum": float(torch.ones(1_000_000).exp().sum())}
+
+
+def test_ranks_of_a_process_that_has_trained_leave_it_as_it_was() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    environment = dict(os.environ)
+    try:
+        expected = work(ranks("standard"))  # starts threads that no fork has
+        record = observe_all(work, ranks("standard"), "cpu")
+    finally:
+        torch.set_num_threads(threads)
+    assert [each["sum"] for each in record["ranks"]] == [pytest.approx(expected["sum"])] * 2
+    assert [signal.getsignal(number) for number in signal.valid_signals()] == handlers
+    assert dict(os.environ) == environment
 
 
 # --- several GPUs ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from tests.verify.over_ranks import ROWS, WIDTH, over_ranks, run, small
 
-FAULTY = "tests.verify.faulty"
+FAULTY = "tests.verify.faulty_ranks"
 
 OF_OPACUS = [
     "dpsgd@ddp",

@@ -17,6 +17,7 @@ The ring
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,48 +25,18 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch._ops import OpOverload
 
 from dpbench.instruments.logical.regions import region_of, tensors
-from dpbench.instruments.logical.rules import arguments_of, names, operator_name
+from dpbench.instruments.logical.rules import arguments_of, operator_name
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
-REDUCE_TO_ALL = names(
-    """
-    c10d::allreduce_ c10d::allreduce_coalesced_
-    _c10d_functional::all_reduce _c10d_functional::all_reduce_
-    _c10d_functional::all_reduce_coalesced _c10d_functional::all_reduce_coalesced_
-    """
+REDUCE_TO_ALL = re.compile("::all_?reduce")
+SHARE_WITH_ALL = re.compile("all_?gather|::_?reduce_scatter|all_?to_?all")
+PASS_ON = re.compile("::(broadcast|reduce_$|i?send)")
+SEND_NOTHING = re.compile(
+    "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
-
-SHARE_WITH_ALL = names(
-    """
-    c10d::_allgather_base_ c10d::allgather_ c10d::allgather_coalesced_
-    c10d::allgather_into_tensor_coalesced_
-    c10d::_reduce_scatter_base_ c10d::reduce_scatter_ c10d::reduce_scatter_tensor_coalesced_
-    c10d::alltoall_base_ c10d::alltoall_
-    _c10d_functional::all_gather_into_tensor _c10d_functional::all_gather_into_tensor_out
-    _c10d_functional::all_gather_into_tensor_coalesced _c10d_functional::reduce_scatter_tensor
-    _c10d_functional::reduce_scatter_tensor_out _c10d_functional::reduce_scatter_tensor_coalesced
-    _c10d_functional::all_to_all_single _c10d_functional_autograd::all_to_all_single
-    _c10d_functional_autograd::all_gather_into_tensor
-    _c10d_functional_autograd::reduce_scatter_tensor _dtensor::shard_dim_alltoall
-    """
-)
-
-PASS_ON = names(
-    """
-    c10d::broadcast_ c10d::reduce_ c10d::send
-    _c10d_functional::broadcast _c10d_functional::broadcast_ _c10d_functional::isend
-    """
-)
-
-SEND_NOTHING = names(
-    """
-    c10d::barrier c10d::monitored_barrier_ c10d::recv_ c10d::recv_any_source_ c10d::check_for_nan
-    _c10d_functional::irecv _c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd
-    _dtensor::mesh_get_process_group
-    """
-)
+"""What the names of operators have in them, in all spellings of a collective."""
 
 
 def sent(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -75,16 +46,16 @@ def sent(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out
         UnsupportedOperation: a collective that is not known here.
     """
     name = operator_name(func)
-    if func.namespace not in NAMESPACES or name in SEND_NOTHING:
+    if func.namespace not in NAMESPACES or SEND_NOTHING.search(name):
         return 0
     given = arguments_of(func, args, kwargs)
     whole = max(_bytes(value) for value in (*given.values(), out))
-    if name in PASS_ON:
+    if PASS_ON.search(name):
         return whole
     ranks = _ranks(given)
-    if name in REDUCE_TO_ALL:
+    if REDUCE_TO_ALL.search(name):
         return 2 * whole * (ranks - 1) // ranks
-    if name in SHARE_WITH_ALL:
+    if SHARE_WITH_ALL.search(name):
         return whole * (ranks - 1) // ranks
     raise UnsupportedOperation(f"nothing is known of what {name} sends")
 

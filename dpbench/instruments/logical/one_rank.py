@@ -44,7 +44,7 @@ PLACES = {"device_ids", "output_device", "dim"}
 
 @contextmanager
 def one_of(ranks: int) -> Iterator[None]:
-    """Be the first rank of a fake process group in here; in that of one rank, change nothing."""
+    """Make this process the first rank of a fake process group; of one rank, change nothing."""
     if ranks == 1:
         yield
         return
@@ -66,7 +66,7 @@ def one_of(ranks: int) -> Iterator[None]:
 
 def _without_modes(make: Callable[..., None]) -> Callable[..., None]:
     def real(value: Any) -> Any:
-        if not isinstance(value, FakeTensor):  # else the numbers of all ranks, in order
+        if not isinstance(value, FakeTensor):  # a fake one stands for the numbers of all ranks
             return value
         return torch.arange(value.numel(), dtype=torch.int).view(value.shape)
 

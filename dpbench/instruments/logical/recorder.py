@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NothingCounted(InstrumentError):
-    """Steps that PyTorch took no part in, those of JAX, say, or of a graph that is replayed."""
+    """No operator of PyTorch ran in the steps: they are JAX's, say, or replays of a CUDA graph."""
 
     remedy = "let each train with PyTorch; what another library does is counted by cupti, on a GPU"
 
