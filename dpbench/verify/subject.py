@@ -101,6 +101,8 @@ class Subject:
         plain = case.optimizer == "sgd"
         options["learning_rate"] = RATE if plain else 1e-3
         trainer, _ = build(case, self.device, len(self.batches), seed=seed, alone=alone, **options)
+        if not alone and seed % 2:  # scripts seed ranks apart, or all alike: noise must bear both
+            torch.manual_seed(seed)
         parameters = {
             name.removeprefix("_module.").removeprefix("module."): p
             for name, p in without_dropout(trainer.model).named_parameters()

@@ -92,6 +92,15 @@ class ShardsOfOneSeed(GhostLeanTrainer):
         return optimizer
 
 
+class ShardsOfDefaultGenerator(GhostLeanTrainer):
+    """The same, once a script has seeded all ranks alike."""
+
+    def private_optimizer(self) -> DPOptimizer:
+        optimizer = super().private_optimizer()
+        optimizer.generator = None
+        return optimizer
+
+
 class FirstPassKept(DPGhostClippingTrainer):
     """Lets FSDP2 reduce nothing in the pass for the norms, whose gradients it then keeps."""
 
