@@ -133,9 +133,11 @@ class Case:
                 f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
             )
         if self.batch_size % (self.gpus * self.micro_batches):
+            parts = self.micro_batches
             raise ConfigurationError(
                 f"batch size {self.batch_size} is that of all {self.gpus} GPUs together, and "
-                f"cannot be shared by them in {self.micro_batches} parts of equal size each"
+                f"cannot be shared by them in equal parts{f', {parts} each' if parts > 1 else ''}: "
+                f"take a multiple of {self.gpus * parts}"
             )
 
     def _take_parameters(self, axes: dict[str, Any]) -> None:
