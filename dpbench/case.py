@@ -131,7 +131,7 @@ class Case:
             whose = f"is that of all {self.gpus} GPUs, and " * (self.gpus > 1)
             raise ConfigurationError(
                 f"batch size {self.batch_size} {whose}cannot be trained in {parts} parts of equal "
-                f"size"
+                f"size: take a multiple of {parts}"
             )
 
     def _take_parameters(self, axes: dict[str, Any]) -> None:

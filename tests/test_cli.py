@@ -122,6 +122,20 @@ def test_smoke_fails_when_a_trainer_does(
     assert "[TEST FAILED] Crashing: RuntimeError: the clipping kernel fell over" in shown
 
 
+def test_smoke_refuses_ranks_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["smoke", "--parallel", "ddp", "--gpus", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("dpbench smoke: smoke trains in one process; dpbench verify")
+
+
+def test_verify_says_in_a_line_what_ranks_refuse(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--trainer", "standard", "--parallel", "ddp", "--gpus", "2", *TINY]) == 2
+    err = capfd.readouterr().err
+    assert "dpbench verify: rank 0: trainer standard clips nothing" in err
+    assert "Traceback" not in err
+
+
 def test_smoke_says_in_a_line_what_a_trainers_module_could_not_import(
     elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ import argparse
 
 from dpbench.case import AXES
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import own_line
+from dpbench.errors import ConfigurationError, own_line
 from dpbench.names import joined, parted
 from dpbench.options import axis_help
 from dpbench.registry import TRAINERS
@@ -37,6 +37,10 @@ def run(options: argparse.Namespace) -> int:
     failed = 0
     for trainer in options.trainers or list(TRAINERS):
         case = chosen_case(options, **SMALL, trainer=trainer)
+        if case.gpus > 1:
+            raise ConfigurationError(
+                "smoke trains in one process; dpbench verify trains in ranks, and dpbench run too"
+            )
         TRAINERS.locate(case.trainer)
         name = case.trainer
         try:

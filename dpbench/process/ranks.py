@@ -140,7 +140,7 @@ def _started(observe: Observe, case: Case, device: torch.device) -> Record:
     except Exception as error:
         if LOST.search(f"{type(error).__name__}: {error}"):
             time.sleep(NOTICED_SECONDS)  # the launcher names the rank that ended first
-        else:
+        elif not isinstance(error, ConfigurationError):  # whose line says all
             print(traceback.format_exc(), end="", file=sys.stderr, flush=True)
         raise
     except SystemExit as error:

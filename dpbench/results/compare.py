@@ -42,8 +42,8 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     Returns:
         Every number of either run, with the columns `CHANGES` (``before`` or ``after`` is NaN where
         that run has no such number); ``shared``, whether both have the case by that instrument;
-        and ``steps`` and ``came`` of `dpbench.results.frame.numbers`, for the run after as
-        ``steps_new`` and ``came_new``.
+        and ``steps``, ``came`` and ``ranks`` of `dpbench.results.frame.numbers`, for the run after
+        as ``steps_new``, ``came_new`` and ``ranks_new``.
     """
     where = ["device"] if across else []
     measured = summed("metric", "phase", *where)

@@ -97,11 +97,11 @@ def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     ``imbalance`` is the largest divided by the mean.
 
     Raises:
-        ConfigurationError: some ranks lack a number of the whole step, or an unregistered metric
-            does not say how ranks become one number.
+        ConfigurationError: a rank is missing, or lacks a number of the whole step, or an
+            unregistered metric does not say how ranks become one number.
     """
     if not frame["rank"].any():
-        return frame.assign(ranks=1, imbalance=1.0)
+        return _with_all_ranks(frame.assign(ranks=1, imbalance=1.0))
     number = _numbered(frame, [*identity("rank"), "unit"])
     values = frame.value.groupby(number)
     reduced = frame[~number.duplicated()].reset_index(drop=True).assign(ranks=values.count())
@@ -112,7 +112,19 @@ def over_ranks(frame: pd.DataFrame) -> pd.DataFrame:
         )
     imbalance = (values.max() / values.mean()).fillna(1.0)
     value = _aggregate(values, reduced.metric, "rank")
+    reduced = _with_all_ranks(reduced)
     return reduced.assign(value=value, rank=0, imbalance=imbalance)
+
+
+def _with_all_ranks(reduced: pd.DataFrame) -> pd.DataFrame:
+    """The frame, refused if a case was measured in fewer ranks than it has; one is counted."""
+    steps = reduced[(reduced.phase == STEP) & (reduced.device != NO_HARDWARE)]
+    for row in steps[steps.ranks < steps.gpus].to_dict("records"):
+        raise ConfigurationError(
+            f"{Case.from_row(row).id}: it has {row['gpus']} ranks, and {row['metric']} of step "
+            f"{row['repeat']} is of {row['ranks']}"
+        )
+    return reduced
 
 
 def _aggregate(values: Any, metrics: pd.Series[str], column: str) -> pd.Series[float]:
@@ -224,14 +236,16 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
 
     A number with a repeat that is not finite is left out. It is NaN if some steps of a case lack
     it. A ratio without a baseline is NaN, or left out for scripts, which need no baseline.
-    ``steps`` is the number of steps, ``came`` how many of these have it; a ratio is ``of`` another
-    metric.
+    ``steps`` is the number of steps, ``came`` how many of these have it, ``ranks`` in how many
+    processes the case was measured; a ratio is ``of`` another metric.
     """
     keys = summed()
     finite = frame.value.astype(float).abs() < float("inf")  # nor is NaN
     wrong = {*as_tuples(frame[~finite], keys)}
     known = [key not in wrong for key in as_tuples(frame, keys)]
     summary = summarise(frame.loc[known])
+    by_case = summary.ranks.groupby(_numbered(summary, summed("metric", "phase")))
+    summary["ranks"] = by_case.transform("max")
     is_script = summary.workload == SCRIPT
     partial = _is_partial(summary)
     summary["steps"] = summary.steps.where(is_script | partial, summary.came)
@@ -245,7 +259,7 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
         ratios = ratios[ratios.ratio.notna() | (ratios.workload != SCRIPT)]
     ratios = as_metrics(ratios.assign(of=ratios.metric), "ratio")
     both = pd.concat([summary.assign(of=""), ratios], ignore_index=True)
-    both = both[[*keys, "of", "unit", "value", "steps", "came"]]
+    both = both[[*keys, "of", "unit", "value", "steps", "came", "ranks"]]
     order = as_tuples(both, keys)
     return both.iloc[sorted(both.index, key=order.__getitem__)].reset_index(drop=True)
 

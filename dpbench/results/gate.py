@@ -148,7 +148,7 @@ class Gate:
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
-            return self._fewer_steps(row) or self._not_counted(case, row)
+            return self._other_ranks(row) or self._fewer_steps(row) or self._not_counted(case, row)
         if self.first_run_ok and not row["came"] < row["steps"]:
             return ""
         devices = self.before.places.get((case, row["instrument"]), ())
@@ -175,6 +175,13 @@ class Gate:
             needed = case.under(run.baseline).id
             return f"no {row['of']}{where} of its baseline {needed} to divide by in {run.name}"
         return f"no {metric} by {instrument}{where} in {run.name}"
+
+    def _other_ranks(self, row: Mapping[str, Any]) -> str:
+        """Whether a script ran in another number of ranks, which its case does not say."""
+        there, here = row["ranks"], row["ranks_new"]
+        if there == here:
+            return ""
+        return f"{self.before.name} has {there:.0f} ranks of it, {self.after.name} {here:.0f}"
 
     def _fewer_steps(self, row: Mapping[str, Any]) -> str:
         """Whether steps are missing that the reference has, unless fewer were asked for."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.metric import STANDARD, Metric, derived_name
 from dpbench.metrics import METRICS
-from dpbench.results.frame import CONFIGURATION, complete
+from dpbench.results.frame import CONFIGURATION, as_tuples, complete
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -123,7 +123,7 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
             name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
             yield f"{name}: expected range {low:g} to {high:g} x {view.baseline}; outside: {cases}."
     if (ranks := rows.ranks.max()) > 1:
-        how = "counts are the sum, times and peaks the largest, shares the mean"
+        how = "counts are the sum, times and peaks the largest, shares and what one sends the mean"
         yield f"Of {ranks:.0f} ranks: {how}."
     elif ((rows.device == NO_HARDWARE) & (rows.gpus > 1)).any():
         yield "Counted is one rank of each case, the first; no number is a sum over ranks."
@@ -143,13 +143,14 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """A line for each label in which the trainers of a table differ."""
-    shown = {*group.shown.trainer}
+    """A line for each label in which the cases of a table differ."""
+    rows = group.shown
+    shown = dict(zip(as_tuples(rows, AXES), rows.label, strict=True))
     said: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:
-        if (trainer := outcome.case.trainer) in shown:
+        if row := shown.get((*vars(outcome.case).values(),)):
             for name, value in outcome.labels.items():
-                said.setdefault(name, {}).setdefault(value, []).append(trainer)
+                said.setdefault(name, {}).setdefault(value, []).append(row)
     for name, values in said.items():
         parts = [f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in values.items()]
         if len(parts) > 1:

@@ -37,10 +37,11 @@ class Workload(ABC):
         return self.losses(model, batch).mean()
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The layers of the model that activation checkpointing runs again in backward."""
+        """The layers that activation checkpointing runs again, and FSDP2 gathers one by one."""
         raise ConfigurationError(
-            f"{type(self).__name__} does not say which blocks activation checkpointing runs again: "
-            f"give it blocks(model), which returns them, or turn activation checkpointing off"
+            f"{type(self).__name__} does not say which blocks its model has, which activation "
+            f"checkpointing runs again and parallel=fsdp2 gathers one by one: give it "
+            f"blocks(model), which returns them, or use neither"
         )
 
 

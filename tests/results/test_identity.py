@@ -148,6 +148,39 @@ def test_sum_of_which_a_rank_is_missing_is_refused() -> None:
         summarise(to_frame(lost))
 
 
+def test_a_case_of_which_a_rank_is_missing_is_refused() -> None:
+    two = [
+        replace(row, case=replace(row.case, parallel="ddp", gpus=2))
+        for row in of_ranks("dpsgd", "step_time_seconds", 1.0, 2.0)
+    ]
+    assert summarise(to_frame(two)).ranks.tolist() == [2]
+    with pytest.raises(ConfigurationError, match="it has 2 ranks, and step_time_seconds of step 0"):
+        summarise(to_frame(two[:1]))
+
+
+def test_a_script_in_another_number_of_ranks_is_not_judged() -> None:
+    one, two, three = (
+        Run.of(
+            f"of {len(values)}",
+            [
+                Outcome(
+                    Script("train"),
+                    tuple(
+                        replace(row, case=Script("train"))
+                        for row in of_ranks("dpsgd", "dram_read_bytes", *values)
+                    ),
+                )
+            ],
+        )
+        for values in ((6.0,), (2.0, 2.0), (1.0, 1.0, 1.0))
+    )
+    limits = [Threshold.parse("dram_read_bytes:1%")]
+    assert Gate(two, two).judge(limits).passed
+    for before, after in ((one, two), (two, three), (three, one)):
+        (unjudged,) = Gate(before, after).judge(limits).unjudged
+        assert unjudged.why.startswith(f"{before.name} has {before.name[-1]} ranks of it")
+
+
 def test_metric_that_nobody_declared_has_no_value_of_several_ranks() -> None:
     with pytest.raises(
         ConfigurationError, match="queue_size of several ranks has no sum or mean: register it"

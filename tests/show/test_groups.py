@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dpbench.case import Case
 from dpbench.results.frame import complete, to_frame
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
 from dpbench.show.groups import groups
+from dpbench.show.tables import tables
 from dpbench.show.view import View
 
 GB = 1e9
@@ -128,3 +131,25 @@ def test_phases_are_sorted_by_their_own_numbers() -> None:
     rows = [*GRID, *case("dpsgd_fgc", 20, phase="backward")]
     backward = grouped(rows, group_by="phase", sort="dram_bytes")["1b fp32, phase backward, H200"]
     assert [label.split()[0] for label in backward] == ["dpsgd_fgc", "standard", "dpsgd"]
+
+
+@pytest.mark.parametrize(("group_by", "differ"), [("cell", False), ("device", True)])
+def test_labels_are_those_of_the_rows_of_a_table(group_by: str, differ: bool) -> None:
+    drawn = {"none": "rank 0", "ddp": "each rank"}
+    outcomes = [
+        Outcome(rows[0].case, tuple(rows), labels={"noise": drawn[parallel]})
+        for parallel in drawn
+        for rows in [case("dpsgd", 9, parallel=parallel, gpus=1 + (parallel == "ddp"), device="x")]
+    ]
+    rows = [
+        replace(row, rank=rank)
+        for outcome in outcomes
+        for row in outcome.rows
+        for rank in range(row.case.gpus)
+    ]
+    made = tables(to_frame(rows), View.of(Settings(group_by=group_by)), outcomes)
+    notes = [note for table in made for note in table.notes if "Labels differ" in note]
+    assert bool(notes) is differ
+    if differ:
+        both = "rank 0 (dpsgd bs8 seq256 none 1), each rank (dpsgd bs8 seq256 ddp 2)"
+        assert notes == [f"Labels differ, noise: {both}."]

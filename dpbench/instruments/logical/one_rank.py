@@ -7,7 +7,8 @@ done in another way here, with the same result:
 DistributedDataParallel
     Its C++ reads tensors' data. `Buckets` makes the same copies and collectives.
 Device meshes
-    Ranks in a mesh have values, so a mesh is made outside the modes that count.
+    Ranks in a mesh have values, so a mesh is made outside the modes that count, and a copy of a
+    layer, which Opacus makes of those that it has no rule for, has the layer's mesh.
 FSDP2's chunks
     It cuts a parameter into a chunk for each rank, and takes the first.
 """
@@ -61,6 +62,8 @@ def one_of(ranks: int) -> Iterator[None]:
         stack.callback(distributed.destroy_process_group)
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value))
+        same = patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True)
+        stack.enter_context(same)
         yield
 
 
@@ -94,9 +97,10 @@ class Buckets:
         self._replica = replica
         self._arrived: list[Tensor] = []
         self._memory: list[tuple[Tensor, list[Tensor]]] = []  # of each bucket, whose gradients
-        for parameter in replica.module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._arrive)
+        named = replica.module.named_parameters()
+        self._trained = {each: name for name, each in named if each.requires_grad}
+        for parameter in self._trained:
+            parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def send_buffers(self) -> None:
         """Give all ranks the buffers of the first, those of a dtype together."""
@@ -117,6 +121,11 @@ class Buckets:
     @torch.no_grad()
     def _reduce(self) -> None:
         arrived, self._arrived = self._arrived, []
+        if missing := [self._trained[each] for each in self._trained.keys() - {*arrived}]:
+            raise UnsupportedOperation(
+                f"DistributedDataParallel waits for the gradient of {min(missing)}, on which the "
+                f"loss does not depend: freeze it, or leave it out of the model"
+            )
         self._memory = self._memory or _buckets_for(arrived)
         part = 1 / distributed.get_world_size()
         for memory, parameters in self._memory:

@@ -200,6 +200,30 @@ def test_buffers_are_sent_before_each_forward() -> None:
     assert "c10d.allreduce_" not in moved
 
 
+class Unused(Normed):
+    """A model with a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+def test_a_gradient_for_which_ddp_would_wait_is_named() -> None:
+    with one_rank.one_of(2), without_data():
+        model = nn.parallel.DistributedDataParallel(Unused())
+        with pytest.raises(one_rank.UnsupportedOperation, match=r"waits for .* spare\.bias, on"):
+            model(torch.empty(3, 6)).sum().backward()
+
+
+def test_a_layer_is_copied_with_its_shards() -> None:
+    """As Opacus does with one that it has no rule for, such as GPT-2's."""
+    sizes = "n_layer=2,n_embd=30,n_head=2,vocab_size=101,n_positions=16,seq_len=8"
+    case = Case("dpsgd_ghost", 6, workload="hf-causal-lm", set=sizes, parallel="fsdp2", gpus=3)
+    phases = sent(count(case))
+    # As three ranks of gloo send.
+    assert (phases["forward"], phases["backward"], phases[STEP]) == (77600, 251360, 328960)
+
+
 def test_options_of_ddp_that_move_other_bytes_are_refused() -> None:
     with (
         one_rank.one_of(2),
