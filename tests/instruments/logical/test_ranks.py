@@ -217,6 +217,7 @@ def test_a_gradient_for_which_ddp_would_wait_is_named() -> None:
 
 def test_a_layer_is_copied_with_its_shards() -> None:
     """As Opacus does with one that it has no rule for, such as GPT-2's."""
+    pytest.importorskip("transformers")
     sizes = "n_layer=2,n_embd=30,n_head=2,vocab_size=101,n_positions=16,seq_len=8"
     case = Case("dpsgd_ghost", 6, workload="hf-causal-lm", set=sizes, parallel="fsdp2", gpus=3)
     phases = sent(count(case))
