@@ -197,9 +197,12 @@ def _where_ranks_were(folder: Path) -> str:
 
 
 def _place(frames: list[tuple[str, str, str]]) -> tuple[bool, str]:
-    """Whether a rank waited for others in a collective, and where it was, by its frames."""
+    """Whether a rank waited for others in a collective, and where it was, by its frames.
+
+    One that the end of another has ended, or a second signal, may have left none.
+    """
     if not frames:
-        return False, "had ended"
+        return True, "left no word of where it was"
     if any(name == said_by_all.__name__ for *_, name in frames):
         return False, "had taken its steps"
     of_torch = str(Path(torch.__file__).parent)
