@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -97,13 +96,8 @@ def own_part(gradient: Any, parallel: str) -> Tensor:
     return part
 
 
-def own_generator(device: torch.device) -> torch.Generator | None:
-    """A generator that no other rank has, even if all were given the same seed.
-
-    None, the default one, where operators are counted without data.
-    """
+def own_generator(device: torch.device) -> torch.Generator:
+    """A generator that no other rank has, even if all were given the same seed."""
     seed = torch.randint(2**62, (1,)).to(device)
     distributed.broadcast(seed, 0)
-    if isinstance(seed, FakeTensor):
-        return None
     return torch.Generator(device).manual_seed(int(seed) + rank_and_ranks()[0])
