@@ -47,6 +47,17 @@ def test_a_method_that_cannot_be_counted_is_named_below_the_others(
     assert "dpsgd:grad_sample=ew-bs2-seq8-99x16x1x2-fp32: counting logical bytes failed" in table
 
 
+def test_a_method_that_nobody_named_may_lack_a_way_to_be_parallel(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ranks = [*SMALL, "--parallel=fsdp2", "--gpus=2"]
+    assert main(["headroom", *ranks]) == 0
+    assert "LeanTrainer does not train under parallel=fsdp2" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert main(["headroom", *ranks, "--trainer=lean"]) == 1
+
+
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["headroom", "absent.json", *SMALL]) == 2
     assert "no run file absent.json" in capsys.readouterr().err
