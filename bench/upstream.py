@@ -96,12 +96,17 @@ def measured(name: str) -> dict[str, dict[str, list[float]]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def main() -> int:
-    """Try and count the changes that are named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def asked(about: str) -> argparse.Namespace:
+    """What the command line names; ``here`` in a process that `measured` has started."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     parser.add_argument("name", nargs="*", help="of a page; all by default")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Try and count the changes that are named."""
+    options = asked(__doc__ or "")
     if options.here:
         measure()
         return 0

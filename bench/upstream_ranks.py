@@ -11,7 +11,6 @@ one seed; and how many checks of ``dpbench verify`` over two ranks passed and fa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.upstream import ROOT, SHARDED, patched
+from bench.upstream import ROOT, SHARDED, asked, patched
 
 TRAINER = "dpsgd_ghost"
 RANKS = 2
@@ -119,10 +118,7 @@ def measured(name: str) -> dict[str, Any]:
 
 def main() -> int:
     """Try and count the changes that are named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("name", nargs="*", help="of a page; all under FSDP2 by default")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = asked(__doc__ or "")
     if options.here:
         measure()
         return 0
