@@ -69,7 +69,7 @@ class Files:
         settings, storage = self.settings, Storage(self.settings.storage)
         path = None
         if settings.resume:
-            path = storage.interrupted(device, settings.shard, self.notes)
+            path = storage.interrupted(device, settings.shard, settings.save, self.notes)
         with ExitStack() as held:
             if path is not None:
                 check_writable(path.parent)

@@ -153,7 +153,8 @@ class Settings:
     autosave: bool = options.option("save the run under the commit and the time", False)
     resume: bool = options.option(
         "go on with the latest interrupted run on this device, if versions, code and grid are the "
-        "same; together with save or autosave, begin one if there is none",
+        "same; with save the latest of that name; with save or autosave, begin one if there is "
+        "none",
         False,
     )
     compare: str | None = options.option(

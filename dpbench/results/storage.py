@@ -86,12 +86,20 @@ class Storage:
         folders = {LOGICAL, *map(folder_name, devices)}
         return [path for path in reversed(self.paths()) if path.parent.name in folders]
 
-    def interrupted(self, device: str | None, shard: str | None, skipped: list[str]) -> Path | None:
+    def interrupted(
+        self, device: str | None, shard: str | None, name: str | None, skipped: list[str]
+    ) -> Path | None:
         """A device's latest interrupted run, of a shard, with at least one case, if there is one.
 
-        Why files could not be read is added to ``skipped``.
+        Only runs of that name count, unless it is None. Why files could not be read is added to
+        ``skipped``.
         """
-        paths = [p for p in reversed(self.paths()) if p.parent.name == folder_name(device)]
+        paths = [
+            path
+            for path in reversed(self.paths())
+            if path.parent.name == folder_name(device)
+            and name in (None, path.stem.partition("_")[2])
+        ]
         for run in readable(paths, Run.load_head, skipped):
             of_it = run.session.get("grid", {}).get("shard") == shard
             if of_it and run.status == INTERRUPTED and run.document.get("cases"):

@@ -128,17 +128,23 @@ def test_what_is_not_there_is_said_with_what_is(storage: Storage, tmp_path: Path
 
 def test_latest_interrupted_run_is_the_one_to_resume(storage: Storage) -> None:
     skipped: list[str] = []
-    assert storage.interrupted(H200, None, skipped) is None
+    assert storage.interrupted(H200, None, None, skipped) is None
     storage.allocate("first", H200, text(1.0, status=INTERRUPTED))
     storage.allocate("second", H200, text(2.0, status=INTERRUPTED))
     storage.allocate("empty", H200, json.dumps(document([], {}, {"status": INTERRUPTED})))
     storage.allocate("done", H200, text(3.0))
     damaged = storage.allocate("damaged", H200, "{")
     storage.allocate("elsewhere", None, text(4.0, status=INTERRUPTED))
-    path = storage.interrupted(H200, None, skipped)
+    path = storage.interrupted(H200, None, None, skipped)
     assert path is not None
     assert path.name == "0002_second.json"
     assert [str(damaged) in line for line in skipped] == [True]
+
+
+def test_a_named_run_is_resumed_whatever_was_interrupted_after_it(storage: Storage) -> None:
+    first, _ = (storage.allocate(n, H200, text(status=INTERRUPTED)) for n in ("one", "an_other"))
+    assert storage.interrupted(H200, None, "one", []) == first
+    assert storage.interrupted(H200, None, "other", []) is None
 
 
 def test_run_that_a_session_is_writing_is_left_to_it(storage: Storage) -> None:
