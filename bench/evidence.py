@@ -16,8 +16,8 @@ counted bytes, in GB of 10⁹ bytes, ``ms`` is time, ``peak`` peak memory in GB,
 the time in which the GPU was busy, in %, ``sent`` what a rank sends, in GB; the other functions
 say themselves what they are.
 ``PRIVATE``, ``TRAINERS``, ``METHODS`` are Opacus's three trainers, with ``"standard"``, and with
-dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS`` are where trainers were measured, each a file
-and words.
+dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS``, and of these ``LANGUAGE``, are where trainers were
+measured, each a file and words.
 """
 
 from __future__ import annotations
@@ -261,13 +261,24 @@ def spearman(first: list[float], second: list[float]) -> float:
 
 PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 METHODS = (*PRIVATE, "lean", "ghost_lean", "mixed_ghost", "micro_batch", "book_keeping", "fused")
-GRID1 = [("grid1", cell, "fp32") for cell in ("8x256", "8x1024", "16x256", "16x1024")]
-FP32 = [*GRID1, *(("grid2", cell, "fp32") for cell in ("4x512", "4x1024", "8x512"))]
+FP32 = [
+    ("methods-256", "8x256", "fp32"),
+    ("methods-1024", "8x1024", "fp32"),
+    *(("grid1", cell, "fp32") for cell in ("16x256", "16x1024")),
+    *(("grid2", cell, "fp32") for cell in ("4x512", "4x1024", "8x512")),
+]
 ALL = [
     *FP32,
-    *(("precisions", cell, p) for cell in ("8x256", "8x1024") for p in ("tf32", "bf16")),
-    *(("precisions-16x1024", "16x1024", p) for p in ("tf32", "bf16")),
+    ("methods-256", "8x256", "bf16"),
+    ("methods-1024", "8x1024", "bf16"),
+    *(("methods-tf32", cell, "tf32") for cell in ("8x256", "8x1024")),
+    *(("methods-16x1024", "16x1024", p) for p in ("tf32", "bf16")),
 ]
+
+MODELS = (
+    *(f"{name}-{length}" for name in ("gpt2", "llama", "bert") for length in (256, 512)),
+    *("vit-32", "vit-64", "resnet-64"),
+)
 
 FUNCTIONS = (
     *(abs, all, any, len, max, min, sum, median, spearman, item),
@@ -289,7 +300,8 @@ VOCABULARY: dict[str, Any] = {
     "FP32": FP32,
     "ALL": ALL,
     "FOUR": [(file, p) for file in ("methods-256", "methods-1024") for p in ("fp32", "bf16")],
-    "MODELS": [("gpt2",), ("llama",), ("bert",), ("vit",), ("resnet",)],
+    "MODELS": [(name,) for name in MODELS],
+    "LANGUAGE": [(name,) for name in MODELS if name.endswith(("256", "512"))],
     **{function.__name__: function for function in FUNCTIONS},
 }
 
