@@ -16,8 +16,8 @@ counted bytes, in GB of 10⁹ bytes, ``ms`` is time, ``peak`` peak memory in GB,
 the time in which the GPU was busy, in %, ``sent`` what a rank sends, in GB; the other functions
 say themselves what they are.
 ``PRIVATE``, ``TRAINERS``, ``METHODS`` are Opacus's three trainers, with ``"standard"``, and with
-dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS``, and of these ``LANGUAGE``, are where trainers were
-measured, each a file and words.
+dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS``, and of these ``LANGUAGE``, are where trainers
+were measured, each a file and words.
 """
 
 from __future__ import annotations

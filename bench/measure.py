@@ -72,6 +72,8 @@ PLAN = {
         f"--set depth=50 --batch-size {batch}"
         for batch in (64, 128)
     },
+    "ncu-methods-256": "--instrument ncu --trainer standard --trainer fused --trainer dpsgd_fgc "
+    "--precision fp32 --precision bf16 --batch-size 8 --seq-len 256",
     **{
         f"account-{length}": "--kernels --instrument ncu --instrument torch_profiler "
         f"--trainer standard --trainer dpsgd --batch-size 8 --seq-len {length}"

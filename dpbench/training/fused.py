@@ -8,8 +8,11 @@ forward, backward and clip are CUDA graphs, so that they do not wait for Python.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
@@ -141,7 +144,7 @@ class FusedTrainer(BookKeepingTrainer):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self.without_parameter_gradients():
-            self._forward()
+            waits = waits_for_the_gpu(self._forward)
             self._backward()
         with torch.cuda.stream(side):
             self._sum_clipped()
@@ -151,7 +154,10 @@ class FusedTrainer(BookKeepingTrainer):
         pool = torch.cuda.graph_pool_handle()
         try:
             with self.without_parameter_gradients():
-                graphs["forward"] = recorded(self._forward, pool)
+                # Hugging Face's attention makes a mask where a stream is being captured, and runs
+                # other kernels then. Only a model that would read from the GPU has to know.
+                with nullcontext() if waits else unnoticed_capture():
+                    graphs["forward"] = recorded(self._forward, pool)
                 graphs["backward"] = recorded(self._backward, pool)
             graphs["clip"] = recorded(self._sum_clipped, pool)
         except RuntimeError as error:
@@ -190,6 +196,23 @@ def recorded(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, pool=pool):
         part()
     return graph
+
+
+def waits_for_the_gpu(part: Callable[[], object]) -> bool:
+    """Do a part of a step; whether Python read something from the GPU in it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            part()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return any("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+def unnoticed_capture() -> AbstractContextManager[object]:
+    """While it lasts, a model that asks is told that no stream is being captured."""
+    return patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:

@@ -156,6 +156,27 @@ def test_a_step_whose_operators_are_counted_runs_them() -> None:
     assert operators >= {"dpbench.gram_norms", "dpbench.noisy_descent", "aten.mm"}
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_graph_has_the_operators_of_a_step_that_is_not_captured(reads: bool) -> None:
+    """A model that runs others while it is captured does so only if it reads from the GPU."""
+
+    class Asking(SimpleBigModel):
+        def forward(self, tokens: Tensor) -> Tensor:
+            captured = torch.cuda.is_current_stream_capturing()
+            if reads and not captured:
+                assert tokens.sum().item() >= 0
+            seen.append(captured)
+            logits: Tensor = super().forward(tokens)
+            return logits
+
+    seen: list[bool] = []
+    trainer = TRAINERS["fused"](Asking(SIZE, max_seq_len=700).to("cuda"), batch_size=6)
+    for batch in batches_of(40, 2):
+        trainer.train_step(batch)
+    assert seen == [False, reads]
+    assert [*trainer._graphs] == ["forward", "backward", "clip"]
+
+
 def test_peak_memory_has_what_graphs_keep() -> None:
     [batch] = batches_of(600)
 
