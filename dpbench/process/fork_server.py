@@ -7,6 +7,7 @@ a GPU, so a fork can do all that a new process can; it imports none of the user'
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -17,20 +18,22 @@ import threading
 from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from select import select
 from typing import Any
 
 from dpbench.process.forked import BEGUN
+from dpbench.registry import INSTRUMENTS, TRAINERS
+
+WITHOUT_TORCH = ("dpbench.cli", "dpbench.commands.step", "pynvml", "numpy", "sympy")
+"""What is imported while another thread maps torch's libraries; torch imports the last two."""
 
 IMPORTED = (
-    "dpbench.cli",
-    "dpbench.commands.step",
     "dpbench.process.step",
     "dpbench.instruments.logical.counter",
-    "opacus",
+    "dpbench.workloads.transformer",
     "torch._dynamo",  # which the first optimizer imports
-    "pynvml",
 )
 
 REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
@@ -39,8 +42,17 @@ REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
 def prepare() -> None:
     """Import what every case needs; fails if that opened a GPU or left threads running."""
     gc.disable()  # a quarter of the time of imports is the collector's, which finds next to nothing
+    libraries = threading.Thread(target=map_libraries)
+    libraries.start()
+    for name in WITHOUT_TORCH:
+        import_module(name)
+    libraries.join()
+    postpone("opacus")
     for name in IMPORTED:
         import_module(name)
+    for built_in in (TRAINERS, INSTRUMENTS):
+        for name in built_in:
+            built_in[name]  # is imported
     gc.freeze()  # a fork's collector leaves these objects alone, and their memory shared
     gc.enable()
     if (process_id := os.fork()) == 0:  # the first fork ends the threads of OpenBLAS
@@ -50,6 +62,34 @@ def prepare() -> None:
     files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     if len(threads) > 1 or any(file.match("/dev/nvidia*") for file in files):
         raise RuntimeError(f"imports left {len(threads)} threads, and these files open: {files}")
+
+
+def map_libraries() -> None:
+    """Map torch's libraries as its import does, which then finds them; Python runs meanwhile."""
+    if torch := find_spec("torch"):
+        folder = Path(str(torch.origin)).parent / "lib"
+        with suppress(OSError):  # that import says what is wrong
+            ctypes.CDLL(str(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(folder / "libtorch_python.so"))
+
+
+def postpone(name: str) -> None:
+    """Import a package itself on first use of it; its modules can be imported before.
+
+    Opacus imports its accountants, and these SciPy: a quarter of all that there is to import, and
+    no trainer of dpbench needs it.
+    """
+    if (spec := find_spec(name)) is None or spec.loader is None:
+        return
+    package, execute = module_from_spec(spec), spec.loader.exec_module
+
+    def first_use(attribute: str) -> Any:
+        del vars(package)["__getattr__"]
+        execute(package)
+        return getattr(package, attribute)
+
+    vars(package)["__getattr__"] = first_use
+    sys.modules[name] = package
 
 
 def serve(requests: socket.socket) -> socket.socket | None:

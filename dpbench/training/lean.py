@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from opacus import GradSampleModule
+from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample import grad_sample_module as hooks
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed, nn

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from opacus import GradSampleModule
+from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
 from torch import Tensor, nn
 

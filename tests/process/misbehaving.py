@@ -77,3 +77,13 @@ class Looks(Misbehaves):
 
     def misbehave(self) -> None:
         raise ValueError(f"child of {os.getppid()}: {BEFORE}")
+
+
+class Accounts(Misbehaves):
+    def misbehave(self) -> None:
+        early = "scipy" in sys.modules
+        import opacus
+
+        accountant = opacus.PrivacyEngine(accountant="gdp").accountant
+        accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+        raise RuntimeError(f"early: {early}, epsilon: {accountant.get_epsilon(1e-5):.3f}")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from opacus import PrivacyEngine
 
 from dpbench import Case
 from dpbench.instruments.case_process import Child
@@ -124,6 +125,13 @@ def test_a_fork_has_the_directory_and_imports_of_its_case(
         case = Case("own_trainers:Looks", 4, 16, "200x32x1x2")
         with pytest.raises(CaseFailed, match=f"{name}, child of {server.process.pid}: .*{folder}"):
             timing(tmp_path).measure(case)
+
+
+def test_opacus_is_whole_for_a_trainer_that_uses_it(server: ForkServer, tmp_path: Path) -> None:
+    accountant = PrivacyEngine(accountant="gdp").accountant
+    accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+    expected = f"early: False, epsilon: {accountant.get_epsilon(1e-5):.3f}"
+    assert expected in str(error_of(misbehaving.Accounts, tmp_path))
 
 
 @pytest.mark.parametrize("differs", ["a variable", "a library"])
