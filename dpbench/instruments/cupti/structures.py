@@ -8,7 +8,7 @@ A test compares them with the headers.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char_p, c_double, c_int, c_size_t, c_uint8, c_uint16, c_uint32, c_void_p
+import re
 from functools import cache
 from typing import Any
 
@@ -21,105 +21,51 @@ USER_REPLAY = 3
 COUNTER = 0
 """CUPTI_METRIC_TYPE_COUNTER: what adds up; neither ratio nor throughput."""
 
-_HOST = ("pHostObject", c_void_p)
-_PROFILER = ("pRangeProfilerObject", c_void_p)
-_NAMES = (("ppMetricNames", c_void_p), ("numMetrics", c_size_t))
-_DATA = (("pCounterDataImage", c_void_p), ("counterDataImageSize", c_size_t))
+# CUpti_NAME_Params and its fields after structSize and pPriv, with their types: c_TYPE of ctypes,
+# or a pointer to it, TYPE*; after @ the first CUPTI_API_VERSION that has the field.
+_LAYOUTS = """
+Profiler_Initialize()
+Device_GetChipName(size_t deviceIndex, char_p pChipName)
+Profiler_GetCounterAvailability(void_p ctx, size_t counterAvailabilityImageSize,
+    void_p pCounterAvailabilityImage, uint8 bAllowDeviceLevelCounters@130100)
+Profiler_Host_GetSupportedChips(size_t numChips, char_p* ppChipNames)
+Profiler_Host_Initialize(int profilerType, char_p pChipName, void_p pCounterAvailabilityImage,
+    void_p pHostObject, char_p pSinglePassMetricSetName@130200)
+Profiler_Host_Deinitialize(void_p pHostObject)
+Profiler_Host_GetBaseMetrics(void_p pHostObject, int metricType, char_p* ppMetricNames,
+    size_t numMetrics)
+Profiler_Host_ConfigAddMetrics(void_p pHostObject, void_p ppMetricNames, size_t numMetrics)
+Profiler_Host_GetConfigImageSize(void_p pHostObject, size_t configImageSize)
+Profiler_Host_GetConfigImage(void_p pHostObject, size_t configImageSize, void_p pConfigImage)
+Profiler_Host_GetNumOfPasses(size_t configImageSize, void_p pConfigImage, size_t numOfPasses)
+Profiler_Host_EvaluateToGpuValues(void_p pHostObject, void_p pCounterDataImage,
+    size_t counterDataImageSize, size_t rangeIndex, void_p ppMetricNames, size_t numMetrics,
+    double* pMetricValues)
+RangeProfiler_Enable(void_p ctx, void_p pRangeProfilerObject, int cacheControlMode@130400)
+RangeProfiler_Disable(void_p pRangeProfilerObject)
+RangeProfiler_GetCounterDataSize(void_p pRangeProfilerObject, void_p pMetricNames,
+    size_t numMetrics, size_t maxNumOfRanges, uint32 maxNumRangeTreeNodes, size_t counterDataSize)
+RangeProfiler_CounterDataImage_Initialize(void_p pRangeProfilerObject, size_t counterDataSize,
+    void_p pCounterData)
+RangeProfiler_SetConfig(void_p pRangeProfilerObject, size_t configSize, void_p pConfig,
+    size_t counterDataImageSize, void_p pCounterDataImage, int range, int replayMode,
+    size_t maxRangesPerPass, uint16 numNestingLevels, uint16 minNestingLevel,
+    size_t passIndex, uint16 targetNestingLevel)
+RangeProfiler_Start(void_p pRangeProfilerObject)
+RangeProfiler_Stop(void_p pRangeProfilerObject, size_t passIndex, size_t targetNestingLevel,
+    uint8 isAllPassSubmitted)
+RangeProfiler_PushRange(void_p pRangeProfilerObject, char_p pRangeName)
+RangeProfiler_PopRange(void_p pRangeProfilerObject)
+RangeProfiler_DecodeData(void_p pRangeProfilerObject, size_t numOfRangeDropped)
+RangeProfiler_GetCounterDataInfo(void_p pCounterDataImage, size_t counterDataImageSize,
+    size_t numTotalRanges)
+RangeProfiler_CounterData_GetRangeInfo(void_p pCounterDataImage, size_t counterDataImageSize,
+    size_t rangeIndex, char_p rangeDelimiter, char_p rangeName)
+"""
 
-# The name of CUpti_NAME_Params, and its fields after structSize and pPriv; a third element is the
-# first CUPTI_API_VERSION that has the field.
-_FIELDS: dict[str, tuple[tuple[Any, ...], ...]] = {
-    "Profiler_Initialize": (),
-    "Device_GetChipName": (("deviceIndex", c_size_t), ("pChipName", c_char_p)),
-    "Profiler_GetCounterAvailability": (
-        ("ctx", c_void_p),
-        ("counterAvailabilityImageSize", c_size_t),
-        ("pCounterAvailabilityImage", c_void_p),
-        ("bAllowDeviceLevelCounters", c_uint8, 130100),
-    ),
-    "Profiler_Host_GetSupportedChips": (
-        ("numChips", c_size_t),
-        ("ppChipNames", ctypes.POINTER(c_char_p)),
-    ),
-    "Profiler_Host_Initialize": (
-        ("profilerType", c_int),
-        ("pChipName", c_char_p),
-        ("pCounterAvailabilityImage", c_void_p),
-        _HOST,
-        ("pSinglePassMetricSetName", c_char_p, 130200),
-    ),
-    "Profiler_Host_Deinitialize": (_HOST,),
-    "Profiler_Host_GetBaseMetrics": (
-        _HOST,
-        ("metricType", c_int),
-        ("ppMetricNames", ctypes.POINTER(c_char_p)),
-        ("numMetrics", c_size_t),
-    ),
-    "Profiler_Host_ConfigAddMetrics": (_HOST, *_NAMES),
-    "Profiler_Host_GetConfigImageSize": (_HOST, ("configImageSize", c_size_t)),
-    "Profiler_Host_GetConfigImage": (
-        _HOST,
-        ("configImageSize", c_size_t),
-        ("pConfigImage", c_void_p),
-    ),
-    "Profiler_Host_GetNumOfPasses": (
-        ("configImageSize", c_size_t),
-        ("pConfigImage", c_void_p),
-        ("numOfPasses", c_size_t),
-    ),
-    "Profiler_Host_EvaluateToGpuValues": (
-        _HOST,
-        *_DATA,
-        ("rangeIndex", c_size_t),
-        *_NAMES,
-        ("pMetricValues", ctypes.POINTER(c_double)),
-    ),
-    "RangeProfiler_Enable": (("ctx", c_void_p), _PROFILER, ("cacheControlMode", c_int, 130400)),
-    "RangeProfiler_Disable": (_PROFILER,),
-    "RangeProfiler_GetCounterDataSize": (
-        _PROFILER,
-        ("pMetricNames", c_void_p),
-        ("numMetrics", c_size_t),
-        ("maxNumOfRanges", c_size_t),
-        ("maxNumRangeTreeNodes", c_uint32),
-        ("counterDataSize", c_size_t),
-    ),
-    "RangeProfiler_CounterDataImage_Initialize": (
-        _PROFILER,
-        ("counterDataSize", c_size_t),
-        ("pCounterData", c_void_p),
-    ),
-    "RangeProfiler_SetConfig": (
-        _PROFILER,
-        ("configSize", c_size_t),
-        ("pConfig", c_void_p),
-        ("counterDataImageSize", c_size_t),
-        ("pCounterDataImage", c_void_p),
-        ("range", c_int),
-        ("replayMode", c_int),
-        ("maxRangesPerPass", c_size_t),
-        ("numNestingLevels", c_uint16),
-        ("minNestingLevel", c_uint16),
-        ("passIndex", c_size_t),
-        ("targetNestingLevel", c_uint16),
-    ),
-    "RangeProfiler_Start": (_PROFILER,),
-    "RangeProfiler_Stop": (
-        _PROFILER,
-        ("passIndex", c_size_t),
-        ("targetNestingLevel", c_size_t),
-        ("isAllPassSubmitted", c_uint8),
-    ),
-    "RangeProfiler_PushRange": (_PROFILER, ("pRangeName", c_char_p)),
-    "RangeProfiler_PopRange": (_PROFILER,),
-    "RangeProfiler_DecodeData": (_PROFILER, ("numOfRangeDropped", c_size_t)),
-    "RangeProfiler_GetCounterDataInfo": (*_DATA, ("numTotalRanges", c_size_t)),
-    "RangeProfiler_CounterData_GetRangeInfo": (
-        *_DATA,
-        ("rangeIndex", c_size_t),
-        ("rangeDelimiter", c_char_p),
-        ("rangeName", c_char_p),
-    ),
+_FIELDS = {
+    name: re.findall(r"([\w*]+) (\w+)(?:@(\d+))?", fields)
+    for name, fields in re.findall(r"(\w+)\((.*?)\)", _LAYOUTS, re.DOTALL)
 }
 
 NAMES = tuple(_FIELDS)
@@ -139,9 +85,14 @@ def c_function(name: str) -> str:
 @cache
 def structure(name: str, version: int) -> type[ctypes.Structure]:
     """The structure as a library of CUPTI_API_VERSION ``version`` has it."""
-    known = [field[:2] for field in _FIELDS[name] if len(field) == 2 or field[2] <= version]
-    common = [("structSize", c_size_t), ("pPriv", c_void_p)]
+    known = [(n, _type(kind)) for kind, n, since in _FIELDS[name] if int(since or 0) <= version]
+    common = [("structSize", ctypes.c_size_t), ("pPriv", ctypes.c_void_p)]
     return type(c_structure(name), (ctypes.Structure,), {"_fields_": [*common, *known]})
+
+
+def _type(written: str) -> Any:
+    kind = getattr(ctypes, f"c_{written.rstrip('*')}")
+    return ctypes.POINTER(kind) if written.endswith("*") else kind
 
 
 @cache
