@@ -34,6 +34,11 @@ On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and
 """
 
 
+def _fields(name: str, image: Image) -> dict[str, Any]:
+    """An image as two fields: ``pNAME``, where it is, and ``nAMESize``, how long."""
+    return {f"p{name}": ctypes.addressof(image), f"{name[0].lower()}{name[1:]}Size": len(image)}
+
+
 def known_chips(library: Library) -> list[str]:
     """The chips that a library knows by name."""
     answer = library.call("Profiler_Host_GetSupportedChips")
@@ -132,19 +137,18 @@ class Configuration:
         with ExitStack() as opened:
             self._host = opened.enter_context(chip.host(self._counters))
             self.image = self._choose(chip.library, self._host)
-            self.passes = int(
-                chip.library.call(
-                    "Profiler_Host_GetNumOfPasses",
-                    configImageSize=len(self.image),
-                    pConfigImage=ctypes.addressof(self.image),
-                ).numOfPasses
-            )
+            image = _fields("ConfigImage", self.image)
+            answer = chip.library.call("Profiler_Host_GetNumOfPasses", **image)
+            self.passes = int(answer.numOfPasses)
             self._opened = opened.pop_all()
 
+    @property
+    def _named(self) -> dict[str, int]:
+        return {"ppMetricNames": ctypes.addressof(self.names), "numMetrics": len(self.names)}
+
     def _choose(self, library: Library, host: int) -> Image:
-        names = {"ppMetricNames": ctypes.addressof(self.names), "numMetrics": len(self.names)}
         try:
-            library.call("Profiler_Host_ConfigAddMetrics", pHostObject=host, **names)
+            library.call("Profiler_Host_ConfigAddMetrics", pHostObject=host, **self._named)
         except (CounterUnknown, CountersDoNotCombine) as error:
             named = self._counters
             if isinstance(error, CounterUnknown) and len(named) > 1:
@@ -152,27 +156,16 @@ class Configuration:
             raise type(error)(f"{', '.join(named)} on {self._chip.name}: {error.args[0]}") from None
         size = library.call("Profiler_Host_GetConfigImageSize", pHostObject=host).configImageSize
         image: Image = (c_uint8 * size)()
-        library.call(
-            "Profiler_Host_GetConfigImage",
-            pHostObject=host,
-            configImageSize=size,
-            pConfigImage=ctypes.addressof(image),
-        )
+        fields = _fields("ConfigImage", image)
+        library.call("Profiler_Host_GetConfigImage", pHostObject=host, **fields)
         return image
 
     def evaluate(self, counter_data: Image, index: int) -> dict[str, float]:
         """The counters' values in a range, from decoded counter data; without `MAY_LACK`'s."""
         values = (ctypes.c_double * len(self.names))(*[math.nan] * len(self.names))
-        self._chip.library.call(
-            "Profiler_Host_EvaluateToGpuValues",
-            pHostObject=self._host,
-            pCounterDataImage=ctypes.addressof(counter_data),
-            counterDataImageSize=len(counter_data),
-            rangeIndex=index,
-            ppMetricNames=ctypes.addressof(self.names),
-            numMetrics=len(self.names),
-            pMetricValues=values,
-        )
+        fields = _fields("CounterDataImage", counter_data) | self._named
+        fields |= {"pHostObject": self._host, "rangeIndex": index, "pMetricValues": values}
+        self._chip.library.call("Profiler_Host_EvaluateToGpuValues", **fields)
         counted = dict(zip(self._counters, values, strict=True))
         silent = [counter for counter, value in counted.items() if not math.isfinite(value)]
         if lost := [counter for counter in silent if not counter.startswith(MAY_LACK)]:
@@ -204,12 +197,8 @@ def chip_of(library: Library, device: int, context: int) -> Chip:
 def _availability(library: Library, context: int) -> Image:
     asked = library.call("Profiler_GetCounterAvailability", ctx=context)
     image: Image = (c_uint8 * asked.counterAvailabilityImageSize)()
-    library.call(
-        "Profiler_GetCounterAvailability",
-        ctx=context,
-        counterAvailabilityImageSize=len(image),
-        pCounterAvailabilityImage=ctypes.addressof(image),
-    )
+    fields = _fields("CounterAvailabilityImage", image)
+    library.call("Profiler_GetCounterAvailability", ctx=context, **fields)
     return image
 
 
@@ -250,16 +239,11 @@ class RangeProfiler:
 
     def start(self) -> None:
         """Begin to count."""
-        data, config = ctypes.addressof(self._image), self.configuration.image
-        self._call(
-            "CounterDataImage_Initialize", counterDataSize=len(self._image), pCounterData=data
-        )
+        self._call("CounterDataImage_Initialize", **_fields("CounterData", self._image))
         self._call(
             "SetConfig",
-            configSize=len(config),
-            pConfig=ctypes.addressof(config),
-            counterDataImageSize=len(self._image),
-            pCounterDataImage=data,
+            **_fields("Config", self.configuration.image),
+            **_fields("CounterDataImage", self._image),
             range=USER_RANGE,
             replayMode=USER_REPLAY,
             maxRangesPerPass=self._max_ranges,
@@ -289,11 +273,7 @@ class RangeProfiler:
         """End counting; the counters of each range, in order."""
         self._stop()
         dropped = self._call("DecodeData").numOfRangeDropped
-        data = {
-            "pCounterDataImage": ctypes.addressof(self._image),
-            "counterDataImageSize": len(self._image),
-        }
-        call = self._library.call
+        data, call = _fields("CounterDataImage", self._image), self._library.call
         counted = {}
         for i in range(call("RangeProfiler_GetCounterDataInfo", **data).numTotalRanges):
             which = {"rangeIndex": i, "rangeDelimiter": b"/", **data}
