@@ -36,6 +36,9 @@ IMPORTED = (
     "torch._dynamo",  # which the first optimizer imports
 )
 
+OF_CUDA = ("libcublas*", "libcudnn*", "libnvrtc*", "libnvJitLink*")
+"""Libraries that torch maps itself before it needs them, so that none is taken from elsewhere."""
+
 REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
 
 
@@ -65,8 +68,13 @@ def prepare() -> None:
 
 
 def map_libraries() -> None:
-    """Map torch's libraries as its import does, which then finds them; Python runs meanwhile."""
-    if torch := find_spec("torch"):
+    """Map torch's libraries as its import does, which then finds them; Python runs meanwhile.
+
+    Where `LD_LIBRARY_PATH` has libraries of CUDA, torch itself says which are taken.
+    """
+    folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    others = (Path(folder).glob(name) for folder in folders for name in OF_CUDA)
+    if (torch := find_spec("torch")) and not any(map(any, others)):
         folder = Path(str(torch.origin)).parent / "lib"
         with suppress(OSError):  # that import says what is wrong
             ctypes.CDLL(str(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
