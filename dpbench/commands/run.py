@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
                 f"shard {settings.shard} has no case: the grid has fewer cells than shards"
             )
     settings.check()
-    import_module("dpbench.show.comparison")
+    for name in ("export", "comparison"):  # while the fork server imports torch
+        import_module(f"dpbench.show.{name}")
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card, cases)
     instruments = choose(names, settings)

@@ -33,7 +33,7 @@ def recorded_tables(frame: pd.DataFrame) -> list[Table]:
     tables = []
     for name in (PROFILER, TIMELINE):
         rows = frame[frame.metric.isin([metric.name for metric in METRICS.in_table(name)])]
-        for title, of_case in titled(summarise(rows), AXES):
+        for title, of_case in titled(summarise(rows), AXES) if len(rows) else ():
             wide = of_case.pivot(index="phase", columns="metric", values="value")
             tables.append(_by_phase(f"{title}: {name}, per step", wide, name))
     return tables
