@@ -7,7 +7,6 @@ a GPU, so a fork can do all that a new process can; it imports none of the user'
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import json
 import os
@@ -26,18 +25,15 @@ from typing import Any
 from dpbench.process.forked import BEGUN
 from dpbench.registry import INSTRUMENTS, TRAINERS
 
-WITHOUT_TORCH = ("dpbench.cli", "dpbench.commands.step", "pynvml", "numpy", "sympy")
-"""What is imported while another thread maps torch's libraries; torch imports the last two."""
-
 IMPORTED = (
+    "dpbench.cli",
+    "dpbench.commands.step",
     "dpbench.process.step",
     "dpbench.instruments.logical.counter",
     "dpbench.workloads.transformer",
     "torch._dynamo",  # which the first optimizer imports
+    "pynvml",
 )
-
-OF_CUDA = ("libcublas*", "libcudnn*", "libnvrtc*", "libnvJitLink*")
-"""Libraries that torch maps itself before it needs them, so that none is taken from elsewhere."""
 
 REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
 
@@ -45,11 +41,6 @@ REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
 def prepare() -> None:
     """Import what every case needs; fails if that opened a GPU or left threads running."""
     gc.disable()  # a quarter of the time of imports is the collector's, which finds next to nothing
-    libraries = threading.Thread(target=map_libraries)
-    libraries.start()
-    for name in WITHOUT_TORCH:
-        import_module(name)
-    libraries.join()
     postpone("opacus")
     for name in IMPORTED:
         import_module(name)
@@ -65,20 +56,6 @@ def prepare() -> None:
     files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     if len(threads) > 1 or any(file.match("/dev/nvidia*") for file in files):
         raise RuntimeError(f"imports left {len(threads)} threads, and these files open: {files}")
-
-
-def map_libraries() -> None:
-    """Map torch's libraries as its import does, which then finds them; Python runs meanwhile.
-
-    Where `LD_LIBRARY_PATH` has libraries of CUDA, torch itself says which are taken.
-    """
-    folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
-    others = (Path(folder).glob(name) for folder in folders for name in OF_CUDA)
-    if (torch := find_spec("torch")) and not any(map(any, others)):
-        folder = Path(str(torch.origin)).parent / "lib"
-        with suppress(OSError):  # that import says what is wrong
-            ctypes.CDLL(str(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
-            ctypes.CDLL(str(folder / "libtorch_python.so"))
 
 
 def postpone(name: str) -> None:

@@ -35,7 +35,7 @@ On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and
 
 
 def _fields(name: str, image: Image) -> dict[str, Any]:
-    """An image as two fields: ``pNAME``, where it is, and ``nAMESize``, how long."""
+    """An image as two fields, such as ``pConfigImage``, where it is, and ``configImageSize``."""
     return {f"p{name}": ctypes.addressof(image), f"{name[0].lower()}{name[1:]}Size": len(image)}
 
 
