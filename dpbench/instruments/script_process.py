@@ -75,6 +75,8 @@ class ScriptRun(Delegating):
 
     def check(self) -> None:
         """Check that the script exists and that the numbers of steps make sense."""
+        if Rank.here():
+            self.instrument.check_ranks("this is one of several ranks")
         self.instrument.check_script()
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
@@ -82,8 +84,6 @@ class ScriptRun(Delegating):
             )
         if not self.is_module:
             check_is_file(Path(self.program[0]))
-        if Rank.here():
-            self.instrument.check_ranks("this is one of several ranks")
 
     def start(self, case: Case) -> RunningScript:
         return RunningScript(self, case)

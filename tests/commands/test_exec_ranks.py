@@ -187,7 +187,7 @@ def test_ranks_of_other_launchers_or_machines_are_refused(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["torch_profiler"], "torch_profiler measures one process, and this is one of several"),
+        (["ncu"], "ncu measures one process, and this is one of several"),
         (["timing", "logical"], "ranks run a script once: choose one --instrument"),
     ],
 )
@@ -200,5 +200,6 @@ def test_ranks_run_a_script_once_by_what_measures_each(
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
     for name, value in (told | {"TORCHELASTIC_ERROR_FILE": "attempt_0/0/error.json"}).items():
         monkeypatch.setenv(name, value)
-    assert main(["exec", *(f"--instrument={name}" for name in names), "idle.py"]) == 2
+    chosen = [f"--instrument={name}" for name in names]
+    assert main(["exec", *chosen, f"--ncu-path={sys.executable}", "idle.py"]) == 2
     assert words in capsys.readouterr().err

@@ -181,7 +181,7 @@ def test_what_cannot_measure_several_gpus_says_so_before_it_starts(
 
     single = measure(ranks("standard"), [Single(tmp_path, device="cpu")])
     assert single.message.startswith("timing measures one process, and standard-bs4")
-    assert single.message.endswith("choose timing, cupti or logical")
+    assert single.message.endswith("choose timing, cupti, logical or torch_profiler")
     plan = [(ranks("standard"), Single(tmp_path, device="cpu"))]
     refused = pytest.raises(ConfigurationError, match="timing measures one process")
     with closing(Session(plan, Settings(directory=tmp_path))) as session, refused:
