@@ -82,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         measuring.add_argument(name, type=int, default=default, metavar="N", help=help)
     measuring.add_argument(
+        "--timeout",
+        dest="end_after",
+        type=float,
+        metavar="SECONDS",
+        help="end the script after this long on the GPU, and say where it was (default: never)",
+    )
+    measuring.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
@@ -182,6 +189,7 @@ def _chosen(
             skip=options.skip,
             steps=options.steps,
             go_on=options.go_on,
+            timeout=options.end_after,
         )
         for instrument in choose(options.instrument or [usual], settings, "script")
     ]
