@@ -36,3 +36,18 @@ def test_several_gpus_are_shown_beside_one_with_the_same_batch(
     assert line.split()[2] == f"{moved[2] / moved[1]:.2f}"
     assert main([*logical, "--columns=logical_over_one_gpu"]) == 0
     assert "÷ one GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("instrument", ["logical", "timing"])
+def test_a_parameter_with_fewer_rows_than_ranks_is_named(
+    instrument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counted and for real alike: Opacus's noise for all shards cannot be added to its shards."""
+    ghost = ["--trainer=dpsgd_ghost", "--trainer=ghost_lean", "--parallel=fsdp2", "--gpus=2"]
+    command = [*RUN[:2], "--model-size=1x8x1x2", "--batch-size=4", f"--instrument={instrument}"]
+    assert main([*command, "--device=cpu", "--active=1", *ghost, "--json=run.json"]) == 1
+    cases = json.loads(Path("run.json").read_bytes())["cases"]
+    refused, trained = sorted(cases, key=lambda case: str(case["trainer"]))
+    assert "added to token_embedding.weight, which has 1 row for 2 ranks" in refused["message"]
+    assert "\n" not in refused["message"]
+    assert not trained["error"]
