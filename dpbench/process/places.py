@@ -8,6 +8,10 @@ from pathlib import Path
 
 STACK = "stack"  # the name of the file with these frames
 
+ASKED = "SIGURG"
+"""The signal that asks ranks for their frames; who does not hear it ignores it. That which ends
+ranks comes twice, from their launcher as well, and the second would cut the frames off."""
+
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
 """The parts of PyTorch in which a process waits for others, or for a GPU that does."""
 
@@ -19,7 +23,7 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 def place(stack: str) -> tuple[bool, str]:
     """Whether a rank waited for others in a collective, and where it was in its main thread.
 
-    One that the end of another has ended, or a second signal, may have left no frames.
+    One that nobody has asked, or that had no time to answer, has left no frames.
     """
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:

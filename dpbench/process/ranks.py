@@ -1,7 +1,7 @@
 """The ranks of a case: processes of one GPU each, started by PyTorch's launcher.
 
 The launcher (``torch.distributed.launcher``, which ``torchrun`` uses as well) ends all ranks when
-one fails. Ranks that are ended from outside say where they were.
+one fails. Ranks that are asked say where they are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory
 from dpbench.process.agreement import FOR_EVER, said_by_all
 from dpbench.process.build import pick_device
 from dpbench.process.messages import LOST
-from dpbench.process.places import STACK, place
+from dpbench.process.places import ASKED, STACK, place
 from dpbench.process.step import alone
 
 NOTICED_SECONDS = 2.0
@@ -127,7 +127,7 @@ def _started(observe: Observe, case: Case, device: torch.device) -> Record:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
-    faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
+    faulthandler.register(signal.Signals[ASKED], file=stack, all_threads=False)
     try:
         return _as_rank(observe, case, device)
     except Exception as error:
