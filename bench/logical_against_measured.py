@@ -18,7 +18,8 @@ from dpbench.case import Case
 from dpbench.instruments.logical.logical import Logical
 from dpbench.metrics import derived_name
 from dpbench.registry import MODELS, TRAINERS, WORKLOADS
-from dpbench.results.frame import complete, to_frame
+from dpbench.results.complete import complete
+from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import ABSENT, Table
 from dpbench.show.tables import Group, against_logical, groups

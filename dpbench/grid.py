@@ -55,13 +55,32 @@ class Grid:
     def cases(self) -> list[Case]:
         """The cases, each once; those with the same baseline are together, trainers in order."""
         _, *outer = AXES
-        cells = [
-            _cell(dict(zip(outer, values, strict=True)))
-            for values in product(*map(self.values, outer))
-        ]
+        every = (
+            dict(zip(outer, values, strict=True)) for values in product(*map(self.values, outer))
+        )
+        left_out = self._left_out()
+        cells = [_cell(axes) for axes in every if (axes["parallel"], axes["gpus"]) not in left_out]
         trainers = self.values("trainer")
         cases = (subject(trainer=name, **cell) for cell in cells for name in trainers)
         return list(dict.fromkeys(cases))
+
+    def _left_out(self) -> list[tuple[str, int]]:
+        """The combinations of parallel and gpus of which there is no case.
+
+        Several GPUs train in parallel, and one alone. Others are left out, unless a value would
+        have no case at all: then the grid is refused.
+        """
+        every = [*product(self.values("parallel"), self.values("gpus"))]
+        possible = [(way, gpus) for way, gpus in every if (way == "none") == (gpus == 1)]
+        if [*map(set, zip(*every, strict=True))] != [*map(set, zip(*possible, strict=True))]:
+            return []
+        return [pair for pair in every if pair not in possible]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a session says of the grid: the combinations that it leaves out."""
+        said = ", ".join(f"parallel={way} with gpus={gpus}" for way, gpus in self._left_out())
+        return [f"left out: {said}"] if said else []
 
     def with_axes(self, baseline: object = None, **axes: Iterable[Any]) -> Grid:
         """The grid with the values along these axes replaced, each once and by its short name."""

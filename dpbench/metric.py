@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, get_args
 
-Kind = Literal["value", "ratio", "spread", "over_logical", "logical", "throughput"]
+Kind = Literal["value", "ratio", "spread", "over_one_gpu", "over_logical", "logical", "throughput"]
 """A metric's own value, or what follows from it."""
 
 STANDARD = "÷ std"
@@ -17,6 +17,7 @@ STANDARD = "÷ std"
 DERIVED: Mapping[Kind, str] = {
     "ratio": STANDARD,
     "spread": "spread",
+    "over_one_gpu": "÷ one GPU",
     "over_logical": "÷ logical",
     "logical": "logical",
 }
@@ -152,7 +153,7 @@ class Metric:
     @property
     def form(self) -> Literal["percent", "spread", "ratio", "as is", "ms", "giga", "number"]:
         """How its values are written for people; ``as is`` with the unit of the row."""
-        if self.kind in ("ratio", "over_logical"):
+        if self.kind in ("ratio", "over_one_gpu", "over_logical"):
             return "ratio"
         if self.kind == "spread":
             return "spread"

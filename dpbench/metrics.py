@@ -279,6 +279,12 @@ METRICS = Metrics((
     _kernels("kernel_time_seconds", ranks="max", source="seconds"),
     _profiler("cpu_time_seconds", "CPU\nms", ranks="max"),
     _profiler("device_time_seconds", "GPU\nms", ranks="max"),
+    # From when a collective begins in a rank until it ends: moving data, and waiting for ranks that
+    # come later. Exposed is what of that nothing else of the rank's ran beside.
+    _profiler("communication_seconds", "in collec-\ntives ms", ranks="max"),
+    _profiler("exposed_communication_seconds", "exposed\nms", ranks="max"),
+    _profiler("exposed_communication_share", "exposed",
+              how=Share(("exposed_communication_seconds", "communication_seconds"))),
     _profiler("phase_peak_memory_bytes", "peak\nmemory", how=Peak()),
     _profiler("memory_growth_bytes", "memory\ngrowth", how=Peak(), signed=True),
     _profiler("memcpy_device_to_device_bytes", "device\nto device", source="Memcpy DtoD"),

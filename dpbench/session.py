@@ -73,7 +73,7 @@ class Session:
         self.sources = sources(self.instruments, settings, gpu)
         self.limits = read_limits(settings.compare_fail)
         """Those of the command line; tests may have their own."""
-        self.notes: list[str] = []
+        self.notes = self.grid.notes
         """Lines that are printed at the end of the session."""
         self.problems: list[str] = []
         """Lines that are printed as errors; a session with one has failed."""

@@ -43,6 +43,25 @@ def test_grid_has_every_combination_once(grid: Grid) -> None:
         assert {getattr(case, axis) for case in cases} == set(grid.values(axis))
 
 
+def test_grid_leaves_out_several_gpus_alone_and_one_in_parallel_and_says_so() -> None:
+    grid = with_values(parallel=("none", "ddp"), gpus=(1, 2), seq_len=(8,))
+    ways = {(case.parallel, case.gpus) for case in grid.cases()}
+    assert ways == {("none", 1), ("ddp", 2)}
+    assert grid.notes == ["left out: parallel=none with gpus=2, parallel=ddp with gpus=1"]
+    assert not GRID1.notes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "gpus"), [(("none",), (1, 2)), (("none", "ddp"), (2,)), (("ddp",), (1, 2))]
+)
+def test_grid_is_refused_that_would_leave_a_value_without_a_case(
+    parallel: tuple[str, ...], gpus: tuple[int, ...]
+) -> None:
+    assert "several GPUs train in parallel" in refusal(
+        lambda: with_values(parallel=parallel, gpus=gpus)
+    )
+
+
 @pytest.mark.parametrize("axis", AXES)
 def test_grid_without_a_value_along_an_axis_is_refused(axis: str) -> None:
     assert f"'grid1': {axis} has no value" in refusal(lambda: with_values(**{axis: ()}))

@@ -11,8 +11,8 @@ Compute counts, for which it runs the script several times; by torch_profiler op
 GPU time, and traces. --baseline names a saved run of another script, by whose numbers these are
 divided, phase by phase.
 
-Ranks that torchrun starts on one machine each record their own steps, by timing, logical or cupti;
-the first prints one table and writes the files.
+Ranks that torchrun starts on one machine each record their own steps, by timing, logical, cupti or
+torch_profiler; the first prints one table and writes the files.
 
 Examples:
   dpbench exec plain.py --batch-size 64
@@ -45,7 +45,7 @@ from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.interface import ScriptInterrupted
 from dpbench.instruments.script_process import ScriptRun
 from dpbench.instruments.script_ranks import Rank
-from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY
+from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY, own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
@@ -81,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--batch-size", 0, "examples in a step, for samples per second: nothing else says it"),
     ):
         measuring.add_argument(name, type=int, default=default, metavar="N", help=help)
+    measuring.add_argument(
+        "--timeout",
+        dest="end_after",
+        type=float,
+        metavar="SECONDS",
+        help="end the script after this long on the GPU, and say where it was (default: never)",
+    )
     measuring.add_argument(
         "--continue",
         dest="go_on",
@@ -153,7 +160,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
             if outcome.error == ScriptInterrupted.__name__:
                 raise KeyboardInterrupt  # and not the script once more
         elif isinstance(script.instrument, TorchProfiler):
-            folder = script.instrument.directory.absolute() / case.file_name
+            folder = own_folder(script.instrument.directory.absolute() / case.file_name)
             record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
             write_profile(case, record, folder, script.instrument.threshold)
             report = f"{folder / REPORT}; a trace of each step beside it"
@@ -182,6 +189,7 @@ def _chosen(
             skip=options.skip,
             steps=options.steps,
             go_on=options.go_on,
+            timeout=options.end_after,
         )
         for instrument in choose(options.instrument or [usual], settings, "script")
     ]

@@ -18,6 +18,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ from dpbench.instruments.case_process import name_of
 from dpbench.instruments.interface import CaseOutOfMemory, CaseRefused, Instrument
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
-from dpbench.instruments.torch_profiler.profile_folder import REPORT, write_summary
+from dpbench.instruments.torch_profiler.profile_folder import (
+    REPORT,
+    of_rank,
+    own_folder,
+    write_summary,
+)
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.options import own_values
 from dpbench.process.messages import Steps, print_record
@@ -70,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             record = instrument.observe(case)
         if isinstance(instrument, TorchProfiler):
-            write_profile(case, record, instrument.directory, instrument.threshold)
+            write_profile(case, record, own_folder(instrument.directory), instrument.threshold)
     except Exception as error:  # whoever started this process learns why from the record
         message = str(error)
         if not isinstance(error, DpbenchError):
@@ -118,9 +124,20 @@ def _own_options() -> dict[str, type[Instrument]]:
 
 
 def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
-    """Write the summary, the report and the TensorBoard log of a profile."""
+    """Write the summary, the report and the TensorBoard log of a profile.
+
+    Each rank has its own, but for the report: its operators are those of the first.
+    """
     from dpbench.show.profile import profile_report  # which imports pandas
 
-    profile = write_summary(case, record, directory)
-    report = profile_report(record, profile.rows, profile.launches, profile.operators, threshold)
+    ranks = record.get("ranks", [])
+    folders = {of_rank(directory, rank): its for rank, its in enumerate(ranks)}
+    profiles = [
+        write_summary(case, its, at) for at, its in (folders or {directory: record}).items()
+    ]
+    if len(profiles) < case.gpus:  # this is one of the ranks, which the user has started
+        return
+    rows = [replace(row, rank=rank) for rank, each in enumerate(profiles) for row in each.rows]
+    first = profiles[0]
+    report = profile_report(record, rows, first.launches, first.operators, threshold)
     (directory / REPORT).write_text(report, encoding="utf-8")

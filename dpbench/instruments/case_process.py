@@ -110,12 +110,14 @@ class Child(Running):
             self._wait()
         except CaseTimedOut as time_out:
             late = time_out.args[0]
+            if self.case.gpus > 1:
+                self.group.ask_ranks()
         finally:
             self.group.end()
         lines = log_lines(self.log)
         record, code = last_record(lines, self.mark), self.group.process.returncode
         error = record.get("error")
-        if late:  # ranks that are ended say where they were
+        if late:  # ranks have said where they were
             where = f": {error['message']}" if error else ""
             raise CaseTimedOut(f"{late}{where}", log=self.log)
         if record and not error and not code:

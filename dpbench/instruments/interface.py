@@ -56,7 +56,8 @@ class Instrument(ABC):
         """Refuse to measure one of several ranks, which there are for a reason to be said."""
         if not self.by_rank:
             raise ConfigurationError(
-                f"{self.name} measures one process, and {why}: choose timing, cupti or logical"
+                f"{self.name} measures one process, and {why}: choose timing, cupti, logical or "
+                f"torch_profiler"
             )
 
     @property

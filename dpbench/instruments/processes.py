@@ -12,9 +12,11 @@ from functools import cache
 from typing import Any
 
 from dpbench.process.forked import fork
+from dpbench.process.places import ASKED
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
+FRAMES_SECONDS = 0.5  # a rank has to write down where it is, which takes milliseconds
 GRACE_SECONDS = 5.0  # how long a process group has to end by itself before it is killed
 GUARD = f"""
 read -r group || exit
@@ -49,6 +51,11 @@ class ProcessGroup:
             raise
         print(self.process.pid, file=self._guard.stdin, flush=True)
         self._ended = False
+
+    def ask_ranks(self) -> None:
+        """Have ranks write down where they are."""
+        self._signal(signal.Signals[ASKED])
+        time.sleep(FRAMES_SECONDS)
 
     def end(self) -> None:
         """End what is left of the group: first politely, then for good, at once if interrupted."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import json
 import os
 import pickle
@@ -32,6 +33,7 @@ from dpbench.files import check_is_file, write_text
 from dpbench.instruments.case_process import describe_exit
 from dpbench.instruments.interface import (
     CaseFailed,
+    CaseTimedOut,
     Delegating,
     InstrumentError,
     Running,
@@ -39,11 +41,12 @@ from dpbench.instruments.interface import (
 )
 from dpbench.instruments.processes import GRACE_SECONDS, POLL_SECONDS
 from dpbench.instruments.recorder import Recorder
+from dpbench.instruments.script_faults import what_is_wrong
 from dpbench.instruments.script_ranks import Rank
 from dpbench.process.messages import WAITING
+from dpbench.process.places import STACK, place
 from dpbench.process.program import print_error, run_program
 from dpbench.process.step_finder import StepFinder, Stop
-from dpbench.process.turns import MOST_TURNS
 from dpbench.process.watched import watch
 from dpbench.registry import INSTRUMENTS
 from dpbench.results.outcome import Outcome
@@ -71,19 +74,22 @@ class ScriptRun(Delegating):
     skip: int = 3  # steps that come before those that count
     steps: int = 5  # that count
     go_on: bool = False  # after them, instead of being ended
+    timeout: float | None = None  # seconds on its GPU after which it is ended all the same
     baseline: str | None = None  # the script by whose numbers those of this one are divided
 
     def check(self) -> None:
         """Check that the script exists and that the numbers of steps make sense."""
+        if Rank.here():
+            self.instrument.check_ranks("this is one of several ranks")
         self.instrument.check_script()
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
                 f"needs --skip >= 0 and --steps >= 1, not {self.skip} and {self.steps}"
             )
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigurationError(f"the time-out must be positive, not {self.timeout:g} s")
         if not self.is_module:
             check_is_file(Path(self.program[0]))
-        if Rank.here():
-            self.instrument.check_ranks("this is one of several ranks")
 
     def start(self, case: Case) -> RunningScript:
         return RunningScript(self, case)
@@ -116,7 +122,13 @@ class RunningScript(Running):
         except (OSError, ValueError):
             if not interrupted and (said := instrument.complaint(self.case)):
                 raise said from None
-        if record.get("under_way"):
+        left = self._record.with_name(STACK)
+        if stack := left.read_text() if left.exists() else "":
+            print(stack, file=sys.stderr)
+            record["message"] = (
+                f"did not finish within {self.script.timeout:g} s: {place(stack)[1]}"
+            )
+        elif record.get("under_way"):
             how = describe_exit(code) if code else "ended at once with exit status 0"
             kept = f"; {n} steps were counted until then" if (n := record["heard"]) else ""
             record["message"] = f"the script {how}{kept or ', and nothing was counted'}"
@@ -129,7 +141,7 @@ class RunningScript(Running):
                 rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes
         if error:
-            kind = ScriptInterrupted if interrupted else CaseFailed
+            kind = ScriptInterrupted if interrupted else CaseTimedOut if stack else CaseFailed
             failure = kind(f"{self.case.id}: {error}")
             failure.rows = rows
             raise failure
@@ -179,6 +191,10 @@ def run(
     finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
     with ExitStack() as held:
         _lock_gpus(case, held)
+        if script.timeout:
+            stack = held.enter_context(record.with_name(STACK).open("w"))
+            held.callback(faulthandler.cancel_dump_traceback_later)
+            faulthandler.dump_traceback_later(script.timeout, file=stack, exit=True)
         held.callback(recorder.close)
         watch(finder)
         write_down = partial(_write_down, record, case, finder, recorder)
@@ -251,7 +267,7 @@ def _write_down(
         outcome = replace(
             outcome,
             notes=(*outcome.notes, *_notes(finder, recorder, {row.phase for row in outcome.rows})),
-            message=_what_is_wrong(finder, recorder, raised, code),
+            message=what_is_wrong(finder, recorder, raised, code),
         )
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
@@ -266,47 +282,6 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
         yield f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
     if recorder.heard and not recorder.finished:
         yield f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for"
-
-
-def _what_is_wrong(
-    finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
-) -> str:
-    """Why nothing, or less than asked for, was counted, in one line; empty if all is well."""
-    kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
-    if raised:
-        return f"the script failed with {raised}{kept}"
-    if finder.failure is not None:
-        return f"its steps could not be recorded: {finder.failure}{kept}"
-    if code:
-        kept = kept or ", before a step counted"
-        return f"the script ended by itself with exit status {code!r}{kept}"
-    if recorder.heard:
-        return ""
-    if finder.turns.taken and not finder.steps:
-        return (
-            f"the script ended after {finder.turns.taken} turns of its optimizers, before each of "
-            f"them had stepped: let it take more than {MOST_TURNS}"
-        )
-    if finder.steps:
-        enough = max(0, finder.steps - (recorder.wanted or 0))
-        return (
-            f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
-            f"count: let it take more, or give --skip {enough}"
-        )
-    if finder.steps_elsewhere:
-        return (
-            f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
-            f"outside the main thread, where none can be found; let it train there"
-        )
-    if finder.started_processes:
-        return (
-            "the script took no step in its own process, but started others: training in them "
-            "cannot be seen; let it train in its own, as one rank"
-        )
-    return (
-        "the script took no step that can be found: no torch.optim optimizer stepped after a "
-        "backward in its main thread, outside torch.compile"
-    )
 
 
 def leave_threads(seconds: float = GRACE_SECONDS) -> None:

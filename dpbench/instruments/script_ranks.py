@@ -15,9 +15,10 @@ from pathlib import Path
 
 from dpbench.errors import ConfigurationError
 from dpbench.files import write_text
-from dpbench.instruments.interface import CaseFailed, ScriptInterrupted
+from dpbench.instruments.interface import CaseFailed, CaseTimedOut, ScriptInterrupted
 from dpbench.instruments.processes import POLL_SECONDS
 from dpbench.process.messages import LOST
+from dpbench.process.places import WAITED
 from dpbench.results.outcome import Outcome
 
 PATIENCE_SECONDS = 60.0
@@ -61,6 +62,8 @@ class Rank:
     def hand_over(self, outcome: Outcome) -> int:
         """Leave the outcome of this rank to the first; returns the exit status."""
         write_text(self.file(self.number), json.dumps(outcome.as_json()))
+        if outcome.error == CaseTimedOut.__name__:
+            time.sleep(CAUSE_SECONDS)  # the launcher ends the others, which have not said it yet
         return 1 if outcome.error else 0
 
     def gather(self, own: Outcome) -> Outcome:
@@ -101,6 +104,6 @@ def _is_effect(outcome: Outcome) -> int:
     """How likely a rank failed because another did; 0 if it failed by itself."""
     if outcome.error == ScriptInterrupted.__name__:
         return 3
-    if LOST.search(outcome.message):
+    if LOST.search(outcome.message) or WAITED in outcome.message:
         return 2
     return int(not outcome.instruments)  # it died, or was ended

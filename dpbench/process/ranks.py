@@ -1,7 +1,7 @@
 """The ranks of a case: processes of one GPU each, started by PyTorch's launcher.
 
 The launcher (``torch.distributed.launcher``, which ``torchrun`` uses as well) ends all ranks when
-one fails. Ranks that are ended from outside say where they were.
+one fails. Ranks that are asked say where they are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -32,17 +31,11 @@ from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory
 from dpbench.process.agreement import FOR_EVER, said_by_all
 from dpbench.process.build import pick_device
 from dpbench.process.messages import LOST
+from dpbench.process.places import ASKED, STACK, place
 from dpbench.process.step import alone
-
-STACK = "stack"  # the file in a rank's folder with its frames when it was ended
 
 NOTICED_SECONDS = 2.0
 """A launcher that looks ten times a second has seen by then that a rank died."""
-
-COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
-"""The parts of PyTorch in which a process waits for others, or for a GPU that does."""
-
-FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 Record = dict[str, Any]
 Observe = Callable[[Case], Record]
@@ -134,7 +127,7 @@ def _started(observe: Observe, case: Case, device: torch.device) -> Record:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
-    faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
+    faulthandler.register(signal.Signals[ASKED], file=stack, all_threads=False)
     try:
         return _as_rank(observe, case, device)
     except Exception as error:
@@ -192,22 +185,5 @@ def _where_ranks_were(folder: Path) -> str:
     stacks = {int(path.parent.name): path.read_text() for path in folder.rglob(STACK)}
     for rank, stack in sorted(stacks.items()):
         print(f"rank {rank}: {stack}", end="", file=sys.stderr)
-    places = sorted((*_place(FRAME.findall(stack)), rank) for rank, stack in stacks.items())
+    places = sorted((*place(stack), rank) for rank, stack in stacks.items())
     return "; ".join(f"rank {rank} {place}" for _, place, rank in places) or "no rank had begun"
-
-
-def _place(frames: list[tuple[str, str, str]]) -> tuple[bool, str]:
-    """Whether a rank waited for others in a collective, and where it was, by its frames.
-
-    One that the end of another has ended, or a second signal, may have left none.
-    """
-    if not frames:
-        return True, "left no word of where it was"
-    if any(name == said_by_all.__name__ for *_, name in frames):
-        return False, "had taken its steps"
-    of_torch = str(Path(torch.__file__).parent)
-    waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))
-    own = (frame for frame in frames if not frame[0].startswith(of_torch))
-    file, line, name = next(own, frames[-1])
-    did = "waited for others" if waited else "was"
-    return waited, f"{did} in {name} ({Path(file).name}:{line})"

@@ -39,7 +39,7 @@ _SHAPE: dict[str, Any] = {
     "session": {
         "grid": {"baseline": str},
         "settings": dict,
-        "parts": [{"environment": _ENVIRONMENT, "settings": dict}],
+        "parts": [{"environment": _ENVIRONMENT, "settings": dict, "grid": dict}],
         "cases_asked": range(2**31),
         "seconds": _NUMBER,
         "status": STATUSES,

@@ -12,8 +12,8 @@ import pandas as pd
 
 from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.errors import ConfigurationError
-from dpbench.metric import DERIVED, Kind, Share, derived_name
-from dpbench.metrics import LARGEST_SPREAD, METRICS
+from dpbench.metric import Kind, Share, derived_name
+from dpbench.metrics import METRICS
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, Measurement, as_rows, identity, summed
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
@@ -77,7 +77,7 @@ def _of_timed_steps(
     timed = frame[frame.metric == "step_time_seconds"]
     number = _numbered(timed, case)
     timed = timed.assign(value=timed.value.groupby(number).transform("median"))
-    times = _beside(steps, timed[~number.duplicated()], case)
+    times = beside(steps, timed[~number.duplicated()], case)
     # Counted and timed steps differ, so a GPU that is always busy can come out slightly above 1.
     of_timed = (shares * spans / times.where(times > 0)).clip(upper=1.0)
     return of_timed.fillna(shares.where(steps.phase != STEP))
@@ -207,11 +207,11 @@ def with_ratios(summary: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.D
     Each metric has a ratio, by phase and for the step; NaN where the baseline was not measured or
     is 0.
     """
-    divisor = _beside(summary, summary[summary.trainer == baseline], summed("trainer"))
+    divisor = beside(summary, summary[summary.trainer == baseline], summed("trainer"))
     return summary.assign(ratio=summary.value / divisor.where(divisor != 0), baseline=baseline)
 
 
-def _beside(rows: pd.DataFrame, others: pd.DataFrame, keys: list[str]) -> pd.Series[float]:
+def beside(rows: pd.DataFrame, others: pd.DataFrame, keys: list[str]) -> pd.Series[float]:
     """For each row the value of the other with the same keys; NaN where there is none."""
     _check_unique(others, keys)
     values = dict(zip(as_tuples(others, keys), others.value, strict=True))
@@ -253,7 +253,7 @@ def numbers(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     summary = with_ratios(summary, baseline)
     standards = summary[summary.trainer == baseline]
     ratios = summary[summary.trainer != baseline]
-    fewer = _beside(ratios, standards.assign(value=standards.steps), summed("trainer"))
+    fewer = beside(ratios, standards.assign(value=standards.steps), summed("trainer"))
     ratios = ratios.assign(steps=ratios.steps.where(~(fewer < ratios.steps), fewer))
     if baseline == BASELINE_TRAINER:
         ratios = ratios[ratios.ratio.notna() | (ratios.workload != SCRIPT)]
@@ -288,7 +288,7 @@ def with_logical(summary: pd.DataFrame) -> pd.DataFrame:
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
     wanted = summary.metric.map(said).where(by_hardware).astype(object)
     counted = summary[~by_hardware]
-    logical = _beside(summary.assign(metric=wanted), counted, summed("instrument", "device"))
+    logical = beside(summary.assign(metric=wanted), counted, summed("instrument", "device"))
     together = [name for name, metric in METRICS.items() if metric.over("rank") == "sum"]
     logical *= summary.gpus.where(summary.metric.isin(together), 1)
     over = summary.value / logical.where(logical != 0)
@@ -310,41 +310,10 @@ def throughputs(summary: pd.DataFrame) -> pd.DataFrame:
     there = [pair for pair in both if {*pair} <= {*step.instrument}]
     for counts, measures in sorted(there, key=lambda pair: pair[0] != pair[1]):
         rows = counted[counted.instrument == counts]
-        seconds = _beside(rows, times[times.instrument == measures], of_case)
+        seconds = beside(rows, times[times.instrument == measures], of_case)
         by = f"{counts} bytes / {measures} seconds"
         rates.append(rows.assign(value=rows.value / seconds, by=by)[seconds.notna()])
     table = pd.concat(rates, ignore_index=True).drop_duplicates(summed())
     names = table.metric.map(lambda metric: derived_name(metric, "throughput"))
     table = table.assign(metric=names, unit="B/s", instrument=table.by, spread=float("nan"))
     return table.drop(columns="by")
-
-
-def complete(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """The summary of a long table with a row for every number that a table can show.
-
-    Ratios, spreads, throughputs and numbers over logical ones have rows of their own.
-    ``has_baseline`` says whether the baseline was measured in the cell, ``in_cache`` whether the
-    case moves so little that DRAM ratios mean nothing.
-    """
-    summary = of_one_instrument(summarise(frame))
-    rates = throughputs(summary)
-    summary = with_logical(with_ratios(summary, baseline))
-    summary["spread"] = summary.spread.where(summary.repeats > 1)  # of one step there is none
-    trusted = [metric.name for metric in METRICS.values() if metric.spread]
-    spreads = derived(summary[summary.metric.isin(trusted)], "spread")
-    largest = spreads.sort_values("value", ascending=False, kind="stable")
-    largest = largest.assign(metric=LARGEST_SPREAD.name)
-    largest = largest.drop_duplicates(summed("instrument", "metric"))
-    parts = [summary, *(derived(summary, kind) for kind in DERIVED), rates, largest]
-    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
-    dram_step = (rows.metric == "dram_bytes") & (rows.phase == STEP)
-    return rows.assign(
-        has_baseline=_in_any(rows.trainer == baseline, rows, "trainer"),
-        in_cache=_in_any(dram_step & (rows.value < IN_CACHE_BYTES), rows),
-    )
-
-
-def _in_any(holds: pd.Series[bool], rows: pd.DataFrame, *but: str) -> pd.Series[bool]:
-    """Whether something holds for any row of the same case, or of those that differ in these."""
-    by = summed("instrument", "phase", "metric", *but)
-    return holds.groupby([rows[name] for name in by]).transform("any")

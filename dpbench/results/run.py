@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
@@ -103,8 +103,8 @@ class Run:
 
         Each number counts once; of a case that failed in one part, the outcome of a later part that
         measured it is kept. Durations are summed; the run is complete if all parts are, and has
-        regressed if one has; all else of the session is the last part's. If parts differ in
-        environment or settings, ``parts`` of the session has those of each.
+        regressed if one has; all else of the session is the last part's, of the grid what all parts
+        have in common. If parts differ, ``parts`` of the session has what each has of its own.
         """
         every = [part for run in runs for part in run.parts]
         parts = [part for place, part in enumerate(every) if part not in every[:place]]
@@ -114,15 +114,21 @@ class Run:
             "cases_asked": max(len({o.case for o in outcomes}), *(r.cases_asked for r in runs)),
             "status": next((r.status for r in runs if r.status != COMPLETE), COMPLETE),
             "regressed": any(run.regressed for run in runs),
+            "grid": dict(_common([run.session.get("grid", {}) for run in runs])),
             **({"parts": parts} if len(parts) > 1 else {}),
         }
         return cls.of(runs[-1].name, outcomes, runs[-1].environment, session)
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """The ``environment`` and ``settings`` of each part; it has one if it was not merged."""
+        """``environment``, ``settings``, ``grid`` of each part; it has one if it was not merged."""
         own = {"environment": self.environment, "settings": self.session.get("settings", {})}
-        return list(self.session.get("parts", [own]))
+        return [{"grid": self.grid, **part} for part in self.session.get("parts", [own])]
+
+    @property
+    def grid(self) -> dict[str, Any]:
+        """The grid that its session was about, whatever the shard: the values along each axis."""
+        return {n: v for n, v in self.session.get("grid", {}).items() if n != "shard"}
 
     @property
     def name(self) -> str:
@@ -246,3 +252,9 @@ class Run:
             for test in outcome.tests
             if name in by and f"{test.get('test')}::".startswith(f"{tests}::")
         ]
+
+
+def _common(mappings: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The items that all have."""
+    first, *others = mappings
+    return ((name, v) for name, v in first.items() if all(o.get(name) == v for o in others))

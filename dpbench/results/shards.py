@@ -60,8 +60,9 @@ def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
     """One run of several, and what there is to say of it.
 
     Refused where numbers could not stand side by side: other GPU models, versions, code or
-    settings; shards of different grids; and where two runs have measured the same. A run that
-    lacks cases of its shards' grid, by any of its instruments, is interrupted.
+    settings; ratios to different baselines; shards of different grids; and where two runs have
+    measured the same. A run that lacks cases of its shards' grid, by any of its instruments, is
+    interrupted.
     """
     first, *others = runs
     notes = []
@@ -70,6 +71,8 @@ def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
         different = premise_differences(first, run)
         if shards and _shard(run):
             different += _grid_differences(shards[0], run)
+        if (ours := first.baseline) != (theirs := run.baseline):
+            different.append(f"ratios to {ours} -> {theirs}")
         refused = [text for text in different if not text.startswith(MACHINES_MAY_DIFFER)]
         if refused:
             raise ConfigurationError(
@@ -78,13 +81,11 @@ def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
         notes += [f"{run.path}: {text}" for text in different]
     _refuse_twice(runs)
     merged = Run.merge(runs)
-    grid = _grid(merged)
-    cases = _cases_of(_grid(shards[0])) if shards else []
+    cases = _cases_of(shards[0].grid) if shards else []
     missing = _missing(shards, merged, cases)
     notes += missing
     complete = not missing if shards else all(run.status == COMPLETE for run in runs)
     session = merged.session | {
-        "grid": grid,
         "cases_asked": len({*cases, *(o.case for o in merged.outcomes)})
         if shards
         else max(sum(run.cases_asked for run in runs), merged.cases_asked),
@@ -98,13 +99,8 @@ def _shard(run: Run) -> str | None:
     return text
 
 
-def _grid(run: Run) -> dict[str, Any]:
-    """A run's grid, whatever its shard."""
-    return {name: v for name, v in run.session.get("grid", {}).items() if name != "shard"}
-
-
 def _grid_differences(before: Run, after: Run) -> list[str]:
-    old, new = _grid(before), _grid(after)
+    old, new = before.grid, after.grid
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [f"grid's {name} {old.get(name)} -> {new.get(name)}" for name in names]
 

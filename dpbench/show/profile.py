@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,7 +10,7 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, AXES
 from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import STEP, Measurement, identity
 from dpbench.results.timeline import Activity, Timeline
 from dpbench.show.groups import titled
 from dpbench.show.kernels import wrapped
@@ -24,6 +24,11 @@ TOP = 20
 
 SHAPES_WIDTH = 60
 
+WAITED = (
+    "Exposed: while nothing else of the rank's ran. Waited: by how much longer a rank was in "
+    "collectives than the one that was there the shortest, phase by phase: at least that."
+)
+
 REPORT_WIDTH = 120
 """The width of a report, which is a file and no terminal."""
 
@@ -36,7 +41,28 @@ def recorded_tables(frame: pd.DataFrame) -> list[Table]:
         for title, of_case in titled(summarise(rows), AXES) if len(rows) else ():
             wide = of_case.pivot(index="phase", columns="metric", values="value")
             tables.append(_by_phase(f"{title}: {name}, per step", wide, name))
-    return tables
+    return [*tables, *_by_rank(frame)]
+
+
+def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
+    """For each case that was profiled over ranks, how long each was in collectives."""
+    steps = frame[frame.phase == STEP]
+    spent = frame[(frame.metric == "communication_seconds") & (frame.phase != STEP)]
+    least = spent.value.groupby([spent[column] for column in identity("rank")]).transform("min")
+    waited = spent.assign(metric="waited", value=spent.value - least)
+    whole = waited.groupby(identity("phase"), sort=False, as_index=False).agg({"value": "sum"})
+    rows = pd.concat([steps, whole])
+    columns: dict[str, Shown] = {
+        "rank": ("rank", str),
+        "CPU\nms": ("cpu_time_seconds", milliseconds),
+        "in collec-\ntives ms": ("communication_seconds", milliseconds),
+        "exposed\nms": ("exposed_communication_seconds", milliseconds),
+        "waited\nms": ("waited", milliseconds),
+    }
+    for title, of_case in titled(rows, AXES):
+        wide = of_case.pivot_table(index="rank", columns="metric", values="value")
+        if "waited" in wide and len(wide) > 1:
+            yield Table.of(f"{title}: by rank, per step", wide.reset_index(), columns, [WAITED])
 
 
 def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:

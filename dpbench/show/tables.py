@@ -9,7 +9,8 @@ import pandas as pd
 from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.metric import STANDARD, Metric, derived_name
 from dpbench.metrics import METRICS
-from dpbench.results.frame import CONFIGURATION, as_tuples, complete
+from dpbench.results.complete import complete
+from dpbench.results.frame import CONFIGURATION, as_tuples
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -33,6 +34,8 @@ OLD_L2 = (
     "Old L2: where an L2 has two halves, what crosses between them is counted twice; compare it "
     "with old L2 only."
 )
+
+OF_ONE_RANK = "What one rank has of it: 1 ÷ ranks if they share it all, 1 if each does it all."
 
 AGAINST_LOGICAL = (
     "Logical: counted without hardware, each operator reading its inputs and writing its "
@@ -70,7 +73,8 @@ def tables(
             listed += _phase_table(group, "logical_bytes", "logical GB", view)
             if (group.frame.workload == SCRIPT).any():
                 listed += _phase_table(group, "step_time_seconds", "ms", view)
-            listed += [*_busy_table(group), *against_logical(group), *_throughput_table(group)]
+            listed += [*_one_gpu_table(group, columns), *_busy_table(group)]
+            listed += [*against_logical(group), *_throughput_table(group)]
     return listed if view.columns else [*listed, *_other_metrics(in_order(summary))]
 
 
@@ -140,6 +144,14 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
             f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle.label)} is launch-bound; "
             f"bytes do not explain its time."
         )
+
+
+def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
+    """The step divided by that of the same trainer with the same batch on one GPU."""
+    values = [each for each in columns if each.kind == "value"]
+    texts = {c.heading: group.texts(column(derived_name(c.name, "over_one_gpu"))) for c in values}
+    notes = [OF_ONE_RANK] if (group.frame.device == NO_HARDWARE).any() else []
+    return group.table("÷ one GPU, same batch", {h: t for h, t in texts.items() if t}, notes)
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:

@@ -31,7 +31,7 @@ def column(name: str) -> Metric:
         return metric
     kinds = ("value", "throughput")
     values = [name for kind in kinds for name, each in columns().items() if each.kind == kind]
-    hint = "also dram_ratio, dram_spread, dram_over_logical and so on, spread, or an ncu counter"
+    hint = "also dram_ratio, _spread, _over_logical, _over_one_gpu, …, spread, or an ncu counter"
     raise unknown("column", name, values, hint)
 
 

@@ -16,10 +16,10 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleModuleFastGradientClippingFSDP,
 )
-from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils import fsdp_utils
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from dpbench.training.base import DRAWN_BY, Batch
@@ -75,6 +75,28 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
         self.optimizer_class = self.distributed_optimizer("ghost_fsdp")
         self.labels = {**self.labels, DRAWN_BY: "each rank, for all shards"}
         return self.shard(model)
+
+    def private_optimizer(self) -> DPOptimizer:
+        if self.parallel == "fsdp2":
+            self._check_rows()
+        return super().private_optimizer()
+
+    def _check_rows(self) -> None:
+        """Refuse a parameter with fewer rows than ranks, whose noise Opacus would draw whole.
+
+        PyTorch replicates the sum of shard and noise then, and cannot update a shard by it.
+        """
+        of_opacus = self.distributed_optimizer("ghost_fsdp").add_noise
+        if self.optimizer_class.add_noise is not of_opacus:
+            return
+        ranks = distributed.get_world_size()
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and (rows := len(parameter)) < ranks:
+                raise self.refusal(
+                    f"Opacus's noise cannot be added to {name}, which has {rows} row"
+                    f"{'s' * (rows > 1)} for {ranks} ranks; use ghost_lean, whose ranks draw it "
+                    f"for their shards, or fewer ranks"
+                )
 
     def shard(self, model: nn.Module) -> nn.Module:
         """The model under FSDP2."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from dpbench.case import Script
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.instruments import script_ranks
-from dpbench.instruments.interface import CaseFailed, ScriptInterrupted
+from dpbench.instruments.interface import CaseFailed, CaseTimedOut, ScriptInterrupted
 from dpbench.instruments.script_ranks import Rank
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
@@ -58,6 +60,22 @@ for step in range(4):
     optimizer.step()
 """
 
+HANGS = """
+import time
+
+import torch
+from torch import distributed
+
+def read_batch():
+    if distributed.get_rank() == 1:
+        time.sleep(600)
+    return torch.ones(1)
+
+alive = open("alive", "w")  # until this process ends
+distributed.init_process_group("gloo")
+distributed.all_reduce(read_batch())
+"""
+
 EXEC = [sys.executable, "-m", "dpbench", "exec", "--instrument=timing", "--skip=1", "--steps=2"]
 
 
@@ -69,14 +87,17 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("private.py").write_text(PRIVATE)
     Path("idle.py").write_text(IDLE)
+    Path("hangs.py").write_text(HANGS)
+
+
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    command = [*launcher, "--standalone", *EXEC, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_torchruns_ranks_are_one_run_with_rows_by_rank() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
-    files = ["--batch-size=8", "--json=run.json", "private.py"]
-    ended = subprocess.run(
-        [*launcher, "--standalone", *EXEC, *files], capture_output=True, text=True, check=False
-    )
+    ended = torchrun("--batch-size=8", "--json=run.json", "private.py")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("batch 8, cpu: per step") == 1
     rows = json.loads(Path("run.json").read_text())["rows"]
@@ -85,6 +106,25 @@ def test_torchruns_ranks_are_one_run_with_rows_by_rank() -> None:
     assert {"clip", "noise"} < {row["phase"] for row in rows if row["rank"] == 1}
     rates = [row["value"] for row in rows if row["metric"] == "samples_per_second"]
     assert rates == [pytest.approx(4 / row["value"]) for row in steps]  # of 8 that all train
+
+
+def test_a_rank_that_hangs_is_named_and_no_process_is_left() -> None:
+    os.mkfifo("alive")
+    alive = os.open("alive", os.O_RDONLY | os.O_NONBLOCK)
+    ended = torchrun("--timeout=20", "hangs.py")
+    assert ended.returncode == 1
+    line = r"hangs: rank 1: did not finish within 20 s: was in read_batch \(hangs.py:9\)"
+    assert re.search(line, ended.stderr), ended.stderr
+    assert select.select([alive], [], [], 60)[0]
+    assert os.read(alive, 1) == b""
+
+
+def test_a_script_alone_that_hangs_says_where_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("waits.py").write_text("import time\n\ndef load():\n    time.sleep(600)\n\nload()\n")
+    assert main(["exec", "--instrument=timing", "--timeout=0.5", "waits.py"]) == 1
+    assert "waits: did not finish within 0.5 s: was in load (waits.py:4)" in capfd.readouterr().err
+    assert main(["exec", "--timeout=0", "waits.py"]) == 2
+    assert "the time-out must be positive, not 0 s" in capfd.readouterr().err
 
 
 def test_a_rank_that_takes_no_step_is_named(tmp_path: Path) -> None:
@@ -128,6 +168,8 @@ def failed(message: str, kind: type[Exception] = CaseFailed) -> Outcome:
 
 LOST = failed("train: the script failed with RuntimeError: [gloo/transport/tcp/pair.cc:553]")
 INTERRUPTED = failed("interrupted", ScriptInterrupted)
+LATE = failed("train: did not finish within 5 s: was in load (train.py:3)", CaseTimedOut)
+LATE_FOR = failed("train: did not finish within 5 s: waited for others in f (a.py:1)", CaseTimedOut)
 RAISED = failed("train: the script failed with ValueError: the data is gone")
 
 
@@ -149,6 +191,7 @@ def test_steps_that_some_ranks_did_not_take_do_not_count(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("outcomes", "message"),
     [
+        ((LATE_FOR, LATE), "rank 1: did not finish within 5 s: was in load"),
         ((LOST, RAISED), "rank 1: the script failed with ValueError: the data is gone"),
         ((INTERRUPTED, outcome(1.0), RAISED), "rank 2: the script failed with ValueError"),
         ((RAISED, LOST), "rank 0: the script failed with ValueError"),
@@ -187,7 +230,7 @@ def test_ranks_of_other_launchers_or_machines_are_refused(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["torch_profiler"], "torch_profiler measures one process, and this is one of several"),
+        (["ncu"], "ncu measures one process, and this is one of several"),
         (["timing", "logical"], "ranks run a script once: choose one --instrument"),
     ],
 )
@@ -200,5 +243,6 @@ def test_ranks_run_a_script_once_by_what_measures_each(
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
     for name, value in (told | {"TORCHELASTIC_ERROR_FILE": "attempt_0/0/error.json"}).items():
         monkeypatch.setenv(name, value)
-    assert main(["exec", *(f"--instrument={name}" for name in names), "idle.py"]) == 2
+    chosen = [f"--instrument={name}" for name in names]
+    assert main(["exec", *chosen, f"--ncu-path={sys.executable}", "idle.py"]) == 2
     assert words in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Trainers of which rank 1 goes wrong in each step, and ranks that want unequally many steps."""
+"""Trainers of which rank 1 goes wrong in each step, or is late, and ranks that want more steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from dpbench.case import Case
 from dpbench.instruments.recorded import Recorded
@@ -18,7 +19,10 @@ from dpbench.instruments.recorder import Recorder, whole_steps
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.base import Batch
 from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.phases import phase
 from dpbench.training.standard import StandardTrainer
+
+TURNS = count()
 
 
 class Fails(StandardTrainer):
@@ -71,6 +75,23 @@ class Waits(Fails):
 
     def fail(self) -> None:
         time.sleep(600)
+
+
+class ComesLast(StandardTrainer):
+    """Rank 1 reduces gradients a second after rank 0 has begun to."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        loss = super().train_step(batch)
+        arrived = f"arrived{(turn := next(TURNS))}"
+        if rank_and_ranks()[0] == 0:
+            Path(arrived).touch()
+        else:
+            while not Path(arrived).exists():
+                time.sleep(0.01)
+            time.sleep(1)
+        with phase("optimizer"):
+            distributed.all_reduce(torch.full((1,), float(turn)))
+        return loss
 
 
 class Returns(Waits):

@@ -64,7 +64,7 @@ def test_ranks_take_as_many_steps_as_the_one_that_wants_most(tmp_path: Path) -> 
 
 def test_a_refusal_is_one_line_that_names_the_rank(tmp_path: Path) -> None:
     running = timing(tmp_path).start(ranks("dpsgd", "fsdp2"))
-    with pytest.raises(InstrumentError, match=r"rank 0: DPSGDTrainer does not train under .*fsdp2"):
+    with pytest.raises(InstrumentError, match=r"rank \d: DPSGDTrainer does not train .*fsdp2"):
         running.rows()
 
 
@@ -120,7 +120,7 @@ def test_ranks_that_hang_say_where_they_were(
     running = failing(trainer, tmp_path)
     in_its_step(running)
     running.timeout = 1
-    other = r"rank 0 (waited for others in train_step \(standard.py:\d+\)|left no word of.*)"
+    other = r"rank 0 waited for others in train_step \(standard.py:\d+\)"
     with pytest.raises(CaseTimedOut, match=f"within 1 s: rank 1 {was}; {other};"):
         running.rows()
     assert select.select([alive], [], [], 60)[0]
@@ -181,7 +181,7 @@ def test_what_cannot_measure_several_gpus_says_so_before_it_starts(
 
     single = measure(ranks("standard"), [Single(tmp_path, device="cpu")])
     assert single.message.startswith("timing measures one process, and standard-bs4")
-    assert single.message.endswith("choose timing, cupti or logical")
+    assert single.message.endswith("choose timing, cupti, logical or torch_profiler")
     plan = [(ranks("standard"), Single(tmp_path, device="cpu"))]
     refused = pytest.raises(ConfigurationError, match="timing measures one process")
     with closing(Session(plan, Settings(directory=tmp_path))) as session, refused:

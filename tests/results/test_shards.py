@@ -144,6 +144,25 @@ def test_shards_of_different_grids_are_refused_by_what_differs() -> None:
         joined([first, other])
 
 
+def test_runs_of_several_grids_keep_what_these_have_in_common_and_each_its_own() -> None:
+    both = [GRIDS["grid1"], GRIDS["grid2"].with_axes(batch_size=[32])]
+    first, second = (run_of(grid.name, grid.cases(), grid=grid) for grid in both)
+    run, notes = joined([first, second])
+    assert (run.status, notes) == (COMPLETE, [])
+    assert run.grid["trainer"] == list(GRID1.values("trainer"))
+    assert not {"name", "batch_size", "seq_len"} & {*run.grid}
+    assert [part["grid"]["name"] for part in run.parts] == ["grid1", "grid2"]
+    assert [part["grid"]["batch_size"] for part in run.parts] == [[8, 16], [32]]
+    third = run_of("3", [], grid=GRID1)
+    assert len(joined([run, third])[0].parts) == 2
+
+
+def test_runs_whose_ratios_are_to_different_baselines_are_refused() -> None:
+    grid = GRID1.with_axes("dpsgd", batch_size=[32])
+    with pytest.raises(ConfigurationError, match="ratios to standard -> dpsgd"):
+        joined([run_of("1", GRID1.cases()), run_of("2", grid.cases(), grid=grid)])
+
+
 def test_shards_of_different_divisions_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="1/2 and 3/3"):
         joined([shards(2)[0], run_of("", [], "3/3")])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dpbench.case import Case
-from dpbench.results.frame import complete, to_frame
+from dpbench.results.complete import complete
+from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings

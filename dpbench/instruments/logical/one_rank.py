@@ -9,6 +9,8 @@ DistributedDataParallel
 Device meshes
     Ranks in a mesh have values, so a mesh is made outside the modes that count, and a copy of a
     layer, which Opacus makes of those that it has no rule for, has the layer's mesh.
+Objects
+    Those of other ranks are unknown: gathering them is refused.
 FSDP2's chunks
     It cuts a parameter into a chunk for each rank, and takes the first.
 """
@@ -29,6 +31,7 @@ from torch._C._distributed_c10d import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
@@ -56,6 +59,7 @@ def one_of(ranks: int) -> Iterator[None]:
         (_fsdp_param, "_chunk_with_empty", _first_chunk),
         (DistributedDataParallel, "__init__", _replicate),
         (DistributedDataParallel, "forward", _forward),
+        (distributed_c10d, "_tensor_to_object", _unknown_object),
     ]
     with ExitStack() as stack:
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -78,6 +82,13 @@ def _without_modes(make: Callable[..., None]) -> Callable[..., None]:
             make(self, *map(real, args), **{name: real(value) for name, value in named.items()})
 
     return make_mesh
+
+
+def _unknown_object(*args: Any) -> None:
+    raise UnsupportedOperation(
+        "what other ranks would send in all_gather_object and the like is unknown where one rank "
+        "is counted: send tensors, or nothing in a step"
+    )
 
 
 def _first_chunk(tensor: Tensor, number: int, dim: int) -> Sequence[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +41,18 @@ class Profile:
     rows: list[Measurement]
     launches: list[trace.Launch]  # of all steps
     operators: list[dict[str, Any]]  # by name and by input shapes, of each cycle
+
+
+def of_rank(directory: Path, rank: int) -> Path:
+    """The folder of one of several ranks, in that of their case."""
+    return directory / f"rank{rank}"
+
+
+def own_folder(directory: Path) -> Path:
+    """The folder of this process: that of the case, or as one of the launcher's ranks its own."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return directory
+    return of_rank(directory, int(os.environ["RANK"]))
 
 
 def prepare(directory: Path) -> None:
@@ -145,6 +158,9 @@ def profile_rows(
             }
             if on_cuda:
                 metrics |= _device_metrics(recorded, step)
+            if recorded.communication:
+                for metric, spent in recorded.communication[step].items():
+                    metrics[metric] = dict.fromkeys(cpu_seconds, 0.0) | spent
             for metric, by_phase in metrics.items():
                 together = max if "memory" in metric else sum
                 whole = together([0.0, *by_phase.values()])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,7 +19,12 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable
 from dpbench.instruments.case_process import Child, step_command
 from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.torch_profiler.profile_folder import INSTRUMENT, read_rows
+from dpbench.instruments.torch_profiler.profile_folder import (
+    INSTRUMENT,
+    of_rank,
+    own_folder,
+    read_rows,
+)
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder
 from dpbench.options import option
 from dpbench.process.messages import Schedule, Steps
@@ -56,7 +61,6 @@ class TorchProfiler(Recorded):
     name: ClassVar[str] = INSTRUMENT
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     options: ClassVar[type | None] = ProfilerOptions
-    by_rank: ClassVar[bool] = False
     step_option = "--profile", "run under the PyTorch profiler, output here"
     step_value: ClassVar[Mapping[str, Any]] = {"type": Path, "metavar": "DIR"}
 
@@ -104,13 +108,18 @@ class TorchProfiler(Recorded):
         ]
 
     def recorder(self, case: Case, steps: int | None = None) -> ProfileRecorder:
-        return ProfileRecorder(self.directory / case.file_name, steps)
+        return ProfileRecorder(own_folder(self.directory / case.file_name), steps)
 
     def case_recorder(self, case: Case) -> ScheduledRecorder:
         """What hears the steps of a case in the process that `step_arguments` start."""
-        return ScheduledRecorder(self.directory, self.schedule)
+        return ScheduledRecorder(own_folder(self.directory), self.schedule)
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are times, memory and copies, by phase and for the step."""
         process.record()
-        return read_rows(self.directory / process.case.file_name)
+        folder, ranks = self.directory / process.case.file_name, process.case.gpus
+        return [
+            replace(row, rank=rank)
+            for rank in range(ranks)
+            for row in read_rows(of_rank(folder, rank) if ranks > 1 else folder)
+        ]

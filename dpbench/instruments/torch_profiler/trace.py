@@ -17,13 +17,14 @@ import gzip
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.interface import InstrumentError
+from dpbench.instruments.torch_profiler.spans import Busy, each_alone
 
 ANNOTATION = "dpbench."  # what the name of a phase's annotation begins with
 STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step
@@ -36,6 +37,9 @@ too, and gives some the time of kernels once more ("Command Buffer Full": 119 of
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
 """What PyTorch puts before the name of a backward function while it evaluates it."""
+
+GLOO, NCCL = "gloo:", "nccl"
+"""What names of collectives begin with: annotations in gloo's threads, and kernels of NCCL."""
 
 Event = dict[str, Any]
 
@@ -67,6 +71,10 @@ class Trace:
     Memory is what PyTorch's allocator of the measured device has handed out, in bytes. It grows by
     as much as there was, at most while the step was in a phase, beyond what there was at its start;
     below 0 where the step had freed more than it took.
+
+    A collective takes from when it begins in this rank until it ends: moving data, and waiting for
+    ranks that come later. It is exposed while nothing else runs: on the device no other kernel or
+    copy, on the CPU no operator of PyTorch's (``aten``).
     """
 
     launches: list[Launch]  # in the order of the launches; empty on the CPU
@@ -74,6 +82,8 @@ class Trace:
     memory_before: list[int]  # at the start of each step; empty if nothing is known of it
     memory_growth: list[dict[str, int]]  # of each step
     calls: frozenset[str]  # the names of `CALLS`
+    # Of each step, seconds in collectives, and those of them that are exposed; empty without any.
+    communication: list[dict[str, dict[str, float]]]
 
 
 def read(path: Path) -> Trace:
@@ -85,12 +95,13 @@ def read(path: Path) -> Trace:
     gc.disable()  # it takes three quarters of the time and finds nothing
     try:
         by_category = _events(path)
-        timeline = _Timeline(by_category["user_annotation"])
+        timeline, call_of = _Timeline(by_category["user_annotation"]), _calls(by_category)
         return Trace(
-            launches=_launches(by_category, timeline),
+            launches=_launches(by_category, timeline, call_of),
             cpu_seconds=timeline.seconds(),
             **_memory(by_category, timeline),
             calls=frozenset(event["name"] for name in CALLS for event in by_category[name]),
+            communication=_communication(by_category, timeline, call_of),
         )
     except (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
         what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
@@ -139,21 +150,33 @@ class _Timeline:
         return steps
 
 
-def _launches(by_category: dict[str, list[Event]], timeline: _Timeline) -> list[Launch]:
-    device = [event for category in ON_DEVICE for event in by_category[category]]
+def _on_device(by_category: Mapping[str, list[Event]]) -> list[Event]:
+    return [event for category in ON_DEVICE for event in by_category[category]]
+
+
+def _calls(by_category: Mapping[str, list[Event]]) -> dict[Any, Event]:
+    """The CUDA call that launched each thing that the device did, by their number."""
+    wanted = {_correlation(event) for event in _on_device(by_category)} - {None}
     calls = by_category["cuda_runtime"] + by_category["cuda_driver"]
-    wanted = {_correlation(event) for event in device} - {None}
-    calls = [call for call in calls if _correlation(call) in wanted]
-    call_of = {call["args"]["correlation"]: call for call in calls}
-    stacks = dict(_operators_around(calls, by_category["cpu_op"]))
+    return {number: call for call in calls if (number := _correlation(call)) in wanted}
 
-    def launched(event: Event) -> float:
-        # Without its call (the call lies before the recording), its own time is the best guess.
-        return float(call_of.get(_correlation(event), event)["ts"])
 
+def _launched(event: Event, call_of: Mapping[Any, Event]) -> float:
+    """When it was launched.
+
+    Without its call (the call lies before the recording), its own time is the best guess.
+    """
+    return float(call_of.get(_correlation(event), event)["ts"])
+
+
+def _launches(
+    by_category: dict[str, list[Event]], timeline: _Timeline, call_of: Mapping[Any, Event]
+) -> list[Launch]:
+    stacks = dict(_operators_around(call_of.values(), by_category["cpu_op"]))
+    device = [(_launched(event, call_of), event) for event in _on_device(by_category)]
     launches = []
-    for event in sorted(device, key=lambda event: (launched(event), float(event["ts"]))):
-        repeat, phase = timeline.locate(launched(event))
+    for when, event in sorted(device, key=lambda each: (each[0], float(each[1]["ts"]))):
+        repeat, phase = timeline.locate(when)
         operators = stacks.get(_correlation(event), [])
         launches.append(
             Launch(
@@ -188,6 +211,43 @@ def _operators_around(
             stack.append((start + float(event["dur"]), event["name"]))
         else:
             yield event["args"]["correlation"], [name for _, name in stack]
+
+
+def _communication(
+    by_category: dict[str, list[Event]], timeline: _Timeline, call_of: Mapping[Any, Event]
+) -> list[dict[str, dict[str, float]]]:
+    """Seconds in collectives by metric and phase, of each step.
+
+    Gloo's belong to the phase in which they begin, NCCL's to the one that launched them.
+    """
+    if device := _on_device(by_category):
+        collectives = [event for event in device if event["name"].startswith(NCCL)]
+        others = [event for event in device if not event["name"].startswith(NCCL)]
+    else:
+        named = by_category["user_annotation"]
+        collectives = [event for event in named if event["name"].startswith(GLOO)]
+        threads = {event["tid"] for event in collectives}
+        own = (event for event in by_category["cpu_op"] if event["tid"] not in threads)
+        others = [event for event in own if event["name"].startswith("aten::")]
+    if not collectives:
+        return []
+    collectives.sort(key=lambda event: float(event["ts"]))
+    steps: list[dict[str, dict[str, float]]] = [
+        {"communication_seconds": {}, "exposed_communication_seconds": {}}
+        for _ in timeline.step_starts
+    ]
+    busy = Busy(map(_span, others))
+    for event, (start, end) in zip(collectives, each_alone(map(_span, collectives)), strict=True):
+        step, phase = timeline.locate(_launched(event, call_of))
+        for by_phase, lasted in zip(
+            steps[step].values(), (end - start, end - start - busy.between(start, end)), strict=True
+        ):
+            by_phase[phase] = by_phase.get(phase, 0.0) + lasted / 1e6
+    return steps
+
+
+def _span(event: Event) -> tuple[float, float]:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
 def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pandas as pd
 from dpbench.case import OUTSIDE
 from dpbench.registry import TRAINERS
 from dpbench.results.rows import STEP
-from dpbench.show.layout import ABSENT, Shown, Table, gigabytes
+from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
 
 NAMES: Mapping[str, Shown] = {
     "configuration": ("title", str),
@@ -31,6 +31,7 @@ NAMES: Mapping[str, Shown] = {
 
 UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "GB": (1e9, gigabytes),
+    "ms": (1e-3, milliseconds),
     "%": (0.01, lambda share: f"{share * 100:.0f}"),
 }
 """Units of bars: their size, and how a value is written."""

@@ -24,6 +24,7 @@ from dpbench.show.export import trainer_table
 from dpbench.show.html.charts import against_logical, busy, memory, phases
 from dpbench.show.html.data import MEASURED, Material, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
+from dpbench.show.html.ranks import sent, waits
 from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.outputs import labels_text
@@ -91,7 +92,7 @@ def _template() -> Template:
 
 def draw(material: Material) -> list[Chart]:
     """Every chart of the page, in order."""
-    every = (phases, memory, busy, time, roofline, against_logical)
+    every = (phases, sent, memory, busy, time, waits, roofline, against_logical)
     return [chart for draws in every if (chart := draws(material))]
 
 

@@ -233,6 +233,13 @@ def test_options_of_ddp_that_move_other_bytes_are_refused() -> None:
         nn.parallel.DistributedDataParallel(Normed(), gradient_as_bucket_view=True)
 
 
+def test_objects_of_ranks_that_are_not_there_are_refused() -> None:
+    with one_rank.one_of(2), without_data():
+        distributed.broadcast_object_list([{"step": 1}])
+        with pytest.raises(one_rank.UnsupportedOperation, match="all_gather_object"):
+            distributed.all_gather_object([None, None], {"step": 1})
+
+
 # --- what is left of it ----------------------------------------------------------------------
 
 
@@ -280,6 +287,7 @@ def test_torch_has_what_one_rank_is_made_of() -> None:
         (_distributed_c10d, "_compute_bucket_assignment_by_size"),
         (_distributed_c10d, "_resolve_process_group"),
         (_distributed_c10d.ProcessGroup, "unbox"),
+        (distributed.distributed_c10d, "_tensor_to_object"),
         (torch.ops.fsdp, "all_gather_copy_in"),
         (torch.ops.fsdp, "chunk_cat"),
         (torch.ops.fsdp, "split_with_sizes_copy"),

@@ -1,0 +1,61 @@
+"""The charts of ranks: what each sends, and how long each waits."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pandas as pd
+
+from dpbench.case import ALL_PHASES
+from dpbench.results.rows import STEP
+from dpbench.show.html import figures
+from dpbench.show.html.data import KEYS, MEASURED, Material, pivot, titles
+from dpbench.show.html.figures import PHASE_STYLES, TRAINER_COLOURS, Chart
+from dpbench.show.layout import gigabytes
+
+HOW_TO_READ = (
+    "From when a collective begins in a rank until it ends: moving data, or waiting for ranks that "
+    "come later. The rank that the others wait for has the shortest bar."
+)
+
+
+def sent(material: Material) -> Chart | None:
+    """What a rank sends by trainer, stacked by phase; no chart of one rank alone."""
+    rows = material.summary[material.summary.metric == "collective_bytes"]
+    wide = pivot(rows[rows.gpus > 1], "phase")
+    shown = [name for name in ALL_PHASES if name in wide and wide[name].any()]
+    if not shown:
+        return None
+    return figures.bar_chart(
+        "sent",
+        "What a rank sends to others, by trainer and phase",
+        "counted from the sizes of tensors by the ring of each collective, not measured",
+        wide.assign(end=wide[STEP], label=[f" {gigabytes(size)}" for size in wide[STEP]]),
+        {name: PHASE_STYLES[name].colour for name in shown},
+        "GB that a rank sends in a step (counted)",
+        columns={f"{STEP}, GB": (STEP, gigabytes)},
+        stacked=True,
+    )
+
+
+def waits(material: Material) -> Chart | None:
+    """How long each rank was in collectives, a bar for each; no chart if nothing recorded it."""
+    frames = [run.frame.assign(run=run.name) for run in material.runs]
+    rows = pd.concat(frames, ignore_index=True)
+    rows = rows[(rows.metric == "communication_seconds") & (rows.phase == STEP)]
+    if rows.empty:
+        return None
+    rows = rows.assign(premise=MEASURED, title=titles(rows, material.summary))
+    names = {rank: f"rank {rank}" for rank in sorted(rows["rank"].unique())}
+    means = rows.groupby([*KEYS, "rank"], sort=False, as_index=False).value.mean()
+    wide = pivot(means.assign(rank=means["rank"].map(names)), "rank")
+    return figures.bar_chart(
+        "waits",
+        "Time in collectives, by rank",
+        "recorded by the PyTorch profiler",
+        wide.assign(end=wide[[*names.values()]].max(axis="columns"), label=""),
+        dict(zip(names.values(), cycle(TRAINER_COLOURS))),
+        "ms of a step in collectives (measured)",
+        unit="ms",
+        notes=[HOW_TO_READ],
+    )

@@ -1,0 +1,67 @@
+"""The charts of ranks: what each sends, counted, and how long each is in collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.results.outcome import Outcome, document
+from dpbench.results.rows import STEP, Measurement
+from dpbench.results.run import Run
+from dpbench.show.html import ranks
+from dpbench.show.html.data import Material
+from dpbench.show.html.figures import PHASE_STYLES
+from dpbench.show.html.page import draw, render
+from tests.instruments.logical.cases import count
+
+SENDING = Case("dpsgd_ghost", 8, 8, "99x16x1x2", parallel="fsdp2", gpus=2)
+
+
+def material(*outcomes: Outcome) -> Material:
+    return Material([Run(Path("run"), document(outcomes, {}))])
+
+
+def bars(figure: Any) -> dict[str, list[float]]:
+    return {bar["name"]: bar["x"] for bar in figure["data"] if bar["type"] == "bar"}
+
+
+def waited(rank: int, seconds: float, repeat: int) -> Measurement:
+    where = "communication_seconds", seconds, "s", repeat, "NVIDIA H200", "torch"
+    return Measurement(SENDING, "torch_profiler", STEP, *where, rank=rank)
+
+
+def test_what_a_rank_sends_is_drawn_by_phase() -> None:
+    outcomes = [count(case) for case in (SENDING.baseline, SENDING)]
+    chart = ranks.sent(material(*outcomes))
+    assert chart
+    [figure] = chart.panels.values()
+    by_phase = {
+        (row.case.trainer, row.phase): row.value / 1e9
+        for outcome in outcomes
+        for row in outcome.rows
+        if row.metric == "collective_bytes"
+    }
+    assert bars(figure) == {
+        phase: [pytest.approx(by_phase[name, phase]) for name in ("standard", "dpsgd_ghost")]
+        for phase in ("forward", "backward")
+    }
+    assert figure["data"][0]["marker"]["color"] == PHASE_STYLES["forward"].colour
+    assert "What a rank sends" in render(material(*outcomes))
+
+
+def test_each_rank_has_a_bar_of_its_time_in_collectives() -> None:
+    times = [(0, 0.030, 0), (0, 0.050, 1), (1, 0.010, 0), (1, 0.030, 1)]
+    rows = tuple(waited(*each) for each in times)
+    chart = ranks.waits(material(Outcome(SENDING, rows, instruments=("torch_profiler",))))
+    assert chart
+    [figure] = chart.panels.values()
+    shown = {name: pytest.approx(each) for name, each in bars(figure).items()}
+    assert shown == {"rank 0": [40.0], "rank 1": [20.0]}
+
+
+def test_one_gpu_alone_has_no_chart_of_ranks() -> None:
+    alone = material(count(Case("standard", 8, 8, "99x16x1x2")))
+    assert not {"sent", "waits"} & {chart.id for chart in draw(alone)}
