@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -113,11 +114,19 @@ def place_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-IMPORTS = {module: set(imports(path)) for module, path in FILES.items()}
-ARROWS = {
-    module: {found for name in names if (found := file_of(name))} - {module}
-    for module, names in IMPORTS.items()
-}
+@cache
+def names_imported() -> dict[str, set[str]]:
+    """What each module imports."""
+    return {module: set(imports(path)) for module, path in FILES.items()}
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """The modules of dpbench that each imports."""
+    return {
+        module: {found for name in names if (found := file_of(name))} - {module}
+        for module, names in names_imported().items()
+    }
 
 
 def loaded_by(*modules: str) -> set[str]:
@@ -158,7 +167,7 @@ def test_every_place_is_in_the_table() -> None:
 def test_a_place_imports_only_what_lies_below_it(place: str) -> None:
     found = {
         (module, other)
-        for module, others in ARROWS.items()
+        for module, others in arrows().items()
         for other in others
         if place_of(module) == place and place_of(other) not in MAY_IMPORT[place] | {place}
     }
@@ -167,7 +176,7 @@ def test_a_place_imports_only_what_lies_below_it(place: str) -> None:
 
 def test_no_front_is_imported_from_below() -> None:
     assert set(MAY_IMPORT).isdisjoint(FRONTS)
-    below = {o for m, others in ARROWS.items() if place_of(m) in MAY_IMPORT for o in others}
+    below = {o for m, others in arrows().items() if place_of(m) in MAY_IMPORT for o in others}
     assert {place_of(module) for module in below}.isdisjoint(FRONTS)
 
 
@@ -175,7 +184,7 @@ def test_no_front_is_imported_from_below() -> None:
 def test_a_library_is_used_where_it_belongs(library: str) -> None:
     users = {
         place_of(module)
-        for module, names in IMPORTS.items()
+        for module, names in names_imported().items()
         if library in {name.partition(".")[0] for name in names}
     }
     assert users <= MAY_USE[library]
@@ -189,7 +198,7 @@ def test_no_instrument_imports_another() -> None:
 
     found = {
         (module, other)
-        for module, others in ARROWS.items()
+        for module, others in arrows().items()
         for other in others
         if place_of(module) == place_of(other) == "instruments"
         and folder(other) not in ("", folder(module), "counters")
@@ -200,7 +209,7 @@ def test_no_instrument_imports_another() -> None:
 
 def test_no_circle_of_files() -> None:
     try:
-        TopologicalSorter(ARROWS).prepare()
+        TopologicalSorter(arrows()).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 

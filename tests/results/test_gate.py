@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,71 +82,94 @@ def failing(error: str) -> Run:
     return replace(run, document={**run.document, "cases": [*run.document["cases"], *gone]})
 
 
-LOSSES: dict[str, tuple[Run, set[str], str]] = {
+LOSSES: dict[str, tuple[Callable[[], Run], set[str], str]] = {
     "the rows of an instrument, of one trainer": (
-        changed(lambda f: (f.trainer != DP) | (f.instrument != "ncu")),
+        partial(changed, lambda f: (f.trainer != DP) | (f.instrument != "ncu")),
         {"plain", "either way", "ratio", "phase"},
         "dpsgd-bs8-seq256-1b-fp32, *: not in after",
     ),
     "the times of one trainer": (
-        changed(lambda f: (f.trainer != DP) | (f.instrument != "timing")),
+        partial(changed, lambda f: (f.trainer != DP) | (f.instrument != "timing")),
         {"time"},
         "not in after",
     ),
     "one case": (
-        changed(lambda f: (f.trainer != "dpsgd_fgc") | (f.batch_size != 16) | (f.seq_len != 1024)),
+        partial(
+            changed,
+            lambda f: (f.trainer != "dpsgd_fgc") | (f.batch_size != 16) | (f.seq_len != 1024),
+        ),
         set(LIMITS),
         f"judged nothing of {LAST}: not in after",
     ),
     "all DP cases but one": (
-        changed(lambda f: (f.trainer == "standard") | ((f.trainer == DP) & (f.seq_len < 1024))),
+        partial(
+            changed, lambda f: (f.trainer == "standard") | ((f.trainer == DP) & (f.seq_len < 1024))
+        ),
         set(LIMITS),
         "dpsgd_fgc-bs8-seq256-1b-fp32, *: not in after",
     ),
     "the baseline": (
-        changed(lambda f: f.trainer != "standard"),
+        partial(changed, lambda f: f.trainer != "standard"),
         {"plain", "either way", "ratio", "time"},
         "standard-bs8-seq256-1b-fp32",
     ),
     "the baseline in one cell": (
-        changed(lambda f: (f.trainer != "standard") | (f.batch_size != 8) | (f.seq_len != 256)),
+        partial(
+            changed, lambda f: (f.trainer != "standard") | (f.batch_size != 8) | (f.seq_len != 256)
+        ),
         {"plain", "either way", "ratio", "time"},
         "no dram_bytes of its baseline standard-bs8-seq256-1b-fp32 to divide by in after",
     ),
     "a metric": (
-        changed(lambda f: f.metric != "dram_read_bytes"),
+        partial(changed, lambda f: f.metric != "dram_read_bytes"),
         {"plain", "either way", "ratio", "phase"},
         " by ncu*in after",
     ),
     "a phase": (
-        changed(lambda f: f.phase != "clip"),
+        partial(changed, lambda f: f.phase != "clip"),
         {"phase"},
         "no dram_bytes by ncu in phase clip in after",
     ),
     "a phase of one case": (
-        changed(lambda f: (f.phase != "clip") | (f.trainer != DP) | (f.seq_len != 256)),
+        partial(changed, lambda f: (f.phase != "clip") | (f.trainer != DP) | (f.seq_len != 256)),
         {"phase"},
         "dpsgd-bs8-seq256-1b-fp32, dpsgd-bs16-seq256-1b-fp32: no dram_bytes by ncu in phase clip",
     ),
     "a name": (
-        changed(edit=renamed),
+        partial(changed, edit=renamed),
         set(LIMITS),
         "judged nothing of dpsgd-bs8-seq256-1b-fp32, *: not in after",
     ),
     "the numbers": (
-        changed(edit=lambda f: set_values(f, f.trainer == DP, float("nan"))),
+        partial(changed, edit=lambda f: set_values(f, f.trainer == DP, float("nan"))),
         set(LIMITS),
         "in after",
     ),
     "the GPU, in some cases": (
-        changed(edit=lambda f: f.assign(device=f.device.where(f.trainer != DP, "NVIDIA A100"))),
+        partial(
+            changed, edit=lambda f: f.assign(device=f.device.where(f.trainer != DP, "NVIDIA A100"))
+        ),
         set(LIMITS),
         "on NVIDIA A100 in after, not on NVIDIA H200",
     ),
-    "cases that failed": (failing("CaseOutOfMemory"), set(LIMITS), "failed in after: CaseOutOfMe"),
-    "cases that do not fit": (failing("DoesNotFit"), set(LIMITS), "skipped in after: DoesNotFit"),
-    "everything": (changed(lambda f: f.value < 0), set(LIMITS), "not in after"),
+    "cases that failed": (
+        partial(failing, "CaseOutOfMemory"),
+        set(LIMITS),
+        "failed in after: CaseOutOfMe",
+    ),
+    "cases that do not fit": (
+        partial(failing, "DoesNotFit"),
+        set(LIMITS),
+        "skipped in after: DoesNotFit",
+    ),
+    "everything": (partial(changed, lambda f: f.value < 0), set(LIMITS), "not in after"),
 }
+
+
+@cache
+def lost(loss: str) -> Run:
+    """The run of a loss, made by the first test that has it."""
+    return LOSSES[loss][0]()
 
 
 @pytest.mark.parametrize("asked", [None, ASKED], ids=["compare", "session"])
@@ -153,8 +177,8 @@ LOSSES: dict[str, tuple[Run, set[str], str]] = {
 def test_what_is_lost_fails_each_limit_that_should_have_judged_it(
     loss: str, asked: list[tuple[Case, str]] | None
 ) -> None:
-    after, limited, why = LOSSES[loss]
-    found = verdict(after, *LIMITS.values(), asked=asked)
+    _, limited, why = LOSSES[loss]
+    found = verdict(lost(loss), *LIMITS.values(), asked=asked)
     assert not found.passed
     assert found.regressions == []
     assert {missing.limit for missing in found.unjudged} == {LIMITS[name] for name in limited}
@@ -246,7 +270,7 @@ def test_number_that_only_the_new_run_has_is_not_judged() -> None:
     [missing] = verdict(GRID1, LIMITS["phase"], before=before).unjudged
     assert missing.why == "no dram_bytes by ncu in phase clip in before"
     assert len(missing.cases) == 4
-    before = LOSSES["the baseline in one cell"][0]
+    before = lost("the baseline in one cell")
     found = verdict(GRID1, LIMITS["ratio"], before=before)
     assert "of its baseline standard-bs8-seq256-1b-fp32 to divide by" in found.unjudged[0].why
 
@@ -255,7 +279,7 @@ def test_number_that_only_the_new_run_has_is_not_judged() -> None:
 
 
 def test_missing_baseline_is_said_without_a_limit() -> None:
-    found = verdict(LOSSES["the baseline"][0])
+    found = verdict(lost("the baseline"))
     assert not found.changes.metric.str.endswith("_ratio").any()
     assert found.notes[0].startswith("not in after: standard-")
 
