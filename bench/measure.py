@@ -79,6 +79,12 @@ PLAN = {
         f"--trainer standard --trainer dpsgd --batch-size 8 --seq-len {length}"
         for length in (256, 1024)
     },
+    **{
+        f"account-fused-{length}": "--kernels --instrument ncu --instrument torch_profiler "
+        "--trainer standard --trainer fused --precision fp32 --precision bf16 --batch-size 8 "
+        f"--seq-len {length}"
+        for length in (256, 1024)
+    },
 }
 """The options of ``dpbench run`` by the name of its file, in the order of their worth."""
 
