@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,17 @@ READ_BY_PYTEST = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER")
 """With the first two, pytest prints the last lines of a session uncut."""
 
 COLOURS = ("PY_COLORS", "NO_COLOR", "FORCE_COLOR")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_end_what_tests_start() -> None:
+    """A suite that ignores signals, under nohup or in the background, hands that on otherwise."""
+    for number, handler in (
+        (signal.SIGHUP, lambda *_: None),
+        (signal.SIGINT, signal.default_int_handler),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
