@@ -11,10 +11,9 @@ ending, ``"methods-256"`` for ``docs/results/h200-methods-256.json``; *words* ch
 
 They must leave one number: the mean over counted steps, or the median of timed ones.
 
-Of (file, words) ``gb``, ``served`` and ``logical`` are DRAM bytes, bytes that L2 was asked for and
-counted bytes, in GB of 10⁹ bytes, ``ms`` is time, ``peak`` peak memory in GB, ``busy`` the share of
-the time in which the GPU was busy, in %, ``sent`` what a rank sends, in GB; the other functions
-say themselves what they are.
+Of (file, words) ``gb`` and ``logical`` are DRAM bytes and counted bytes, in GB of 10⁹ bytes,
+``ms`` is time, ``peak`` peak memory in GB, ``busy`` the share of the time in which the GPU was
+busy, in %, ``sent`` what a rank sends, in GB; the other functions say themselves what they are.
 ``PRIVATE``, ``TRAINERS``, ``METHODS`` are Opacus's three trainers, with ``"standard"``, and with
 dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS``, and of these ``LANGUAGE``, are where trainers
 were measured, each a file and words.
@@ -30,7 +29,6 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -281,14 +279,13 @@ MODELS = (
 )
 
 FUNCTIONS = (
-    *(abs, all, any, len, max, min, sum, median, spearman, item),
+    *(abs, all, len, max, min, sum, spearman, item),
     *(number, counted, calls, flops, collectives, printed, over, ceiling),
     *(ratios, more, idle, spread, device, commit, status, wrote),
 )
 
 VOCABULARY: dict[str, Any] = {
     "gb": scaled("dram_bytes", 1e-9),
-    "served": scaled("l2_served_bytes", 1e-9),
     "logical": scaled("logical_bytes", 1e-9),
     "sent": scaled("collective_bytes", 1e-9),
     "ms": scaled("step_time_seconds", 1e3),
