@@ -194,7 +194,8 @@ def run(
         if script.timeout:
             stack = held.enter_context(record.with_name(STACK).open("w"))
             held.callback(faulthandler.cancel_dump_traceback_later)
-            faulthandler.dump_traceback_later(script.timeout, file=stack, exit=True)
+            longest = min(script.timeout, threading.TIMEOUT_MAX)
+            faulthandler.dump_traceback_later(longest, file=stack, exit=True)
         held.callback(recorder.close)
         watch(finder)
         write_down = partial(_write_down, record, case, finder, recorder)

@@ -20,6 +20,7 @@ from dpbench.instruments.interface import CaseFailed, CaseTimedOut, ScriptInterr
 from dpbench.instruments.script_ranks import Rank
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
+from tests.commands.scripts import TRAINING
 
 PRIVATE = """
 import torch
@@ -125,6 +126,8 @@ def test_a_script_alone_that_hangs_says_where_it_was(capfd: pytest.CaptureFixtur
     assert "waits: did not finish within 0.5 s: was in load (waits.py:4)" in capfd.readouterr().err
     assert main(["exec", "--timeout=0", "waits.py"]) == 2
     assert "the time-out must be positive, not 0 s" in capfd.readouterr().err
+    Path("trains.py").write_text(TRAINING)
+    assert main(["exec", "--instrument=timing", "--timeout=inf", "trains.py"]) == 0
 
 
 def test_a_rank_that_takes_no_step_is_named(tmp_path: Path) -> None:

@@ -49,8 +49,11 @@ def of_rank(directory: Path, rank: int) -> Path:
 
 
 def own_folder(directory: Path) -> Path:
-    """The folder of this process: that of the case, or as one of the launcher's ranks its own."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    """The folder of this process: that of the case, or as one of the launcher's ranks its own.
+
+    ``WORLD_SIZE`` alone is also what other programs leave in the environment.
+    """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         return directory
     return of_rank(directory, int(os.environ["RANK"]))
 

@@ -10,6 +10,7 @@ import pytest
 from dpbench import Case, ConfigurationError
 from dpbench.instruments import choose
 from dpbench.instruments.torch_profiler import profiler as torch_profiler
+from dpbench.instruments.torch_profiler.profile_folder import own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.process.messages import Schedule, Steps
 from dpbench.settings import Settings
@@ -45,6 +46,16 @@ def test_options_reach_the_instrument() -> None:
     assert choose(["torch_profiler"], settings) == [
         TorchProfiler(Path("x"), "cpu", Steps(4, 1), 7.0, Schedule(wait=2), 1.0)
     ]
+
+
+def test_what_other_programs_say_of_ranks_does_not_move_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "2")
+    assert own_folder(tmp_path) == tmp_path
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
+    assert own_folder(tmp_path) == tmp_path / "rank2"
 
 
 def test_a_negative_threshold_is_refused() -> None:
