@@ -200,14 +200,21 @@ def recorded(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
 
 def waits_for_the_gpu(part: Callable[[], object]) -> bool:
     """Do a part of a step; whether Python read something from the GPU in it."""
+    mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             part()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return any("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+            torch.cuda.set_sync_debug_mode(mode)
+    waits = False
+    for each in caught:
+        if "synchronizing CUDA operation" in str(each.message):
+            waits = True
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return waits
 
 
 def unnoticed_capture() -> AbstractContextManager[object]:
