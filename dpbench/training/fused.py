@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
-from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
 from dpbench.training.per_layer import (
     EmbeddingRule,
     Gradients,
@@ -78,7 +78,9 @@ class FusedTrainer(BookKeepingTrainer):
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
         usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
-        return LayerNormRule(layer, name) if usual else rule_of(layer, name)
+        rule = LayerNormRule(layer, name) if usual else rule_of(layer, name)
+        rule.scaled = scaled
+        return rule
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}

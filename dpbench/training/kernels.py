@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
+from dpbench.training import per_layer
+
 EXAMPLES_AT_A_TIME = 2
 """Of these the products T × T stay in the L2 (8 MB each at 1024 tokens in float32)."""
 
@@ -109,6 +111,30 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
             table, len(pairs), first, *(tensor for pair in some for tensor in pair)
         )
     return table
+
+
+@custom_op("dpbench::scaled", mutates_args=())
+def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
+    """`dpbench.training.per_layer.scaled`, as a kernel that reads several numbers at a time."""
+    return per_layer.scaled(tensor, factors)
+
+
+@scaled.register_fake
+def _(tensor: Tensor, factors: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@scaled.register_kernel("cuda")
+def _(tensor: Tensor, factors: Tensor) -> Tensor:
+    if tensor.dtype not in TILINGS:
+        return per_layer.scaled(tensor, factors)
+    examples = len(tensor)
+    length = tensor.numel() // examples
+    product = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    _kernels()["scaled"][-(-length // 2048), examples](
+        tensor.contiguous(), factors, product, length, 2048
+    )
+    return product
 
 
 @custom_op("dpbench::layer_norm_samples", mutates_args=())

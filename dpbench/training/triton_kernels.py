@@ -74,6 +74,16 @@ def gram_norms(
 
 
 @triton.jit
+def scaled(tensor, factors, product, length, block: tl.constexpr):
+    """A block of one example times its factor."""
+    example = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < length
+    value = tl.load(tensor + example * length + at, mask=inside).to(tl.float32)
+    tl.store(product + example * length + at, value * tl.load(factors + example), mask=inside)
+
+
+@triton.jit
 def layer_norm_samples(
     x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
 ):

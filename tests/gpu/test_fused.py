@@ -17,7 +17,7 @@ from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.model_size import ModelSize
 from dpbench.process.step import peak_memory
 from dpbench.training.base import Batch, Momentum
-from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
 from dpbench.training.phases import observed_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
@@ -73,6 +73,16 @@ def test_gram_norms_of_embeddings_add_up_rows_named_twice(dtype: torch.dtype, to
     expected = samples.square().sum((1, 2))
     norms = gram_norms([rows], [g], False).double()
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("width", [7, 64, 2048])
+def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> None:
+    tensor, factors = normal(3, 33, width, dtype=dtype), torch.rand(3, device="cuda")
+    across = tensor.mT
+    for each in (tensor, across, across.contiguous()[:, 1:]):
+        expected = (each.double() * factors.double()[:, None, None]).to(dtype)
+        torch.testing.assert_close(scaled(each, factors), expected)
 
 
 @pytest.mark.parametrize("width", [7, 64, 2048])
