@@ -1,6 +1,7 @@
-"""How far bf16 gradients of each private trainer are from those of the fp64 reference.
+"""How far gradients of each private trainer are from those of the fp64 reference.
 
-    python -m bench.bf16 > docs/results/bf16.txt
+    python -m bench.distances fp32 > docs/results/distances-fp32.txt
+    python -m bench.distances bf16 > docs/results/distances-bf16.txt
 
 On a CPU, with the reference and the distances of ``dpbench verify``: of each parameter the norm of
 the difference ÷ the norm of the reference, the largest over parameters and steps, with half of the
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -21,7 +23,8 @@ from bench.evidence import METHODS, PRIVATE
 from dpbench.case import AXES
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.show.layout import Shown, Table, as_text
-from dpbench.verify.checks import Verification, thresholds
+from dpbench.verify.checks import Verification
+from dpbench.verify.reference import thresholds
 
 MODELS = {
     "transformer": "--model-size tiny --seq-len 16",
@@ -33,11 +36,11 @@ MODELS = {
 """Small models, by the options of ``dpbench verify``."""
 
 
-def distance(model: str, trainer: str) -> float:
+def distance(model: str, trainer: str, precision: str) -> float:
     """The largest relative distance of a parameter's gradient."""
     parser = argparse.ArgumentParser()
     add_case(parser, [*AXES], device="cpu")
-    words = f"--trainer {trainer} --precision bf16 --batch-size 4 {model}"
+    words = f"--trainer {trainer} --precision {precision} --batch-size 4 {model}"
     case = chosen_case(parser.parse_args(shlex.split(words)))
     verification = Verification(case, torch.device("cpu"), "flat")
     far = []
@@ -47,20 +50,22 @@ def distance(model: str, trainer: str) -> float:
     return max(off for step in far for off in step.values())
 
 
-def main(trainers: Sequence[str] = METHODS, models: Sequence[str] = tuple(MODELS)) -> None:
+def main(
+    precision: str, trainers: Sequence[str] = METHODS, models: Sequence[str] = tuple(MODELS)
+) -> None:
     """Print a table: a line for each trainer, and each beside the furthest of Opacus's three."""
     warnings.filterwarnings("ignore")
-    off = {model: [distance(MODELS[model], trainer) for trainer in trainers] for model in models}
+    off = {m: [distance(MODELS[m], trainer, precision) for trainer in trainers] for m in models}
     frame = pd.DataFrame(off, index=[*trainers])
     opacus = frame[frame.index.isin(PRIVATE)].max()
     shown = pd.concat([frame, (frame / opacus).add_suffix(" ÷")], axis=1).reset_index(names="name")
     columns: dict[str, Shown] = {"trainer": ("name", str)}
-    columns |= {model: (model, "{:.4f}".format) for model in models}
+    columns |= {model: (model, "{:.3g}".format) for model in models}
     columns |= {f"{model}\n÷ Opacus": (f"{model} ÷", "{:.2f}".format) for model in models}
     notes = ["÷ Opacus: by the furthest of its three trainers."]
-    title = "bf16: the furthest parameter's distance from the reference"
+    title = f"{precision}: the furthest parameter's distance from the reference"
     print(as_text([Table.of(title, shown, columns, notes)], 120))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

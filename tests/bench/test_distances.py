@@ -1,16 +1,16 @@
-"""Distances of bf16 gradients from the reference, for real, on the CPU."""
+"""Distances of gradients from the reference, for real, on the CPU."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.bf16 import main
+from bench.distances import main
 
 
 def test_each_trainer_stands_beside_the_furthest_of_opacus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main(("dpsgd", "book_keeping"), ("transformer",))
+    main("bf16", ("dpsgd", "book_keeping"), ("transformer",))
     printed = [line.split() for line in capsys.readouterr().out.splitlines() if line]
     lines = {line[0]: line[1:] for line in printed}
     assert lines["dpsgd"][1] == "1.00"
