@@ -16,7 +16,7 @@ Of (file, words) ``gb`` and ``logical`` are DRAM bytes and counted bytes, in GB 
 busy, in %, ``sent`` what a rank sends, in GB; the other functions say themselves what they are.
 ``PRIVATE``, ``TRAINERS``, ``METHODS`` are Opacus's three trainers, with ``"standard"``, and with
 dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS``, and of these ``LANGUAGE``, are where trainers
-were measured, each a file and words.
+were measured, each a file and words, and ``SESSIONS`` the files of the built-in model.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Any
 import pandas as pd
 
 from bench.bounds import BOUNDS, of_24_layers
+from bench.places import ALL, FP32, METHODS, MODELS, PRIVATE, SESSIONS
 from dpbench.case import ALL_PHASES
 from dpbench.results.frame import of_one_instrument, summarise
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -268,32 +269,6 @@ def spearman(first: list[float], second: list[float]) -> float:
     """The rank correlation."""
     return float(pd.Series(first).rank().corr(pd.Series(second).rank()))
 
-
-PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
-METHODS = (*PRIVATE, "lean", "ghost_lean", "mixed_ghost", "micro_batch", "book_keeping", "fused")
-FP32 = [
-    ("methods-256", "8x256", "fp32"),
-    ("methods-1024", "8x1024", "fp32"),
-    *(("cupti-grid1-1", cell, "fp32") for cell in ("16x256", "16x1024")),
-]
-ALL = [
-    *FP32,
-    ("methods-256", "8x256", "bf16"),
-    ("methods-1024", "8x1024", "bf16"),
-    *(("methods-tf32", cell, "tf32") for cell in ("8x256", "8x1024")),
-    *(("methods-16x1024", "16x1024", p) for p in ("tf32", "bf16")),
-]
-SESSIONS = (
-    *("methods-256", "methods-1024", "methods-tf32", "methods-16x1024", "cupti-grid1-1"),
-    *("ncu-grid1-1", "ncu-methods-256", "cupti-and-ncu", "precisions", "precisions-16x1024"),
-    *("account-fused-256", "account-fused-1024", "opacus-changes"),
-)
-"""Where the built-in model was measured, each of a clean commit."""
-
-MODELS = (
-    *(f"{name}-{length}" for name in ("gpt2", "llama", "bert") for length in (256, 512)),
-    *("vit-32", "vit-64", "resnet-64"),
-)
 
 FUNCTIONS = (
     *(abs, all, len, max, min, sum, spearman, item),
