@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
-from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
 from dpbench.training.per_layer import (
     EmbeddingRule,
     Gradients,
@@ -78,7 +78,9 @@ class FusedTrainer(BookKeepingTrainer):
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
         usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
-        return LayerNormRule(layer, name) if usual else rule_of(layer, name)
+        rule = LayerNormRule(layer, name) if usual else rule_of(layer, name)
+        rule.scaled = scaled
+        return rule
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
@@ -200,14 +202,21 @@ def recorded(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
 
 def waits_for_the_gpu(part: Callable[[], object]) -> bool:
     """Do a part of a step; whether Python read something from the GPU in it."""
+    mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             part()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return any("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+            torch.cuda.set_sync_debug_mode(mode)
+    waits = False
+    for each in caught:
+        if "synchronizing CUDA operation" in str(each.message):
+            waits = True
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return waits
 
 
 def unnoticed_capture() -> AbstractContextManager[object]:

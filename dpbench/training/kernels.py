@@ -15,11 +15,16 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
+from dpbench.training import per_layer
+
 EXAMPLES_AT_A_TIME = 2
 """Of these the products T × T stay in the L2 (8 MB each at 1024 tokens in float32)."""
 
 LONG = 512
-"""From so many tokens on a product by cuBLAS is faster than the kernel, which keeps none."""
+"""From so many tokens on products come from cuBLAS, not from the kernel, which keeps none."""
+
+TILINGS = {torch.float32: (64, 32, 4, 3), torch.bfloat16: (128, 64, 8, 3)}
+"""Of the kernel by type: rows of a tile, numbers of a row at a time, warps, stages of loading."""
 
 
 @custom_op("dpbench::gram_norms", mutates_args=())
@@ -75,23 +80,24 @@ def _gram(x: Tensor) -> Tensor:
 def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
     examples, tokens, height = gradients[0].shape
     dtype, rows = gradients[0].dtype, activations[0].dim() == 2
-    if dtype not in (torch.float32, torch.bfloat16) or (tokens >= LONG and not rows):
+    if dtype not in TILINGS or (tokens >= LONG and not rows):
         return _by_products(activations, gradients, bias)
-    is_half = dtype == torch.bfloat16
     width = 0 if rows else activations[0].shape[2]
-    tile = min(128 if is_half else 64, max(16, 1 << (tokens - 1).bit_length()))
+    most, step, warps, stages = TILINGS[dtype]
+    tile = min(most, max(16, 1 << (tokens - 1).bit_length()))
     tiles = -(-tokens // tile)
     pairs = [(x.contiguous(), g.contiguous()) for x, g in zip(activations, gradients, strict=True)]
+    aligned = all(tensor.data_ptr() % 16 == 0 for pair in pairs for tensor in pair)
     total = torch.zeros(examples, device=gradients[0].device)
     addresses = _addresses(pairs)
     # In float32 a product of two numbers is three of tf32, of their upper and lower parts, without
     # that of the lower parts. A part has 11 bits, so what is left out and rounded off is less than
     # 3 · 2⁻²⁰ |a b|, were parts cut off rather than rounded (Ootomo and Yokota, "Recovering single
     # precision accuracy from Tensor Cores", 2022, https://arxiv.org/abs/2203.03341).
+    is_half = dtype == torch.bfloat16
     _kernels()["gram_norms"][tiles * (tiles + 1) // 2, examples, len(pairs)](
-        addresses, total, tokens, width, height, len(pairs), bias, rows, is_half,
-        "ieee" if is_half else "tf32x3", tile, 64 if is_half else 32,
-        num_warps=8 if is_half else 4, num_stages=3,
+        addresses, total, tokens, width, height, len(pairs), bias, rows, is_half, aligned,
+        "ieee" if is_half else "tf32x3", tile, step, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return total
 
@@ -105,6 +111,30 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
             table, len(pairs), first, *(tensor for pair in some for tensor in pair)
         )
     return table
+
+
+@custom_op("dpbench::scaled", mutates_args=())
+def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
+    """`dpbench.training.per_layer.scaled`, as a kernel that reads several numbers at a time."""
+    return per_layer.scaled(tensor, factors)
+
+
+@scaled.register_fake
+def _(tensor: Tensor, factors: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@scaled.register_kernel("cuda")
+def _(tensor: Tensor, factors: Tensor) -> Tensor:
+    if tensor.dtype not in TILINGS:
+        return per_layer.scaled(tensor, factors)
+    examples = len(tensor)
+    length = tensor.numel() // examples
+    product = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    _kernels()["scaled"][-(-length // 2048), examples](
+        tensor.contiguous(), factors, product, length, 2048
+    )
+    return product
 
 
 @custom_op("dpbench::layer_norm_samples", mutates_args=())

@@ -69,9 +69,9 @@ class MicroBatchTrainer(ClippedSumTrainer):
         gradients = {p: p.grad for p in self.trained if p.grad is not None}
         self.plain_optimizer.zero_grad(set_to_none=True)
         norms = torch._foreach_norm([*gradients.values()], 2, dtype=self.wide)
-        factor = self.factors_for(torch.stack(norms).norm())
+        factor = self.factors_for(torch.stack(norms).norm())[None]  # multiplied in its own type
         for parameter, gradient in gradients.items():
-            self.sums.put_scaled(parameter, gradient, rounded_down(factor, gradient.dtype))
+            self.sums.put_scaled(parameter, gradient, factor)
 
     def clip_at_once(self, part: Batch) -> Tensor:
         """The same with the gradients of all examples ``[B, …]``; returns the mean loss."""

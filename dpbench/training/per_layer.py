@@ -73,7 +73,7 @@ class Sums:
             place.add_(total)
 
     def put_scaled(self, parameter: Tensor, gradient: Tensor, factor: Tensor) -> None:
-        """The same of ``gradient × factor``, a scalar."""
+        """The same of ``gradient × factor``, of one element."""
         place = self._place(parameter)
         if self._is_first(parameter):
             torch.mul(gradient, factor, out=place)
@@ -126,6 +126,7 @@ class Rule(ABC, Generic[L]):
 
     def __init__(self, layer: L, name: str) -> None:
         self.layer, self.name = layer, name
+        self.scaled = scaled
         bias = getattr(layer, "bias", None)
         self.trains_bias = isinstance(bias, Tensor) and bias.requires_grad
 
@@ -197,17 +198,15 @@ class LinearRule(Rule[Any]):
 
     def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
         x, g = self.joined(seen)
-        factors = rounded_down(weights, g.dtype)
         if self.layer.weight.requires_grad:
             # The factors go to the narrower of the two.
             wide = x.shape[2] > g.shape[2]
-            each = factors[:, None, None]
-            a, b = (x, g * each) if wide else (x * each, g)
+            a, b = (x, self.scaled(g, weights)) if wide else (self.scaled(x, weights), g)
             if type(self.layer) is nn.Linear:
                 a, b = b, a
             sums.put_product(self.layer.weight, a.flatten(0, 1).t(), b.flatten(0, 1))
         if self.trains_bias:
-            by_token = factors.repeat_interleave(g.shape[1])
+            by_token = rounded_down(weights, g.dtype).repeat_interleave(g.shape[1])
             sums.put(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
 
     def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -238,8 +237,8 @@ class EmbeddingRule(Rule[nn.Embedding]):
 
     def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
         ids, g = self.joined(seen)
-        weighted = g * rounded_down(weights, g.dtype)[:, None, None]
-        sums.put_rows(self.layer.weight, ids.flatten(), weighted.flatten(0, 1))
+        weighted = self.scaled(g, weights).flatten(0, 1)
+        sums.put_rows(self.layer.weight, ids.flatten(), weighted)
 
     def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
         """Rows ``[B, T]`` int64, and gradients ``[B, T, N]``, of all calls; padding has zeros."""
@@ -328,6 +327,18 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
     for other in others:
         first = first + other
     return first
+
+
+def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
+    """Each example's part times its factor, multiplied in float32 and rounded once.
+
+    A factor in 16 bits would be off by up to 0.4 %, and all that an example adds with it.
+
+    Args:
+        tensor: ``[B, T, N]``.
+        factors: ``[B]``, float32.
+    """
+    return torch.mul(tensor, factors[:, None, None], out=torch.empty_like(tensor))
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:

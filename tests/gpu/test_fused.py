@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.model_size import ModelSize
 from dpbench.process.step import peak_memory
 from dpbench.training.base import Batch, Momentum
-from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
 from dpbench.training.phases import observed_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
@@ -51,6 +53,15 @@ def test_gram_norms_are_those_of_the_gradients(
     torch.testing.assert_close(gram_norms(xs, gs, bias).double(), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gram_norms_of_tensors_that_begin_within_a_word(dtype: torch.dtype) -> None:
+    x, g = (normal(1 + 2 * 256 * 64, dtype=dtype)[1:].view(2, 256, 64) for _ in range(2))
+    expected = torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
+    norms = gram_norms([x], [g], False).double()
+    torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gram_norms([x.clone()], [g.clone()], False).double(), norms)
+
+
 @pytest.mark.parametrize("tokens", [5, 200, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gram_norms_of_embeddings_add_up_rows_named_twice(dtype: torch.dtype, tokens: int) -> None:
@@ -62,6 +73,16 @@ def test_gram_norms_of_embeddings_add_up_rows_named_twice(dtype: torch.dtype, to
     expected = samples.square().sum((1, 2))
     norms = gram_norms([rows], [g], False).double()
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("width", [7, 64, 2048])
+def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> None:
+    tensor, factors = normal(3, 33, width, dtype=dtype), torch.rand(3, device="cuda")
+    across = tensor.mT
+    for each in (tensor, across, across.contiguous()[:, 1:]):
+        expected = (each.double() * factors.double()[:, None, None]).to(dtype)
+        torch.testing.assert_close(scaled(each, factors), expected)
 
 
 @pytest.mark.parametrize("width", [7, 64, 2048])
@@ -88,6 +109,19 @@ def test_the_update_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> 
         together = torch.stack([first, first.roll(lag)])
         assert abs(torch.corrcoef(together)[0, 1]) < 5 / length**0.5
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / length**0.5
+
+
+def test_one_number_of_two_million_is_further_out_than_five_deviations() -> None:
+    """As it should be, and some are further than 5.7, where Triton's own normal numbers end."""
+    length, beyond, largest = 2**28, 0, 0.0
+    for seed in range(8):
+        moved = torch.zeros(length, device="cuda")
+        noisy_descent(moved, torch.zeros_like(moved), torch.tensor(seed, device="cuda"), 1.0, 1.0)
+        beyond += int((moved.abs() > 5).sum())
+        largest = max(largest, float(moved.abs().max()))
+    expected = 8 * length * math.erfc(5 / 2**0.5)
+    assert abs(beyond - expected) < 6 * expected**0.5
+    assert 5.7 < largest < 7
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -175,6 +209,23 @@ def test_a_graph_has_the_operators_of_a_step_that_is_not_captured(reads: bool) -
         trainer.train_step(batch)
     assert seen == [False, reads]
     assert [*trainer._graphs] == ["forward", "backward", "clip"]
+
+
+def test_a_warning_of_the_first_forward_is_shown_and_debugging_stays_as_it_was() -> None:
+    class Warns(SimpleBigModel):
+        def forward(self, tokens: Tensor) -> Tensor:
+            warnings.warn("of the model", stacklevel=1)
+            logits: Tensor = super().forward(tokens)
+            return logits
+
+    trainer = TRAINERS["fused"](Warns(SIZE, max_seq_len=700).to("cuda"), batch_size=6)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="of the model"):
+            trainer.train_step(batches_of(40)[0])
+        assert torch.cuda.get_sync_debug_mode() == 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_peak_memory_has_what_graphs_keep() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from dpbench import TRAINERS, Case, SimpleBigModel, get_random_dataloader
 from dpbench.instruments.logical.logical import Logical
 from dpbench.model_size import ModelSize
+from dpbench.training import kernels
 from dpbench.training.base import Batch
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
-from dpbench.training.per_layer import ALIGNED, one_buffer, rounded_down
+from dpbench.training.per_layer import ALIGNED, one_buffer, rounded_down, scaled
 
 SIZE = ModelSize(50, 16, 1, 2)
 
@@ -105,6 +107,18 @@ def test_a_factor_is_never_rounded_up_nor_by_more_than_a_step(
     assert (rounded.double() <= factors.double()).all()
     above = torch.nextafter(rounded, torch.full_like(rounded, 2.0))
     assert (above.double() > factors.double()).all()
+
+
+@pytest.mark.parametrize("scale", [scaled, kernels.scaled])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_an_example_is_scaled_by_the_whole_factor_and_rounded_once(
+    dtype: torch.dtype, scale: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    tensor, factors = torch.randn(5, 3, 40).to(dtype), torch.rand(5)
+    product = scale(tensor, factors)
+    assert product.dtype == dtype
+    exact = tensor.double() * factors.double()[:, None, None]
+    assert ((product.double() / exact - 1).abs() <= torch.finfo(dtype).eps / 2 * 1.01).all()
 
 
 def test_each_part_of_a_buffer_begins_where_matrix_products_want_it() -> None:

@@ -190,7 +190,7 @@ REVIEWED = names(
     zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
     _fused_sgd _fused_adam _fused_adamw _fused_adagrad
     _amp_foreach_non_finite_check_and_unscale _amp_update_scale
-    dpbench.gram_norms dpbench.layer_norm_samples dpbench.noisy_descent
+    dpbench.gram_norms dpbench.layer_norm_samples dpbench.noisy_descent dpbench.scaled
     fsdp.all_gather_copy_in fsdp.chunk_cat fsdp.split_with_sizes_copy
     c10d.allreduce c10d.broadcast c10d._allgather_base c10d._reduce_scatter_base
     c10d.allgather c10d.reduce_scatter c10d.alltoall_base
