@@ -12,8 +12,8 @@ INTERRUPTED = {
 }
 """Runs that were interrupted, and what they lack."""
 
-NO_RUN = {"ceilings": "what bench/ceilings.py printed, which names no commit"}
-"""Files that hold no cases."""
+NO_RUN = {"ceilings": "bench/ceilings.py printed it: it has no cases and names no commit"}
+"""Files that are no run, and why."""
 
 FILES = sorted(path.stem.removeprefix("h200-") for path in RESULTS.glob("*.json"))
 
