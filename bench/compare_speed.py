@@ -18,7 +18,7 @@ from dpbench.results.gate import Gate
 from dpbench.results.run import Run
 
 ROWS = 10_000
-RECORDED = Path(__file__).parents[1] / "docs" / "results" / "h200-grid1.json"
+RECORDED = Path(__file__).parents[1] / "docs" / "results" / "h200-ncu-grid1-1.json"
 
 
 def enlarged(document: dict[str, object], rows: int) -> dict[str, object]:

@@ -57,7 +57,7 @@ MOST_LEFT_OVER = 0.0005
 MOST_POINTS = 3.0
 """By how many percentage points nsys's busy share of a step may differ from CUPTI's."""
 
-RECORDED = Path(__file__).parents[1] / "docs/results/h200-grid1.json"
+RECORDED = Path(__file__).parents[1] / "docs/results/h200-ncu-grid1-1.json"
 """Grid 1 under ncu, on an NVIDIA H200."""
 
 

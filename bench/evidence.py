@@ -16,7 +16,7 @@ Of (file, words) ``gb`` and ``logical`` are DRAM bytes and counted bytes, in GB 
 busy, in %, ``sent`` what a rank sends, in GB; the other functions say themselves what they are.
 ``PRIVATE``, ``TRAINERS``, ``METHODS`` are Opacus's three trainers, with ``"standard"``, and with
 dpbench's; ``FP32``, ``ALL``, ``FOUR``, ``MODELS``, and of these ``LANGUAGE``, are where trainers
-were measured, each a file and words.
+were measured, each a file and words, and ``SESSIONS`` the files of the built-in model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Any
 import pandas as pd
 
 from bench.bounds import BOUNDS, of_24_layers
+from bench.places import ALL, FP32, METHODS, MODELS, PRIVATE, SESSIONS
 from dpbench.case import ALL_PHASES
 from dpbench.results.frame import of_one_instrument, summarise
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -164,6 +165,16 @@ def collectives(file: str, *words: str) -> float:
     return _read(run_of(file).name, float(sum(found)))
 
 
+def kernels(file: str, name: str, *words: str) -> float:
+    """GB that kernels of a name, or of a category, moved: of a case, in a phase."""
+    rows = _run(run_of(file)).document["kernels"]
+    asked = {name, *words}
+    found = [row["read_bytes"] + row["write_bytes"] for row in rows if asked <= {*row.values()}]
+    if not found:
+        raise QueryError(f"{file} has no kernels {name} of {' '.join(words)}")
+    return _read(run_of(file).name, sum(found)) / 1e9
+
+
 def printed(file: str, start: str, n: int) -> float:
     """Number ``n``, from 1, behind the words with which a line of a printed file begins."""
     counted_here = (RESULTS / f"{file}.txt").exists()
@@ -218,6 +229,15 @@ def idle(file: str, *words: str) -> float:
     return float((private - standard) / more(file, *words))
 
 
+def seen(what: Callable[..., float], *words: str) -> list[float]:
+    """``gb`` or another of one case, in each of the sessions that have measured it."""
+    found = []
+    for file in SESSIONS:
+        with suppress(QueryError):
+            found.append(what(file, *words))
+    return found
+
+
 def device(file: str) -> str:
     """Where a run was measured."""
     return str(_run(run_of(file)).devices[0])
@@ -232,13 +252,6 @@ def commit(file: str) -> str:
 def status(file: str) -> str:
     """Whether its session was complete."""
     return _run(run_of(file)).status
-
-
-def spread(file: str, metric: str) -> float:
-    """How far the counted steps of a case differ at most, ÷ their mean."""
-    summary = summarise(_run(run_of(file)).frame)
-    of_steps = summary[(summary.metric == metric) & (summary.phase == STEP)]
-    return _read(run_of(file).name, float(of_steps.spread.max()))
 
 
 def wrote(path: str, text: str) -> bool:
@@ -257,31 +270,10 @@ def spearman(first: list[float], second: list[float]) -> float:
     return float(pd.Series(first).rank().corr(pd.Series(second).rank()))
 
 
-PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
-METHODS = (*PRIVATE, "lean", "ghost_lean", "mixed_ghost", "micro_batch", "book_keeping", "fused")
-FP32 = [
-    ("methods-256", "8x256", "fp32"),
-    ("methods-1024", "8x1024", "fp32"),
-    *(("grid1", cell, "fp32") for cell in ("16x256", "16x1024")),
-    *(("grid2", cell, "fp32") for cell in ("4x512", "4x1024", "8x512")),
-]
-ALL = [
-    *FP32,
-    ("methods-256", "8x256", "bf16"),
-    ("methods-1024", "8x1024", "bf16"),
-    *(("methods-tf32", cell, "tf32") for cell in ("8x256", "8x1024")),
-    *(("methods-16x1024", "16x1024", p) for p in ("tf32", "bf16")),
-]
-
-MODELS = (
-    *(f"{name}-{length}" for name in ("gpt2", "llama", "bert") for length in (256, 512)),
-    *("vit-32", "vit-64", "resnet-64"),
-)
-
 FUNCTIONS = (
     *(abs, all, len, max, min, sum, spearman, item),
-    *(number, counted, calls, flops, collectives, printed, over, ceiling),
-    *(ratios, more, idle, spread, device, commit, status, wrote),
+    *(number, counted, calls, flops, collectives, kernels, printed, over, ceiling),
+    *(ratios, more, idle, seen, device, commit, status, wrote),
 )
 
 VOCABULARY: dict[str, Any] = {
@@ -295,6 +287,7 @@ VOCABULARY: dict[str, Any] = {
     "PRIVATE": PRIVATE,
     "METHODS": METHODS,
     "FP32": FP32,
+    "SESSIONS": SESSIONS,
     "ALL": ALL,
     "FOUR": [(file, p) for file in ("methods-256", "methods-1024") for p in ("fp32", "bf16")],
     "MODELS": [(name,) for name in MODELS],

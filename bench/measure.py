@@ -86,7 +86,11 @@ PLAN = {
         for length in (256, 1024)
     },
 }
-"""The options of ``dpbench run`` by the name of its file, in the order of their worth."""
+"""The options of ``dpbench run`` by the name of its file, in the order of their worth.
+
+On one H200 a grid takes five to six minutes, an account of kernels five at 256 tokens and more than
+ten at 1024, the others less than five.
+"""
 
 
 def command(name: str, options: str, into: Path) -> list[str]:

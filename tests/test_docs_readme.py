@@ -13,7 +13,7 @@ import pytest
 from dpbench.cli import main
 from tests.commands.test_exec import ProcessHere
 from tests.plugin import conftest as sessions
-from tests.test_docs import RESULTS, ROOT, Block, assert_printed, block_with, blocks
+from tests.test_docs import ROOT, Block, assert_printed, block_with, blocks
 
 imports = sessions.imports  # a fixture: what a session imported stays
 
@@ -81,9 +81,3 @@ def test_what_the_readme_has_for_a_laptop_works_in_order_and_prints_what_it_show
     (gate,) = [text for text in to_paste if "--compare-fail" in text]
     assert main(shlex.split(gate)[1:]) == 1
     assert_printed(block_with("README.md", "1% exceeded"), capfd.readouterr().out)
-
-
-def test_the_time_that_readme_names_is_the_one_recorded() -> None:
-    readme, results = ((ROOT / p).read_text(encoding="utf-8") for p in ("README.md", RESULTS))
-    (took,) = re.findall(r"`(\d+ passed in [^`]+)`", readme)
-    assert took in results

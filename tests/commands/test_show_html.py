@@ -15,7 +15,7 @@ from dpbench.results.conditions import environment
 from dpbench.results.outcome import Outcome, document, document_text
 from dpbench.results.rows import Measurement
 
-GRID1 = Path(__file__).parents[2] / "docs/results/h200-grid1.json"
+GRID1 = Path(__file__).parents[1] / "data/runs/grid1.json"
 
 
 def write_run(path: Path, trainer: str = "standard") -> Path:
@@ -47,7 +47,7 @@ def test_page_has_the_runs_under_their_names(
 def test_a_document_without_a_case_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ceilings = GRID1.with_name("h200-ceilings.json")
+    ceilings = Path(__file__).parents[2] / "docs/results/h200-ceilings.json"
     assert main(["show", str(ceilings), "--html", str(tmp_path / "report.html")]) == 2
     assert "h200-ceilings.json holds no case: nothing to draw" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()

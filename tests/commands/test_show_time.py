@@ -12,7 +12,7 @@ from dpbench.results.run import Run
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"
-CUPTI, GRID1 = RESULTS / "h200-methods-256.json", RESULTS / "h200-grid1.json"
+CUPTI, GRID1 = RESULTS / "h200-methods-256.json", ROOT / "tests/data/runs/grid1.json"
 COUNTED = ROOT / "tests/data/logical-1b-bs8-seq256.json"
 
 
@@ -91,13 +91,16 @@ def test_a_missing_premise_is_named_with_what_would_give_it(
 def test_a_ceiling_that_was_not_measured_is_not_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = " ".join(shown(capsys, RESULTS / "h200-fp16-amp.json", "--time").split())
+    run = tmp_path / "run.json"
+    by_autocast = (RESULTS / "h200-methods-amp.json").read_text()
+    run.write_text(by_autocast.replace('"bf16-amp"', '"fp16-amp"'))
+    text = " ".join(shown(capsys, run, "--time").split())
     assert "No ceiling of arithmetic at fp16-amp: python bench/ceilings.py measures it" in text
     assert "Roofs of NVIDIA H200: 4283 GB/s (measured" in text
     document = json.loads((RESULTS / "h200-ceilings.json").read_text())
     document["ceilings"]["flops"]["fp16"] = 6e14
     own = saved(tmp_path / "ceilings.json", document)
-    text = " ".join(shown(capsys, RESULTS / "h200-fp16-amp.json", "--time", own).split())
+    text = " ".join(shown(capsys, run, "--time", own).split())
     assert "600 TFLOP/s at fp16-amp" in text
 
 

@@ -18,8 +18,8 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
-GRID1 = Run.load(RESULTS / "h200-grid1.json")
+RUNS = Path(__file__).parents[1] / "data/runs"
+GRID1 = Run.load(RUNS / "grid1.json")
 DP = "dpsgd"
 LAST = "dpsgd_fgc-bs16-seq1024-1b-fp32"
 """One of the twelve DP cases of Grid 1."""
@@ -187,7 +187,7 @@ def test_what_is_lost_fails_each_limit_that_should_have_judged_it(
 
 
 def test_what_is_whole_passes_and_judges_everything() -> None:
-    again = Run.load(RESULTS / "h200-grid1-two-steps.json")
+    again = Run.load(RUNS / "first_version.json")
     found = verdict(again, "dram_bytes:±1%", "dram_ratio:±1%", "dram_bytes@clip:5%")
     assert found.passed
     assert len(found.judged) == 16 + 12 + 12
@@ -229,9 +229,9 @@ def test_what_was_not_asked_for_is_named_and_is_no_failure() -> None:
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        ("logical_bytes:5%", "h200-grid1 has no logical_bytes of the step of what was asked for"),
-        ("dram_bytes@clip:5%", "h200-grid1 has no dram_bytes in phase clip of what was asked for"),
-        ("dram_ratio:5%", "h200-grid1 has no dram_ratio of the step of what was asked for"),
+        ("logical_bytes:5%", "grid1 has no logical_bytes of the step of what was asked for"),
+        ("dram_bytes@clip:5%", "grid1 has no dram_bytes in phase clip of what was asked for"),
+        ("dram_ratio:5%", "grid1 has no dram_ratio of the step of what was asked for"),
     ],
 )
 def test_limit_that_judges_nothing_has_not_passed(limit: str, words: str) -> None:
@@ -319,7 +319,7 @@ def test_other_versions_are_named() -> None:
         GRID1, path=Path("after"), document={**GRID1.document, "environment": environment}
     )
     [note] = verdict(after).notes
-    assert note.startswith("different from h200-grid1: torch ")
+    assert note.startswith("different from grid1: torch ")
     assert note.endswith(" -> 9.9")
 
 
