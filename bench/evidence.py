@@ -165,14 +165,21 @@ def collectives(file: str, *words: str) -> float:
     return _read(run_of(file).name, float(sum(found)))
 
 
-def kernels(file: str, name: str, *words: str) -> float:
+def kernels(file: str, *words: str) -> float:
     """GB that kernels of a name, or of a category, moved: of a case, in a phase."""
+    return _of_kernels(file, words, "read_bytes", "write_bytes") / 1e9
+
+
+def kernels_ms(file: str, *words: str) -> float:
+    """The time that they took."""
+    return _of_kernels(file, words, "seconds") * 1e3
+
+
+def _of_kernels(file: str, words: tuple[str, ...], *columns: str) -> float:
     rows = _run(run_of(file)).document["kernels"]
-    asked = {name, *words}
-    found = [row["read_bytes"] + row["write_bytes"] for row in rows if asked <= {*row.values()}]
-    if not found:
-        raise QueryError(f"{file} has no kernels {name} of {' '.join(words)}")
-    return _read(run_of(file).name, sum(found)) / 1e9
+    if not (found := [row for row in rows if {*words} <= {*row.values()}]):
+        raise QueryError(f"{file} has no kernels of {' '.join(words)}")
+    return _read(run_of(file).name, sum(row[column] for row in found for column in columns))
 
 
 def printed(file: str, start: str, n: int) -> float:
@@ -272,7 +279,7 @@ def spearman(first: list[float], second: list[float]) -> float:
 
 FUNCTIONS = (
     *(abs, all, len, max, min, sum, spearman, item),
-    *(number, counted, calls, flops, collectives, kernels, printed, over, ceiling),
+    *(number, counted, calls, flops, collectives, kernels, kernels_ms, printed, over, ceiling),
     *(ratios, more, idle, seen, device, commit, status, wrote),
 )
 

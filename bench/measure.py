@@ -27,6 +27,14 @@ OWN = (
     "--trainer lean --trainer ghost_lean --trainer mixed_ghost --trainer micro_batch "
     "--trainer book_keeping --trainer fused"
 )
+CHANGES = " ".join(
+    f"--trainer {trainer}:changes={change}"
+    for trainer, changes in (
+        ("lean", ("kept", "summed", "unused", "noise")),
+        ("ghost_lean", ("summed", "bias", "unused", "none", "taken", "noise")),
+    )
+    for change in changes
+)
 CUPTI = "--instrument cupti --warmup 2"
 LLAMA = (
     "--set hidden_size=2048 --set num_hidden_layers=22 --set intermediate_size=5632 "
@@ -72,6 +80,11 @@ PLAN = {
         f"--set depth=50 --batch-size {batch}"
         for batch in (64, 128)
     },
+    "opacus-changes": f"{CUPTI} {OPACUS} {CHANGES} --precision fp32 --precision bf16 "
+    "--trainer dpsgd_zeroing=bench.opacus_changes:ZeroingDPSGDTrainer --batch-size 8 --seq-len 256",
+    "variants": f"{CUPTI} --trainer standard --trainer dpsgd --trainer dpsgd_ghost --batch-size 8 "
+    "--model dropout=bench.variants:DropoutModel --model rms_norm=bench.variants:RMSNormModel "
+    "--seq-len 1024",
     "ncu-methods-256": "--instrument ncu --trainer standard --trainer fused --trainer dpsgd_fgc "
     "--precision fp32 --precision bf16 --batch-size 8 --seq-len 256",
     **{

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
-from dpbench.training.per_layer import Rule, Seen, rule_of, sum_of
+from dpbench.training.per_layer import Factors, Rule, Seen, rule_of, scaled, sum_of
 from dpbench.training.phases import phase
 
 
@@ -36,6 +36,8 @@ class BookKeepingTrainer(ClippedSumTrainer):
     Raises:
         ConfigurationError: a layer or parameter cannot be clipped so; it is named.
     """
+
+    scaled = staticmethod(scaled)
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -109,7 +111,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
     def clip(self) -> None:
         """Add the clipped gradients to those of earlier micro-batches."""
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
-        factors = self.clipping_factors(seen)
+        factors = Factors(self.clipping_factors(seen), self.scaled)
         for layer, rule in self.rules.items():
             if layer in seen:
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)

@@ -61,6 +61,8 @@ class FusedTrainer(BookKeepingTrainer):
     without them, as are micro-batches and steps whose operators somebody counts.
     """
 
+    scaled = staticmethod(scaled)
+
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         self.merged = is_plain(self.plain_optimizer)
@@ -78,21 +80,23 @@ class FusedTrainer(BookKeepingTrainer):
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
         usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
-        rule = LayerNormRule(layer, name) if usual else rule_of(layer, name)
-        rule.scaled = scaled
-        return rule
+        return LayerNormRule(layer, name) if usual else rule_of(layer, name)
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-        norms = []
+        norms, small = [], []
         for layer in (layer for layer in self.rules if layer in seen):
             rule = self.rules[layer]
             if isinstance(rule, LinearRule | EmbeddingRule) and rule.layer.weight.requires_grad:
                 x, g = rule.joined(seen[layer])
                 kind = (rule.trains_bias, x.shape[1:], x.dtype, g.shape[1:], g.dtype)
                 alike.setdefault(kind, []).append((x, g))
+            elif isinstance(rule, LayerNormRule):
+                small += seen[layer][0].values()
             else:
                 norms.append(rule.squared_norms(seen[layer]))
+        if small:
+            norms.append(torch.cat(small, 1).square().sum(1))
         for (trains_bias, *_), pairs in alike.items():
             xs, gs = zip(*pairs, strict=True)
             norms.append(gram_norms(list(xs), list(gs), bool(trains_bias)))

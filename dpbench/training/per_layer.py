@@ -10,7 +10,7 @@ Strong Differentially Private Learners", 2021, https://arxiv.org/abs/2110.05679)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -117,6 +117,34 @@ class Sums:
         return [buffer for buffer in self._made if buffer is not None]
 
 
+class Factors:
+    """What each example's gradient is multiplied by, in the forms that sums want.
+
+    Args:
+        exact: ``[B]``, float32.
+        scaled: the function of that name, or one that computes the same.
+    """
+
+    def __init__(self, exact: Tensor, scaled: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._exact, self._scaled = exact, scaled
+        self._by_token: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def times(self, tensor: Tensor) -> Tensor:
+        """`scaled`; once for layers that follow each other and were given the same."""
+        if self._last is None or not is_same_memory(self._last[0], tensor):
+            self._last = None  # before there is another
+            self._last = tensor, self._scaled(tensor, self._exact)
+        return self._last[1]
+
+    def by_token(self, dtype: torch.dtype, tokens: int) -> Tensor:
+        """`rounded_down`, for the tokens of one example after another, ``[B · tokens]``."""
+        if (dtype, tokens) not in self._by_token:
+            rounded = rounded_down(self._exact, dtype)
+            self._by_token[dtype, tokens] = rounded.repeat_interleave(tokens)
+        return self._by_token[dtype, tokens]
+
+
 class Rule(ABC, Generic[L]):
     """What clipping needs of one layer.
 
@@ -126,7 +154,6 @@ class Rule(ABC, Generic[L]):
 
     def __init__(self, layer: L, name: str) -> None:
         self.layer, self.name = layer, name
-        self.scaled = scaled
         bias = getattr(layer, "bias", None)
         self.trains_bias = isinstance(bias, Tensor) and bias.requires_grad
 
@@ -160,8 +187,8 @@ class Rule(ABC, Generic[L]):
         """Of each example's gradient of this layer, ``[B]``, float32."""
 
     @abstractmethod
-    def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
-        """Put the sum over examples of weight times gradient; ``weights`` is ``[B]``, float32."""
+    def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
+        """Put the sum over examples of factor times gradient."""
 
 
 def products_are_smaller(tokens: int, weights: int) -> bool:
@@ -196,17 +223,17 @@ class LinearRule(Rule[Any]):
             norms += squared_bias_norms(g)
         return norms
 
-    def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
+    def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
         if self.layer.weight.requires_grad:
             # The factors go to the narrower of the two.
             wide = x.shape[2] > g.shape[2]
-            a, b = (x, self.scaled(g, weights)) if wide else (self.scaled(x, weights), g)
+            a, b = (x, factors.times(g)) if wide else (factors.times(x), g)
             if type(self.layer) is nn.Linear:
                 a, b = b, a
             sums.put_product(self.layer.weight, a.flatten(0, 1).t(), b.flatten(0, 1))
         if self.trains_bias:
-            by_token = rounded_down(weights, g.dtype).repeat_interleave(g.shape[1])
+            by_token = factors.by_token(g.dtype, g.shape[1])
             sums.put(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
 
     def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -235,9 +262,9 @@ class EmbeddingRule(Rule[nn.Embedding]):
         same = ids[:, :, None] == ids[:, None, :]
         return (same * torch.bmm(g, g.mT).float()).sum((1, 2))
 
-    def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
+    def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         ids, g = self.joined(seen)
-        weighted = self.scaled(g, weights).flatten(0, 1)
+        weighted = factors.times(g).flatten(0, 1)
         sums.put_rows(self.layer.weight, ids.flatten(), weighted)
 
     def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -285,9 +312,9 @@ class SampledRule(Rule[nn.Module]):
     def squared_norms(self, seen: Seen) -> Tensor:
         return sum_of([g.float().flatten(1).square().sum(1) for g in seen[0].values()])
 
-    def weighted_sums(self, seen: Seen, weights: Tensor, sums: Sums) -> None:
+    def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         for parameter, g in seen[0].items():
-            total = torch.mv(g.flatten(1).t(), rounded_down(weights, g.dtype))
+            total = torch.mv(g.flatten(1).t(), factors.by_token(g.dtype, 1))
             sums.put(parameter, total.view_as(parameter))
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
@@ -327,6 +354,15 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
     for other in others:
         first = first + other
     return first
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, both alive, are the same numbers; tensors without memory as well."""
+    first, second = (
+        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
+        for t in (one, other)
+    )
+    return first == second
 
 
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:

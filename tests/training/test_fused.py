@@ -175,3 +175,5 @@ def test_without_hardware_its_operators_are_counted_by_their_operands() -> None:
     layers = {(16, 16): 4, (16, 64): 1, (64, 16): 1, (16, 50): 1, (0, 16): 2}
     flops = sum(4 * 8 * 9 * sum(widths) * n for widths, n in layers.items())
     assert counts["dpbench.gram_norms"].flops == flops
+    # Two embeddings, and of four layers and the head what query, key and value were given once.
+    assert counts["dpbench.scaled"].calls == 7
