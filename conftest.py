@@ -121,8 +121,9 @@ def pytest_configure(config: pytest.Config) -> None:
     each time Python looks at all objects of torch and pandas, a tenth of the suite's time. Left
     alone with ``--ncu`` and ``--cupti``, where a measured process shall be as its user would
     start it. And compile dpbench once: the tests' processes are told not to keep bytecode, and
-    would each compile it anew.
+    would each compile it anew. What pytest makes of the test modules is kept for the next session.
     """
+    sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(Path(__file__).with_name("dpbench"), quiet=2)
     if not (config.option.ncu or config.option.cupti):

@@ -64,7 +64,7 @@ def postpone(name: str) -> None:
     Opacus imports its accountants, and these SciPy: a quarter of all that there is to import, and
     no trainer of dpbench needs it.
     """
-    if (spec := find_spec(name)) is None or spec.loader is None:
+    if name in sys.modules or (spec := find_spec(name)) is None or spec.loader is None:
         return
     package, execute = module_from_spec(spec), spec.loader.exec_module
 

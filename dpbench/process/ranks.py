@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -82,13 +83,16 @@ def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, 
     # No fork could use a GPU that this process has opened.
     forks = sys.platform == "linux" and not torch.cuda.is_initialized()
     with _process_kept(), tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
+        # On a free port. The rendezvous that waits for other machines takes longer than all else.
+        store = TCPStore("localhost", 0, is_master=True, multi_tenant=True)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=case.gpus,
             logs_specs=DefaultLogsSpecs(folder),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            rdzv_backend="static",
+            rdzv_endpoint=f"{store.host}:{store.port}",  # a multi-tenant store is found again
+            rdzv_configs={"rank": 0},
             run_id=str(os.getpid()),
             max_restarts=0,
             start_method="fork" if forks else "spawn",

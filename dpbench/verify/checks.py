@@ -17,6 +17,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.names import parted, read_parameters
 from dpbench.process.build import build, labels_of, pick_device
+from dpbench.process.fork_server import postpone
 from dpbench.process.ranks import Observe, observe_all
 from dpbench.registry import names_of, resolve
 from dpbench.training.standard import StandardTrainer
@@ -119,6 +120,7 @@ def draw_elsewhere(case: Case, device: str) -> list[Gradients]:
 
 
 def _draw(case: Case, device: str) -> list[dict[str, Any]]:
+    postpone("opacus")
     case = resolve(case)
     work = partial(_noise, device)
     drawn = work(case) if case.gpus == 1 else _over_ranks(work, case, device)

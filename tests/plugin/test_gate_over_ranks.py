@@ -64,6 +64,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.usefixtures("counted_here")
 def test_a_trainer_that_does_too_much_over_ranks_fails_its_test(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

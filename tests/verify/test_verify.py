@@ -15,8 +15,8 @@ from dpbench.registry import resolve
 from dpbench.verify.check import Check
 
 FAULTY = "tests.verify.faulty"
-TINY: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "50x16x1x2"}
-SMALL = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=4"
+TINY: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "50x64x1x2"}
+SMALL = "num_hidden_layers=1,hidden_size=64,intermediate_size=64,num_attention_heads=4"
 LLAMA = f"hf-causal-lm:model_type=llama,{SMALL},vocab_size=60,seq_len=6"
 RESNET = "resnet:depth=18,image_size=32,classes=10"
 PRIVATE = [
@@ -207,7 +207,7 @@ def test_a_fault_of_noise_is_no_other_fault(name: str, check: str) -> None:
 def test_noise_that_repeats_in_another_process_is_named(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    axes = ["--batch-size=4", "--seq-len=8", "--model-size=50x16x1x2", "--device=cpu"]
+    axes = ["--batch-size=4", "--seq-len=8", "--model-size=50x64x1x2", "--device=cpu"]
     assert main(["verify", f"--trainer={FAULTY}:NoiseOfProcesses", *axes]) == 1
     said = capfd.readouterr().out
     assert said.count("FAILED") == 1

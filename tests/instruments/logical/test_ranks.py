@@ -22,7 +22,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical import collectives, one_rank
 from dpbench.instruments.logical.counter import resizing_seen, without_data
-from dpbench.instruments.logical.logical import Counting, Logical
+from dpbench.instruments.logical.logical import Counting, Logical, new_objects_collected
 from dpbench.model_size import MODEL_SIZES
 from dpbench.process.build import build
 from dpbench.process.messages import Steps
@@ -110,7 +110,7 @@ def test_a_replica_holds_as_much_as_counted(pair: tuple[str, str]) -> None:
 def test_shards_of_tensors_with_data_take_as_much(trainer: str) -> None:
     """Among gloo's ranks it depends on when its threads forget what they have gathered."""
     case, alive = case_of(trainer), Alive()
-    with one_rank.one_of(case.gpus), alive, resizing_seen(alive.memory):
+    with new_objects_collected(), one_rank.one_of(case.gpus), alive, resizing_seen(alive.memory):
         taught, batches = build(case, torch.device("cpu"), 2)
         for batch in batches:
             gc.collect()
