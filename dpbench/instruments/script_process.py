@@ -43,6 +43,7 @@ from dpbench.instruments.processes import GRACE_SECONDS, POLL_SECONDS
 from dpbench.instruments.recorder import Recorder
 from dpbench.instruments.script_faults import what_is_wrong
 from dpbench.instruments.script_ranks import Rank
+from dpbench.process.fork_server import end
 from dpbench.process.messages import WAITING
 from dpbench.process.places import STACK, place
 from dpbench.process.program import print_error, run_program
@@ -213,6 +214,10 @@ def run(
             raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         if os.getpid() != process:  # a fork of the script's own: all that is held is its parent's
             held.pop_all()
+            if script.timeout:  # its thread, which no fork has, Python would wait for at its end
+                if isinstance(code, str):
+                    print(code, file=sys.stderr)
+                end(code if isinstance(code, int) else int(code is not None))
             return code
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         write_down(code, raised)

@@ -217,6 +217,21 @@ def test_script_that_leaves_no_record_is_an_error_of_its_own(
     assert saved.status == "interrupted"  # and no reference for others
 
 
+@pytest.mark.parametrize(("given", "status"), [("3", 3), ("'gone'", 1), ("", 0)])
+def test_fork_of_a_script_ends_with_its_own_status_under_a_time_out_too(
+    capfd: pytest.CaptureFixture[str], given: str, status: int
+) -> None:
+    Path("forks.py").write_text(
+        f"import os, sys\nif not (fork := os.fork()):\n    sys.exit({given})\n"
+        "print('status', os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]))"
+    )
+    assert main(["exec", "--timeout=100", "forks.py"]) == 1
+    out, err = capfd.readouterr()
+    assert f"status {status}\n" in out
+    assert "took no step in its own process, but started others" in err
+    assert ("gone" in err) == (given == "'gone'")
+
+
 @pytest.mark.parametrize("how", [["script/ends.py"], ["-m", "ends"]], ids=" ".join)
 def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
     capfd: pytest.CaptureFixture[str], how: list[str]
