@@ -18,7 +18,7 @@ from dpbench.registry import TRAINERS, WORKLOADS
 from tests.programs import program
 
 TESTS = Path(__file__).parent
-GRID1 = TESTS / "data/runs/grid1.json"
+GRID1 = TESTS / "data/saved/grid1.json"
 LDST = "l1tex__t_bytes_pipe_lsu_mem_global_op_{}.sum"
 REPLAY = f"""
 import sys

@@ -18,7 +18,7 @@ import pytest
 from dpbench.cli import PIPE_CLOSED, main
 from dpbench.results.storage import Storage
 
-GRID1 = Path(__file__).parents[1] / "data/runs/grid1.json"
+GRID1 = Path(__file__).parents[1] / "data/saved/grid1.json"
 
 
 @contextmanager

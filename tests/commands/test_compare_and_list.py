@@ -13,7 +13,7 @@ from dpbench.cli import main
 from dpbench.results.storage import Storage
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-GRID1 = Path(__file__).parents[1] / "data/runs/grid1.json"
+GRID1 = Path(__file__).parents[1] / "data/saved/grid1.json"
 
 
 def more(row: dict[str, Any]) -> None:

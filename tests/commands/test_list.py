@@ -15,7 +15,7 @@ from dpbench.results.outcome import document
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
 
-GRID1 = Path(__file__).parents[1] / "data/runs/grid1.json"
+GRID1 = Path(__file__).parents[1] / "data/saved/grid1.json"
 
 
 def test_it_loads_no_pandas_and_no_torch(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dpbench.results.conditions import environment
 from dpbench.results.outcome import Outcome, document, document_text
 from dpbench.results.rows import Measurement
 
-GRID1 = Path(__file__).parents[1] / "data/runs/grid1.json"
+GRID1 = Path(__file__).parents[1] / "data/saved/grid1.json"
 
 
 def write_run(path: Path, trainer: str = "standard") -> Path:

@@ -12,7 +12,7 @@ from dpbench.results.run import Run
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"
-CUPTI, GRID1 = RESULTS / "h200-methods-256.json", ROOT / "tests/data/runs/grid1.json"
+CUPTI, GRID1 = RESULTS / "h200-methods-256.json", ROOT / "tests/data/saved/grid1.json"
 COUNTED = ROOT / "tests/data/logical-1b-bs8-seq256.json"
 
 

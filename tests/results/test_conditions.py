@@ -111,7 +111,7 @@ def test_another_card_of_the_same_model_is_the_same() -> None:
 
 
 def test_what_a_document_does_not_say_is_no_difference() -> None:
-    runs = Path(__file__).parents[1] / "data/runs"
+    runs = Path(__file__).parents[1] / "data/saved"
     full, older = (Run.load(runs / f"{name}.json") for name in ("grid1", "first_version"))
     full.session["grid"]["batch_size"] = [4]
     assert {outcome.case.batch_size for outcome in older.outcomes} == {8, 16}

@@ -18,7 +18,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
 
-RUNS = Path(__file__).parents[1] / "data/runs"
+RUNS = Path(__file__).parents[1] / "data/saved"
 GRID1 = Run.load(RUNS / "grid1.json")
 DP = "dpsgd"
 LAST = "dpsgd_fgc-bs16-seq1024-1b-fp32"

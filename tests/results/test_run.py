@@ -64,7 +64,7 @@ def _sorted(row: dict[str, object]) -> str:
 
 
 def test_a_document_of_the_first_version_is_a_run() -> None:
-    run = Run.load(Path(__file__).parents[1] / "data/runs/first_version.json")
+    run = Run.load(Path(__file__).parents[1] / "data/saved/first_version.json")
     assert run.devices == ("NVIDIA H200",)
     assert (run.status, run.regressed) == ("complete", False)
     rows = [row.as_row() for outcome in run.outcomes for row in outcome.rows]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 ROOT = Path(__file__).parents[3]
-GRID1 = ROOT / "tests/data/runs/grid1.json"
+GRID1 = ROOT / "tests/data/saved/grid1.json"
 COUNTED = ROOT / "tests/data/logical-1b-bs8-seq256.json"
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -18,7 +18,7 @@ from dpbench.show.html.figures import Chart
 from dpbench.show.layout import Table
 
 ROOT = Path(__file__).parents[3]
-GRID1: Any = Run.load(ROOT / "tests/data/runs/grid1.json").document
+GRID1: Any = Run.load(ROOT / "tests/data/saved/grid1.json").document
 COUNTED: Any = Run.load(ROOT / "tests/data/logical-1b-bs8-seq256.json").document
 
 

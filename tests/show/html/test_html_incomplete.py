@@ -66,7 +66,7 @@ def test_without_a_baseline_bytes_are_drawn_and_no_ratio() -> None:
 
 
 def test_what_nsight_systems_recorded_is_a_section_of_its_own() -> None:
-    page = page_of(material(Run.load(ROOT / "tests/data/runs/nsys.json").document)).text
+    page = page_of(material(Run.load(ROOT / "tests/data/saved/nsys.json").document)).text
     title = "dpsgd, 1b bf16, batch 8, sequence 256, NVIDIA H200: Nsight Systems, per step"
     assert {"Recorded by profilers", title} <= {*page}
     assert "Recorded by profilers" not in page_of(ALONE).text

@@ -24,7 +24,7 @@ from dpbench.show.html.figures import PHASE_STYLES, Chart, plain, trainer_colour
 from dpbench.show.html.page import draw, exact, render
 
 ROOT = Path(__file__).parents[3]
-GRID1: Any = Run.load(ROOT / "tests/data/runs/grid1.json").document
+GRID1: Any = Run.load(ROOT / "tests/data/saved/grid1.json").document
 COUNTED: Any = Run.load(ROOT / "tests/data/logical-1b-bs8-seq256.json").document
 
 TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
