@@ -310,11 +310,11 @@ class SampledRule(Rule[nn.Module]):
         seen[:] = seen or [made]
 
     def squared_norms(self, seen: Seen) -> Tensor:
-        return sum_of([g.float().flatten(1).square().sum(1) for g in seen[0].values()])
+        return sum_of([g.float().reshape(len(g), -1).square().sum(1) for g in seen[0].values()])
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         for parameter, g in seen[0].items():
-            total = torch.mv(g.flatten(1).t(), factors.by_token(g.dtype, 1))
+            total = torch.mv(g.reshape(len(g), -1).t(), factors.by_token(g.dtype, 1))
             sums.put(parameter, total.view_as(parameter))
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
