@@ -283,3 +283,18 @@ def test_the_gradients_that_opacus_gets_wrong_are_as_far_off_as_printed(
     page = "docs/upstream/gradients.md"
     exec(block_with(page, "def show"), {"__name__": "gradients"})
     assert capsys.readouterr().out == f"{block_with(page, 'reflect  ')}\n"
+
+
+LINKING = (*DOCUMENTS, "docs/reference.md", "CONTRIBUTING.md", "bench/peers/README.md")
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_a_link_leads_to_a_file_and_a_heading_that_are_there(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text("utf-8")):
+        path, _, heading = target.partition("#")
+        there = ((ROOT / page).parent / path) if path else ROOT / page
+        assert there.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)", there.read_text("utf-8"), re.M)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in slugs, target

@@ -207,7 +207,7 @@ class LeanOptimizer(NoiseAtOnce):
     """Clips as `DPOptimizer` does, each per-sample gradient freed as soon as it is summed."""
 
     def clip_and_accumulate(self) -> None:
-        norms = [g.flatten(1).norm(2, dim=1) for g in self.grad_samples]
+        norms = [g.reshape(len(g), -1).norm(2, dim=1) for g in self.grad_samples]
         total = torch.stack(norms, dim=1).norm(2, dim=1)
         factors = (self.max_grad_norm / (total + 1e-6)).clamp(max=1.0) / self.expected_batch_size
         for parameter in self.params:

@@ -69,9 +69,10 @@ class MicroBatchTrainer(ClippedSumTrainer):
         gradients = {p: p.grad for p in self.trained if p.grad is not None}
         self.plain_optimizer.zero_grad(set_to_none=True)
         norms = torch._foreach_norm([*gradients.values()], 2, dtype=self.wide)
-        factor = self.factors_for(torch.stack(norms).norm())[None]  # multiplied in its own type
+        factor = self.factors_for(torch.stack(norms).norm())
         for parameter, gradient in gradients.items():
-            self.sums.put_scaled(parameter, gradient, factor)
+            # A factor of no dimension would be rounded to the gradient's type.
+            self.sums.put_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
 
     def clip_at_once(self, part: Batch) -> Tensor:
         """The same with the gradients of all examples ``[B, …]``; returns the mean loss."""
@@ -107,12 +108,12 @@ class MicroBatchTrainer(ClippedSumTrainer):
                     ) from error
                 raise
         with phase("clip"), torch.no_grad():
-            norms = [g.flatten(1).norm(2, dim=1, dtype=self.wide) for g in gradients]
+            norms = [g.reshape(len(g), -1).norm(2, dim=1, dtype=self.wide) for g in gradients]
             factors = self.factors_for(torch.stack(norms).norm(dim=0))
             for parameter in reversed(self.trained):
                 samples = gradients.pop()
                 weights = rounded_down(factors, samples.dtype)
-                total = torch.mv(samples.flatten(1).t(), weights)
+                total = torch.mv(samples.reshape(len(samples), -1).t(), weights)
                 self.sums.put(parameter, total.view_as(parameter))
         mean: Tensor = losses.mean()
         return mean

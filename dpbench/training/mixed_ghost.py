@@ -44,7 +44,7 @@ def convolution_norms(
     if layer.groups > 1 or not products_are_smaller(positions, layer.weight.numel()):
         kind = nn.Conv1d if isinstance(layer, nn.Conv1d) else nn.Conv2d  # FSDP2 derives its own
         samples = LeanGhostModule.GRAD_SAMPLERS[kind](layer, activations, backprops)
-        return {parameter: g.flatten(1).norm(2, dim=1) for parameter, g in samples.items()}
+        return {parameter: g.reshape(len(g), -1).norm(2, dim=1) for parameter, g in samples.items()}
     x = as_computed(activations[0], backprops)
     return linear_norms(layer, [patches(layer, x).mT], backprops.flatten(2).mT)
 

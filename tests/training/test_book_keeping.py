@@ -63,6 +63,30 @@ class Scale(nn.Module):
         return torch.addcmul(self.shift, self.gain, x.exp())
 
 
+class Temperature(nn.Module):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.log.exp()
+
+
+class Shared(nn.Module):
+    """Layers that are given the same, or other views of its memory, from the same place on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, width) for width in (4, 4, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :, :4].tanh()
+        views = (x, x.mT, x, x)
+        return torch.cat([layer(v) for layer, v in zip(self.layers, views, strict=True)], 2)
+
+
 class FirstOf(nn.Module):
     """What a recurrent layer returns, without its states."""
 
@@ -119,6 +143,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "LayerNorm of two dimensions": (lambda: nn.LayerNorm((4, 6)), TOKENS),
     "LayerNorm twice": (lambda: Twice(nn.LayerNorm(6)), TOKENS),
     "RMSNorm": (lambda: between(nn.RMSNorm(6)), TOKENS),
+    "a scalar": (lambda: between(Temperature()), TOKENS),
+    "shared": (Shared, TOKENS),
     "unknown": (lambda: between(Scale()), TOKENS),
     "unknown twice": (lambda: Twice(Scale()), TOKENS),
     "unknown, frozen in part": (lambda: frozen(between(Scale()), "2.gain"), TOKENS),
