@@ -87,13 +87,14 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     def _keep(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
-    ) -> None:
+    ) -> Tensor | None:
         """Keep what a layer was given and, when backward comes to it, its output's gradient."""
         # Without autograd it runs first under activation checkpointing, which runs it again.
         if not (self._listening and torch.is_grad_enabled()):
-            return
+            return None
         rule.check_call(given, options, returned, self.part_size)
-        if not returned.requires_grad:  # there is nothing to train before it
+        is_first = not returned.requires_grad  # there is nothing to train before it
+        if is_first:
             returned.requires_grad_()
         held = [given[0].detach()]
         version = held[0]._version
@@ -106,6 +107,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
             rule.keep(seen, activations, gradient.detach())
 
         returned.register_hook(keep_gradient)
+        return Begun.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -125,6 +127,18 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return sum_of(
             [rule.squared_norms(seen[layer]) for layer, rule in self.rules.items() if layer in seen]
         )
+
+
+class Begun(torch.autograd.Function):
+    """A leaf's numbers, in the same memory, as what a model may change in place."""
+
+    @staticmethod
+    def forward(_: Any, leaf: Tensor) -> Tensor:
+        return leaf.new_empty(0).set_(leaf)  # type: ignore[call-overload, no-any-return]
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def check_untied(model: nn.Module) -> None:

@@ -85,7 +85,8 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
     width = 0 if rows else activations[0].shape[2]
     most, step, warps, stages = TILINGS[dtype]
     tile = min(most, max(16, 1 << (tokens - 1).bit_length()))
-    tiles = -(-tokens // tile)
+    down = -(-tokens // tile)
+    tiles = down * (down + 1) // 2
     pairs = [(x.contiguous(), g.contiguous()) for x, g in zip(activations, gradients, strict=True)]
     aligned = all(tensor.data_ptr() % 16 == 0 for pair in pairs for tensor in pair)
     total = torch.zeros(examples, device=gradients[0].device)
@@ -95,8 +96,8 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
     # 3 · 2⁻²⁰ |a b|, were parts cut off rather than rounded (Ootomo and Yokota, "Recovering single
     # precision accuracy from Tensor Cores", 2022, https://arxiv.org/abs/2203.03341).
     is_half = dtype == torch.bfloat16
-    _kernels()["gram_norms"][tiles * (tiles + 1) // 2, examples, len(pairs)](
-        addresses, total, tokens, width, height, len(pairs), bias, rows, is_half, aligned,
+    _kernels()["gram_norms"][tiles * examples, len(pairs)](
+        addresses, total, tokens, width, height, len(pairs), tiles, bias, rows, is_half, aligned,
         "ieee" if is_half else "tf32x3", tile, step, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return total
@@ -130,9 +131,10 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
         return per_layer.scaled(tensor, factors)
     examples = len(tensor)
     length = tensor.numel() // examples
+    blocks = -(-length // 2048)
     product = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    _kernels()["scaled"][-(-length // 2048), examples](
-        tensor.contiguous(), factors, product, length, 2048
+    _kernels()["scaled"][blocks * examples,](
+        tensor.contiguous(), factors, product, length, blocks, 2048
     )
     return product
 

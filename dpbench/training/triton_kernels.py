@@ -23,7 +23,7 @@ def put_addresses(
 
 @triton.jit
 def gram_norms(
-    table, total, tokens, width, height, layers,
+    table, total, tokens, width, height, layers, tiles,
     bias: tl.constexpr, rows: tl.constexpr, half: tl.constexpr, aligned: tl.constexpr,
     precision: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
@@ -32,9 +32,9 @@ def gram_norms(
     The products are symmetric: a tile below it counts twice. A compiler that is not told that an
     address read from a table is ``aligned`` loads one number at a time, and waits for it.
     """
-    number = tl.program_id(0)
-    example = tl.program_id(1).to(tl.int64)
-    layer = tl.program_id(2)
+    number = tl.program_id(0) % tiles
+    example = (tl.program_id(0) // tiles).to(tl.int64)
+    layer = tl.program_id(1)
     i = tl.floor((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
     j = number - i * (i + 1) // 2
     down = i * tile + tl.arange(0, tile)
@@ -74,10 +74,10 @@ def gram_norms(
 
 
 @triton.jit
-def scaled(tensor, factors, product, length, block: tl.constexpr):
+def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
     """A block of one example times its factor."""
-    example = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * block + tl.arange(0, block)
+    example = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * block + tl.arange(0, block)
     inside = at < length
     value = tl.load(tensor + example * length + at, mask=inside).to(tl.float32)
     tl.store(product + example * length + at, value * tl.load(factors + example), mask=inside)

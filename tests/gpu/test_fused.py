@@ -62,6 +62,15 @@ def test_gram_norms_of_tensors_that_begin_within_a_word(dtype: torch.dtype) -> N
     torch.testing.assert_close(gram_norms([x.clone()], [g.clone()], False).double(), norms)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_examples_than_a_grid_has_rows(dtype: torch.dtype) -> None:
+    x, g = normal(70_000, 1, 16, dtype=dtype), normal(70_000, 1, 8, dtype=dtype)
+    expected = x.double().square().sum((1, 2)) * g.double().square().sum((1, 2))
+    torch.testing.assert_close(gram_norms([x], [g], False).double(), expected, rtol=1e-5, atol=0)
+    factors = torch.rand(70_000, device="cuda")
+    torch.testing.assert_close(scaled(x, factors), (x * factors[:, None, None]).to(dtype))
+
+
 @pytest.mark.parametrize("tokens", [5, 200, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gram_norms_of_embeddings_add_up_rows_named_twice(dtype: torch.dtype, tokens: int) -> None:
