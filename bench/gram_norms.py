@@ -2,7 +2,7 @@
 
 Norms of all linear layers of a model, from random activations and gradients; captured in a CUDA
 graph, as the trainer does. How far they are from float64 is of one layer of each shape. The choice
-among the ways is `TILINGS` and `LONG` in dpbench/training/kernels.py.
+among the ways is `TILINGS` in dpbench/training/kernels.py.
 
     python bench/gram_norms.py [--tokens 256 --tokens 1024]
 """
@@ -32,8 +32,20 @@ WAYS = {
         (64, 64, 4, 3),
         (128, 16, 8, 4),
         (64, 32, 2, 3),
+        (128, 32, 8, 3),
+        (128, 32, 8, 2),
+        (128, 32, 4, 2),
+        (128, 64, 8, 2),
     ],
-    torch.bfloat16: [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 3)],
+    torch.bfloat16: [
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
+        (128, 64, 4, 3),
+        (128, 128, 8, 3),
+        (128, 32, 8, 4),
+        (64, 64, 4, 4),
+        (256, 64, 8, 3),
+    ],
 }
 """Tilings that are tried, by type."""
 
@@ -96,30 +108,14 @@ def milliseconds(group: Layers, device: torch.device, seconds: float) -> float:
 def rows(
     size: ModelSize, examples: int, tokens: list[int], device: torch.device, seconds: float = 0.5
 ) -> Iterator[list[object]]:
-    """The table: each way for each length and type."""
-    for length, (dtype, ways) in product(tokens, WAYS.items()):
+    """The table: each way for each length and type, first cuBLAS's products."""
+    for length, (dtype, tilings) in product(tokens, WAYS.items()):
         group = layers(size, examples, length, dtype, device)
-        chosen = "" if length < kernels.LONG else "chosen"
-        with patch.object(kernels, "LONG", 0):
-            yield [
-                length,
-                dtype,
-                "products",
-                milliseconds(group, device, seconds),
-                error(group),
-                chosen,
-            ]
-        for way in ways if device.type == "cuda" else []:
-            chosen = "chosen" if way == kernels.TILINGS[dtype] and length < kernels.LONG else ""
-            with patch.dict(kernels.TILINGS, {dtype: way}), patch.object(kernels, "LONG", 2**30):
-                yield [
-                    length,
-                    dtype,
-                    way,
-                    milliseconds(group, device, seconds),
-                    error(group),
-                    chosen,
-                ]
+        chosen = kernels.TILINGS[dtype]
+        for way in (None, *tilings) if device.type == "cuda" else (None,):
+            with patch.object(kernels, "TILINGS", {dtype: way} if way else {}):
+                took = milliseconds(group, device, seconds)
+                yield [length, dtype, way, took, error(group), "chosen" if way == chosen else ""]
         del group  # before the next is made
 
 
@@ -135,7 +131,13 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     with alone(device, "gram_norms"):
         table = rows(size, options.batch_size, tokens, device)
-        print(tabulate(table, ["tokens", "type", "tile, step, warps, stages", "ms", "error", ""]))
+        print(
+            tabulate(
+                table,
+                ["tokens", "type", "tile, step, warps, stages", "ms", "error", ""],
+                missingval="cuBLAS",
+            )
+        )
     return 0
 
 

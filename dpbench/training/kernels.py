@@ -18,12 +18,9 @@ from torch.utils.flop_counter import register_flop_formula
 from dpbench.training import per_layer
 
 EXAMPLES_AT_A_TIME = 2
-"""Of these the products T × T stay in the L2 (8 MB each at 1024 tokens in float32)."""
+"""Of these PyTorch makes the products T × T, where there is no kernel for the type."""
 
-LONG = 512
-"""From so many tokens on products come from cuBLAS, not from the kernel, which keeps none."""
-
-TILINGS = {torch.float32: (64, 32, 4, 3), torch.bfloat16: (128, 64, 8, 3)}
+TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
 """Of the kernel by type: rows of a tile, numbers of a row at a time, warps, stages of loading."""
 
 
@@ -80,7 +77,7 @@ def _gram(x: Tensor) -> Tensor:
 def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
     examples, tokens, height = gradients[0].shape
     dtype, rows = gradients[0].dtype, activations[0].dim() == 2
-    if dtype not in TILINGS or (tokens >= LONG and not rows):
+    if dtype not in TILINGS:
         return _by_products(activations, gradients, bias)
     width = 0 if rows else activations[0].shape[2]
     most, step, warps, stages = TILINGS[dtype]
