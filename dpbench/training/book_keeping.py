@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
-from dpbench.training.per_layer import Factors, Rule, Seen, rule_of, scaled, sum_of
+from dpbench.training.gradient_sums import Factors, scaled
+from dpbench.training.per_layer import Rule, Seen, rule_of, sum_of
 from dpbench.training.phases import phase
 
 
@@ -107,7 +108,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
             rule.keep(seen, activations, gradient.detach())
 
         returned.register_hook(keep_gradient)
-        return Begun.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
+        return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -129,7 +130,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         )
 
 
-class Begun(torch.autograd.Function):
+class ChangeableInPlace(torch.autograd.Function):
     """A leaf's numbers, in the same memory, as what a model may change in place."""
 
     @staticmethod

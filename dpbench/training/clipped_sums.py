@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
+from dpbench.training.gradient_sums import Sums
 from dpbench.training.parallel import begun_together, own_generator, own_part, summed
-from dpbench.training.per_layer import Sums
 from dpbench.training.phases import phase
 from dpbench.training.refusals import ONLY_GHOST, check_layers
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
+from dpbench.training.gradient_sums import in_buffers, one_buffer
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
 from dpbench.training.per_layer import (
     EmbeddingRule,
@@ -30,8 +31,6 @@ from dpbench.training.per_layer import (
     Rule,
     SampledRule,
     Seen,
-    in_buffers,
-    one_buffer,
     rule_of,
     sum_of,
     three_dimensional,

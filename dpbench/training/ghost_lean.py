@@ -25,11 +25,7 @@ from dpbench.training.base import Batch
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
 from dpbench.training.lean import NoiseAtOnce, changed_optimizer, chosen, derived, kept_of
 from dpbench.training.parallel import sharded
-from dpbench.training.per_layer import (
-    as_computed,
-    squared_bias_norms,
-    three_dimensional,
-)
+from dpbench.training.per_layer import as_computed, squared_bias_norms, three_dimensional
 
 CHANGES = ("summed", "bias", "unused", "none", "taken", "noise", "reduce", "gather", "blocks")
 

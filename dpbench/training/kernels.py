@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from dpbench.training import per_layer
+from dpbench.training import gradient_sums
 
 EXAMPLES_AT_A_TIME = 2
 """Of these PyTorch makes the products T × T, where there is no kernel for the type."""
@@ -113,8 +113,8 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 @custom_op("dpbench::scaled", mutates_args=())
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """`dpbench.training.per_layer.scaled`, as a kernel that reads several numbers at a time."""
-    return per_layer.scaled(tensor, factors)
+    """`dpbench.training.gradient_sums.scaled`, as a kernel that reads several numbers at a time."""
+    return gradient_sums.scaled(tensor, factors)
 
 
 @scaled.register_fake
@@ -125,7 +125,7 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
 @scaled.register_kernel("cuda")
 def _(tensor: Tensor, factors: Tensor) -> Tensor:
     if tensor.dtype not in TILINGS:
-        return per_layer.scaled(tensor, factors)
+        return gradient_sums.scaled(tensor, factors)
     examples = len(tensor)
     length = tensor.numel() // examples
     blocks = -(-length // 2048)

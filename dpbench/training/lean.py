@@ -20,8 +20,8 @@ from torch import Tensor, distributed, nn
 from dpbench.errors import unknown
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.dpsgd import OpacusTrainer
+from dpbench.training.gradient_sums import in_buffers, one_buffer
 from dpbench.training.parallel import own_generator, own_part, summed
-from dpbench.training.per_layer import in_buffers, one_buffer
 
 CHANGES = ("kept", "summed", "unused", "noise", "reduce")
 

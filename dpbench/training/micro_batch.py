@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
-from dpbench.training.per_layer import rounded_down
+from dpbench.training.gradient_sums import rounded_down
 from dpbench.training.phases import phase
 from dpbench.workloads.base import parts_of
 

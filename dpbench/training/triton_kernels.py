@@ -110,7 +110,7 @@ def layer_norm_samples(
 def normal_pair(a, b):
     """Two normal numbers of two random words, computed as cuRAND does (Box and Muller 1958).
 
-    Triton's own `randn` ends at 5.7 deviations, where 1 of 80 million numbers should be further
+    Triton's own `randn` ends at 5.7 deviations, where 1 of 73 million numbers should be further
     out; this one ends at 6.8, as PyTorch's does on a GPU. Sine and cosine are the GPU's, without
     the branches for large angles.
     """

@@ -17,8 +17,8 @@ from dpbench.instruments.logical.logical import Logical
 from dpbench.model_size import ModelSize
 from dpbench.training import kernels
 from dpbench.training.base import Batch
+from dpbench.training.gradient_sums import ALIGNED, one_buffer, rounded_down, scaled
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
-from dpbench.training.per_layer import ALIGNED, one_buffer, rounded_down, scaled
 
 SIZE = ModelSize(50, 16, 1, 2)
 
