@@ -82,11 +82,18 @@ PLAN = {
     },
     "opacus-changes": f"{CUPTI} {OPACUS} {CHANGES} --precision fp32 --precision bf16 "
     "--trainer dpsgd_zeroing=bench.opacus_changes:ZeroingDPSGDTrainer --batch-size 8 --seq-len 256",
-    "variants": f"{CUPTI} --trainer standard --trainer dpsgd --trainer dpsgd_ghost --batch-size 8 "
-    "--model dropout=bench.variants:DropoutModel --model rms_norm=bench.variants:RMSNormModel "
-    "--seq-len 1024",
     "ncu-methods-256": "--instrument ncu --trainer standard --trainer fused --trainer dpsgd_fgc "
     "--precision fp32 --precision bf16 --batch-size 8 --seq-len 256",
+    **{
+        f"ncu-{name}": f"--instrument ncu {OPACUS} --precision tf32 --precision bf16 {cells}"
+        for name, cells in (
+            ("precisions", "--batch-size 8 --seq-len 256 --seq-len 1024"),
+            ("precisions-16x1024", "--batch-size 16 --seq-len 1024"),
+        )
+    },
+    "peers": f"{CUPTI} --batch-size 8 --seq-len 256 --trainer standard --trainer dpsgd "
+    "--trainer fastdp=bench.peers.fastdp:FastDPTrainer "
+    "--trainer backpack=bench.peers.backpack:BackPACKTrainer",
     **{
         f"account-{length}": "--kernels --instrument ncu --instrument torch_profiler "
         f"--trainer standard --trainer dpsgd --batch-size 8 --seq-len {length}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bench import logical_against_measured as bench
 from dpbench.case import Case
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+
+BY_BOTH = Path(__file__).parents[1] / "data/saved/cupti-and-ncu.json"
 
 
 def test_peak_memory_stands_beside_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +20,7 @@ def test_peak_memory_stands_beside_the_bytes(monkeypatch: pytest.MonkeyPatch) ->
         return [Measurement(case, "logical", STEP, name, ten[name], *where) for name in ten]
 
     monkeypatch.setattr(bench, "counted", counted)
-    [table] = bench.side_by_side(bench.RESULTS / "h200-cupti-and-ncu.json")
+    [table] = bench.side_by_side(BY_BOTH)
     shown = [dict(zip(table.headers, cells, strict=True)) for cells in table.cells]
     assert [(row["step"], row["peak\nmem."]) for row in shown] == [
         ("9.13", "1.271"),

@@ -14,7 +14,7 @@ from dpbench.results.frame import summarise, to_frame, with_logical
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.tables import tables
 
-BY_BOTH = Path(__file__).parents[2] / "docs/results/h200-cupti-and-ncu.json"
+BY_BOTH = Path(__file__).parents[1] / "data/saved/cupti-and-ncu.json"
 CASE = Case("standard", batch_size=8, seq_len=256)
 
 
