@@ -26,6 +26,8 @@ class ClippedSumTrainer(TrainerBase):
     """
 
     labels = PRIVATE
+    sums_in: torch.dtype | None = None
+    """The type of the sums, if it is not that of the parameters."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -53,7 +55,7 @@ class ClippedSumTrainer(TrainerBase):
     def sums(self) -> Sums:
         """What the examples so far have added up to."""
         if self._sums is None:
-            self._sums = Sums(self.trained)
+            self._sums = Sums(self.trained, self.sums_in)
         return self._sums
 
     def take_sums(self) -> Sums:
@@ -90,7 +92,7 @@ class ClippedSumTrainer(TrainerBase):
         with phase("optimizer"):
             gradients = [*self.over_ranks(gradients)]
             for parameter, place in sums.places.items():
-                parameter.grad = place
+                parameter.grad = place.to(parameter.dtype)
             self.plain_optimizer.step()
             self.plain_optimizer.zero_grad(set_to_none=True)
 

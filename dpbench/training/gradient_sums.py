@@ -11,10 +11,12 @@ ALIGNED = 128
 """Elements to a multiple of which each part of a buffer begins, as matrix products want it."""
 
 
-def one_buffer(parameters: Sequence[Tensor]) -> tuple[Tensor, dict[Tensor, Tensor]]:
+def one_buffer(
+    parameters: Sequence[Tensor], dtype: torch.dtype | None = None
+) -> tuple[Tensor, dict[Tensor, Tensor]]:
     """A flat buffer, not yet filled, and the part of it that each parameter has, in its shape."""
     sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for parameter in parameters]
-    flat = parameters[0].new_empty(sum(sizes))
+    flat = parameters[0].new_empty(sum(sizes), dtype=dtype)
     parts = zip(parameters, flat.split(sizes), strict=True)
     return flat, {p: part[: p.numel()].view_as(p) for p, part in parts}
 
@@ -34,10 +36,15 @@ class Sums:
 
     A buffer is made when something is first put there, so that large ones need not be there before
     what they are computed from begins to go.
+
+    Args:
+        parameters: whose gradients are summed.
+        dtype: of the sums, if it is not that of the parameters.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
         self.places: dict[Tensor, Tensor] = {}
+        self._dtype = dtype
         self._buffers = in_buffers(parameters)
         self._made: list[Tensor | None] = [None] * len(self._buffers)
         self._number = {p: n for n, sharing in enumerate(self._buffers) for p in sharing}
@@ -79,7 +86,7 @@ class Sums:
     def _place(self, parameter: Tensor) -> Tensor:
         if parameter not in self.places:
             number = self._number[parameter]
-            self._made[number], places = one_buffer(self._buffers[number])
+            self._made[number], places = one_buffer(self._buffers[number], self._dtype)
             self.places |= places
         return self.places[parameter]
 

@@ -41,7 +41,8 @@ class MicroBatchTrainer(ClippedSumTrainer):
     ) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         self.vmap = vmap
-        self.wide = torch.promote_types(self.trained[0].dtype, torch.float32)  # norms have it
+        # Norms have it, and sums: in bf16 the hundredth example would hardly change them.
+        self.sums_in = self.wide = torch.promote_types(self.trained[0].dtype, torch.float32)
 
     def train_step(self, batch: Batch) -> Tensor:
         self.forget_sums()
