@@ -1,0 +1,46 @@
+"""The kernels, compiled for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpbench.training.kernels import TILINGS
+
+triton = pytest.importorskip("triton", reason="PyTorch brings Triton with CUDA only")
+
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a block can have, by compute capability (CUDA Programming Guide)."""
+
+
+@pytest.mark.parametrize("dtype", TILINGS, ids=str)
+@pytest.mark.parametrize("capability", SHARED)
+def test_norms_compile_and_fit_into_shared_memory(capability: int, dtype: torch.dtype) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dpbench.training.triton_kernels import gram_norms
+
+    tile, step, warps, stages = TILINGS[dtype]
+    is_half = dtype == torch.bfloat16
+    constants = {
+        "bias": True,
+        "rows": False,
+        "half": is_half,
+        "aligned": True,
+        "precision": "ieee" if is_half else "tf32x3",
+        "tile": tile,
+        "step": step,
+    }
+    types = {"table": "*i64", "total": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in gram_norms.arg_names}
+    divisible = {
+        (gram_norms.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name in ("table", "total", "tokens", "width", "height")
+    }
+    compiled = triton.compile(
+        ASTSource(gram_norms, signature, constants, divisible),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, "num_stages": stages},
+    )
+    assert compiled.metadata.shared <= SHARED[capability] * 1024
