@@ -81,6 +81,8 @@ class Sums:
         place = self._place(parameter)
         if self._is_first(parameter):
             place.zero_()
+        if place.itemsize == 2:  # one after another, a GPU's sum of equal numbers ends at 256
+            rows, totals = summed_by_row(rows, totals)
         place.index_add_(0, rows, totals.to(place.dtype))
 
     def _place(self, parameter: Tensor) -> Tensor:
@@ -129,6 +131,21 @@ class Factors:
             rounded = rounded_down(self._exact, dtype)
             self._by_token[dtype, tokens] = rounded.repeat_interleave(tokens)
         return self._by_token[dtype, tokens]
+
+
+def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``[N]`` that are named once, and their sums ``[N, K]`` in float32.
+
+    No shape depends on values, so that a CUDA graph can hold it: for each row that was named again
+    there is a row 0 of zeros at the end.
+    """
+    order = rows.argsort()
+    rows = rows[order]
+    begins = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()])[: len(rows)]
+    place = begins.cumsum(0)
+    sums = totals.new_zeros(totals.shape, dtype=torch.float32)
+    sums.index_add_(0, place, totals[order].float())
+    return torch.zeros_like(rows).index_copy_(0, place, rows), sums
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:

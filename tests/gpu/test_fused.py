@@ -17,6 +17,7 @@ from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.model_size import ModelSize
 from dpbench.process.step import peak_memory
 from dpbench.training.base import Batch, Momentum
+from dpbench.training.gradient_sums import Sums
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
 from dpbench.training.phases import observed_step
 
@@ -260,3 +261,12 @@ def test_peak_memory_has_what_graphs_keep() -> None:
     shown, kept = peaks(graphs=True)
     assert shown < 0.7 * without, "the allocator counts it itself: take what it says"
     assert 0.9 * without < kept < 1.5 * without
+
+
+def test_at_bf16_a_token_that_is_everywhere_counts_each_time() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16, device="cuda"))
+    sums = Sums([weight])
+    tokens = torch.ones(1000, dtype=torch.long, device="cuda")
+    sums.put_rows(weight, tokens, torch.ones(1000, 2, dtype=torch.bfloat16, device="cuda"))
+    sums.finish()
+    assert sums.places[weight].tolist() == [[0, 0], [1000, 1000], [0, 0]]
