@@ -151,6 +151,7 @@ class TestAttention:
             return
         forward, _ = forward_and_backward(step, *shapes, dtype=dtype)
         assert ("aten.bmm" in operators(forward)) is not fused
+        assert sum(each.flops for each in forward.operators) == 2 * 2 * QK * T
         if fused:
             kept = 4 * LSE  # logarithms stay in single precision
             assert moved(forward) == Moved(2 * (QK + 2 * QK // HEADS), 2 * QK + kept)
