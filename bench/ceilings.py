@@ -9,15 +9,17 @@ roofs in place of those in the data sheet, and ``dpbench show --time FILE``.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
 
-from dpbench import gpu
+from dpbench import ConfigurationError, gpu
 from dpbench.process.build import pick_device
 from dpbench.process.step import alone
 from dpbench.results.rows import SCHEMA
@@ -91,7 +93,21 @@ def _median(function: Callable[[], object], seconds: float) -> float:
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
-if __name__ == "__main__":
-    os.environ.update(gpu.child_environment())  # before CUDA numbers the GPUs
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.parse_args(arguments)
+    try:
+        gpu.require_gpu()
+        os.environ.update(gpu.child_environment())  # before CUDA numbers the GPUs
+        measured = measure_ceilings()
+    except ConfigurationError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
     # It has no rows, because no case was measured.
-    print(json.dumps({"schema": SCHEMA, "rows": [], "ceilings": measure_ceilings()}, indent=1))
+    print(json.dumps({"schema": SCHEMA, "rows": [], "ceilings": measured}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,10 +6,11 @@ Counts every case of the built-in trainers, models and workloads that a document
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -73,8 +74,10 @@ def side_by_side(path: Path) -> Iterator[Table]:
             yield with_peak(replace(table, title=f"{path.name}: {table.title}"), group)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Count and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     for path in sorted(RESULTS.glob("*.json")):
         for table in side_by_side(path):

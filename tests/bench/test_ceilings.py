@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.ceilings import measure_ceilings
+from bench.ceilings import main, measure_ceilings
 from dpbench import ConfigurationError
 from dpbench.case import PRODUCTS
 from dpbench.results.roofline import read_ceilings
@@ -31,6 +31,25 @@ def test_a_copy_and_a_product_at_every_precision_are_timed(tmp_path: Path) -> No
     roofs = read_ceilings(document(tmp_path, found))
     assert (roofs.devices, roofs.bandwidth) == (("cpu",), found["bandwidth"])
     assert all(roofs.flops[precision] > 0 for precision in PRODUCTS)
+
+
+def test_without_a_gpu_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    [line] = printed.err.splitlines()
+    assert (printed.out, "no CUDA GPU is visible here" in line) == ("", True)
+
+
+def test_help_needs_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "What a GPU reaches" in capsys.readouterr().out
 
 
 def test_they_are_the_roofs_of_their_device_alone(tmp_path: Path) -> None:

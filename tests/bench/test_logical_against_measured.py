@@ -26,3 +26,12 @@ def test_peak_memory_stands_beside_the_bytes(monkeypatch: pytest.MonkeyPatch) ->
         ("9.13", "1.271"),
         ("41.25", "5.963"),
     ]
+
+
+def test_help_counts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "counted", pytest.fail)
+    with pytest.raises(SystemExit, match="0"):
+        bench.main(["--help"])
+    assert "Logical bytes and peak memory" in capsys.readouterr().out

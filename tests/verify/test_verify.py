@@ -90,7 +90,13 @@ def test_a_right_trainer_of_ones_own_passes(name: str, optimizer: str) -> None:
         ("dpsgd_ghost", {"trainable": "lora:2", "optimizer": "adamw"}),
         ("dpsgd", {"activation_checkpointing": "on"}),
         ("fused", {"precision": "bf16"}),
-        ("dpsgd_fgc", {"precision": "bf16"}),
+        pytest.param(
+            "dpsgd_fgc",
+            {"precision": "bf16"},
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.12", reason="PyTorch's CPU ends noise in bf16 at 3.3 σ"
+            ),
+        ),
         ("book_keeping", {"precision": "bf16-amp"}),
     ],
     ids=str,

@@ -24,8 +24,7 @@ Transformers (Hugging Face)
     Its masks stay unmade where attention can be told ``is_causal``; for a fake tensor the library
     believes that it is being traced, and makes them.
 
-What would change the bytes, and cannot be followed here, is refused: torch.compile, and shared
-keys in the flash kernel before torch 2.9.
+What would change the bytes, and cannot be followed here, is refused: torch.compile.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ _attention = _aten.scaled_dot_product_attention.default
 _attention_as_products = _aten._scaled_dot_product_attention_math.default
 _efficient_attention = _aten._scaled_dot_product_efficient_attention.default
 _flash_attention = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_fused_rms_norm = getattr(getattr(_aten, "_fused_rms_norm", None), "default", None)
-"""None where torch has no such operator yet: CUDA decomposes RMSNorm there, too."""
+_fused_rms_norm = _aten._fused_rms_norm.default
 
 WIDEST_FLASH_HEAD = 256
 
@@ -71,8 +69,7 @@ def as_on_cuda() -> Iterator[None]:
         for operator, instead in INSTEAD.items():
             library.impl(operator, instead, "AutogradCPU")
         # With a kernel of its own the operator is recorded for backward in one piece.
-        if _fused_rms_norm:
-            library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
+        library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
         # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
         # copies layers and gradients, and the process would end with a segmentation fault.
         replaced: list[tuple[Any, str, Any]] = [
@@ -126,7 +123,7 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Any:
     fits = not input.is_complex() and (weight is None or weight.dtype == input.dtype)
-    if _fused_rms_norm and fits:
+    if fits:
         return _fused_rms_norm(input, normalized_shape, weight, eps)[0]
     return _as_composed(_aten.rms_norm.default, input, normalized_shape, weight, eps)
 
@@ -152,9 +149,7 @@ def _scaled_dot_product_attention(
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
-    if enable_gqa and not same_heads:  # as the CPU's fused kernel takes them as well, since 2.9
-        if torch.__version__ < "2.9":
-            raise UnsupportedOperation("shared keys in half precision are counted by torch >= 2.9")
+    if enable_gqa and not same_heads:  # as the CPU's fused kernel takes them as well
         return _flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.

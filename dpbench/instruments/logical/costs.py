@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
@@ -25,7 +26,7 @@ class Cost(NamedTuple):
 def cost(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
     """What a call moves, computes and sends."""
     formula = flop_formula(func)
-    flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
+    flops = int(formula(*with_own_keys(func, args), **kwargs, out_val=out)) if formula else 0
     moved = rules.traffic(func, args, kwargs, out)
     return Cost(*moved, flops, sent(func, args, kwargs, out))
 
@@ -40,3 +41,18 @@ def flop_formula(func: OpOverload) -> Callable[..., int] | None:
     # The CPU's fused attention takes its operands in the same order as CUDA's.
     name = str(func.overloadpacket).replace("_for_cpu", "")
     return next((formula for known, formula in flop_registry.items() if str(known) == name), None)
+
+
+def with_own_keys(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of attention as shapes, with a key for each head, which computes as much.
+
+    PyTorch's formulas refuse keys that several heads share before 2.12.
+    """
+    if "scaled_dot_product" not in str(func):
+        return args
+    heads = args[0].shape[1]  # of the query, or in backward of the output's gradient
+
+    def shape(value: Any) -> Any:
+        return (value.shape[0], heads, *value.shape[2:]) if isinstance(value, Tensor) else value
+
+    return *map(shape, args[:4]), *args[4:]

@@ -38,7 +38,12 @@ from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.costs import Cost, cost
 from dpbench.instruments.logical.regions import tensors
 from dpbench.instruments.logical.repeats import Repeats, answer
-from dpbench.instruments.logical.stand_ins import STAND_INS, AssumedValues, UnsupportedOperation
+from dpbench.instruments.logical.stand_ins import (
+    STAND_INS,
+    AssumedValues,
+    UnsupportedOperation,
+    from_the_first,
+)
 from dpbench.metrics import unit
 from dpbench.results.kernels import NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
@@ -187,7 +192,7 @@ class ByteCounter(TorchDispatchMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            out = rules.asked_for(func, args, kwargs, func(*args, **kwargs))
+            out = rules.asked_for(func, args, kwargs, func(*from_the_first(func, args), **kwargs))
             if self._phase is None and func in CONSTANTS and out.numel() <= SMALL:
                 with no_dispatch():  # its values are known, until something unknown is written
                     real = func(*args, **kwargs)

@@ -9,6 +9,9 @@ DistributedDataParallel
 Device meshes
     Ranks in a mesh have values, so a mesh is made outside the modes that count, and a copy of a
     layer, which Opacus makes of those that it has no rule for, has the layer's mesh.
+DTensors
+    An operator of theirs runs once more, without data, on tensors as large as all ranks' parts
+    together, for the shape of what it returns. That is not counted, and takes no memory.
 Objects
     Those of other ranks are unknown: gathering them is refused.
 FSDP2's chunks
@@ -34,6 +37,7 @@ from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -52,15 +56,14 @@ def one_of(ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
-        raise UnsupportedOperation(
-            f"PyTorch {torch.__version__} has no collectives without data, which counting one rank "
-            f"of several needs: take a newer one, or train the ranks (--instrument timing)"
-        )
+    if torch.__version__ < "2.11":  # there this makes collectives take tensors without data
+        from torch.distributed._tools import fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    shapes = "_propagate_tensor_meta_non_cached"
     replaced: list[tuple[Any, str, Any]] = [
         (DeviceMesh, "__init__", _without_modes(DeviceMesh.__init__)),
+        (ShardingPropagator, shapes, _without_modes(getattr(ShardingPropagator, shapes))),
         (_fsdp_param, "_chunk_with_empty", _first_chunk),
         (DistributedDataParallel, "__init__", _replicate),
         (DistributedDataParallel, "forward", _forward),
@@ -76,17 +79,17 @@ def one_of(ranks: int) -> Iterator[None]:
         yield
 
 
-def _without_modes(make: Callable[..., None]) -> Callable[..., None]:
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     def real(value: Any) -> Any:
         if not isinstance(value, FakeTensor):  # a fake one stands for the numbers of all ranks
             return value
         return torch.arange(value.numel(), dtype=torch.int).view(value.shape)
 
-    def make_mesh(self: DeviceMesh, *args: Any, **named: Any) -> None:
+    def call(*args: Any, **named: Any) -> Any:
         with _disable_current_modes():
-            make(self, *map(real, args), **{name: real(value) for name, value in named.items()})
+            return function(*map(real, args), **{name: real(each) for name, each in named.items()})
 
-    return make_mesh
+    return call
 
 
 def _unknown_object(*args: Any) -> None:

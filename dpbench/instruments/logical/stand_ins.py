@@ -58,6 +58,17 @@ class AssumedValues:
         return 1.0 if tensor.is_floating_point() or tensor.is_complex() else 1
 
 
+def from_the_first(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a norm with its dimensions counted from the first.
+
+    Without data, PyTorch before 2.13 keeps one of length 1 that is counted from the last.
+    """
+    if func is not torch.ops.aten.linalg_vector_norm.default or len(args) < 3 or args[2] is None:
+        return args
+    tensor, order, dims, *others = args
+    return tensor, order, [dim % max(tensor.dim(), 1) for dim in dims], *others
+
+
 def _unique_dim(
     self: Tensor, dim: int, sorted: bool = True, inverse: bool = False, counts: bool = False
 ) -> tuple[Any, str]:

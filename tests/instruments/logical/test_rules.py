@@ -210,6 +210,13 @@ def test_converting_reads_and_writes_at_each_width() -> None:
     assert cost(lambda x: x.to(torch.bfloat16), (10,)) == (40, 20)
 
 
+@pytest.mark.parametrize("width", [1, 5])
+def test_a_norm_of_rows_is_one_number_a_row(width: int) -> None:
+    with without_data():
+        assert torch.empty(4, width).norm(2, dim=-1).shape == (4,)
+        assert torch.empty(()).norm(2, dim=-1).shape == ()
+
+
 def test_transposing_and_reshaping_do_not_make_another_region() -> None:
     x = torch.empty(2, 3, 4)
     same = [x, x.view(6, 4), x.transpose(0, 2), x.view(24), x.unsqueeze(1).expand(2, 5, 3, 4)]
