@@ -46,8 +46,8 @@ def test_each_phase_is_held_against_its_bounds_and_its_idle_time(
     text = shown(capsys, short_fp32, COUNTED, "--time", "--markdown", tmp_path / "time.md")
     lines = {line[:11].strip(): line.split() for line in text.splitlines() if line}
     assert "time    arithm.    bytes    idle    left" in text
-    assert lines["standard"][1:] == ["329.5", "312.5", "21.3", "0.0", "13.2", "arithmetic"]
-    assert "· noise        29.2        0.0      8.3    14.7     6.2  launch-bound (50%)" in text
+    assert lines["standard"][1:] == ["329.6", "312.5", "21.3", "0.1", "13.2", "arithmetic"]
+    assert "· noise        58.3        0.0      8.3    43.7     6.4  launch-bound (25%)" in text
     assert "two bounds, which overlap" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     assert "| · noise" in (tmp_path / "time.md").read_text(encoding="utf-8")
@@ -60,9 +60,9 @@ def test_what_a_private_step_takes_more_is_explained_in_shares_that_overlap(
     _, added = text.split("what the time beyond standard's is")
     rows = [line.split() for line in added.splitlines() if line.startswith("dpsgd")]
     assert rows == [
-        ["dpsgd", "209.4", "49%", "36%", "7%", "30%"],
+        ["dpsgd", "243.7", "42%", "31%", "20%", "26%"],
         ["dpsgd_ghost", "316.7", "75%", "10%", "2%", "20%"],
-        ["dpsgd_fgc", "402.5", "77%", "21%", "0%", "20%"],
+        ["dpsgd_fgc", "402.8", "77%", "21%", "0%", "20%"],
     ]
     assert "They overlap and need not add up to 100%" in " ".join(added.split())
 
