@@ -1,9 +1,9 @@
 """DP-SGD with flat clipping that moves little more than a standard step does.
 
 Book-keeping (`dpbench.training.book_keeping`) whose passes are merged: norms of all layers of a
-shape come from one kernel, which keeps neither per-sample gradients nor products T × T (of long
-sequences these in pieces that the L2 holds); noise is drawn where the update adds it; on a GPU
-forward, backward and clip are CUDA graphs, so that they do not wait for Python.
+shape come from one kernel, which keeps neither per-sample gradients nor products T × T; noise is
+drawn where the update adds it; on a GPU forward, backward and clip are CUDA graphs, so that they do
+not wait for Python.
 """
 
 from __future__ import annotations
