@@ -121,8 +121,14 @@ class Registry(Mapping[str, Any]):
         try:
             named = attrgetter(attribute)(imported)
         except AttributeError as error:
+            own = [
+                name
+                for name, value in vars(imported).items()
+                if isinstance(value, type) and value.__module__ == module and name[0] != "_"
+            ]
             raise ConfigurationError(
-                f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}"
+                f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}; "
+                f"its classes are {', '.join(own) or 'none'}"
             ) from error
         name, text = parted(self.canonical(spelling))
         if not text:

@@ -121,7 +121,8 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     def clipping_factors(self, seen: dict[nn.Module, Seen]) -> Tensor:
         """What each example's gradient is multiplied by, ``[B]``, float32."""
-        return self.factors_for(self.squared_norms(seen).sqrt())
+        # Rounding can take products T × T that cancel below zero.
+        return self.factors_for(self.squared_norms(seen).clamp(min=0).sqrt())
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
         """Of each example's gradient, ``[B]``, float32."""

@@ -88,6 +88,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
     aligned = all(tensor.data_ptr() % 16 == 0 for pair in pairs for tensor in pair)
     total = torch.zeros(examples, device=gradients[0].device)
     addresses = _addresses(pairs)
+    long = tokens * max(width, height) >= 2**31
     # In float32 a product of two numbers is three of tf32, of their upper and lower parts, without
     # that of the lower parts. A part has 11 bits, so what is left out and rounded off is less than
     # 3 · 2⁻²⁰ |a b|, were parts cut off rather than rounded (Ootomo and Yokota, "Recovering single
@@ -95,7 +96,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
     is_half = dtype == torch.bfloat16
     _kernels()["gram_norms"][tiles * examples, len(pairs)](
         addresses, total, tokens, width, height, len(pairs), tiles, bias, rows, is_half, aligned,
-        "ieee" if is_half else "tf32x3", tile, step, num_warps=warps, num_stages=stages,
+        long, "ieee" if is_half else "tf32x3", tile, step, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return total
 

@@ -17,7 +17,8 @@ from dpbench.errors import ConfigurationError, DpbenchError, own_line
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
 """Methods of Opacus that hear a layer, which they call ``module``."""
 
-NO_GRADIENT = ("Per sample gradient is not initialized", "_norm_sample", "'NoneType' object")
+NO_SAMPLE = ("Per sample gradient is not initialized", "_norm_sample")
+NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
 """What errors say of a parameter without gradient: flat clipping's, and those of ghost clipping."""
 
 ONLY_GHOST = (
@@ -69,20 +70,29 @@ def _explained(error: Exception, model: nn.Module) -> str:
             layer = frame.f_locals["module"]
             names = (name for name, each in model.named_modules() if each is layer)
             return _about(next(names, ""), layer, words)
-    unused = [n for n, p in model.named_parameters() if p.requires_grad and not _has_gradient(p)]
+    unused = _without(model, "grad", "grad_sample", "_norm_sample")
     if unused and any(known in words for known in NO_GRADIENT):
-        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
         return (
-            f"Opacus cannot train parameter {unused[0]}{more}: the loss does not depend on it; "
+            f"Opacus cannot train parameter {unused}: the loss does not depend on it; "
             f"freeze it with requires_grad_(False), or leave it out of the model"
+        )
+    unheard = _without(model, "grad_sample", "_norm_sample")
+    if unheard and any(known in words for known in NO_SAMPLE):
+        return (
+            f"Opacus cannot train parameter {unheard}, whose layer its hooks did not hear "
+            f"({words}); call the layer itself, and checkpoint with use_reentrant=True"
         )
     return ""
 
 
-def _has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether backward has come to a parameter, by what it or Opacus's hooks left there."""
-    left = (getattr(parameter, name, None) for name in ("grad", "grad_sample", "_norm_sample"))
-    return any(tensor is not None for tensor in left)
+def _without(model: nn.Module, *left: str) -> str:
+    """The trained parameters at which backward and Opacus's hooks left none of these."""
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and all(getattr(parameter, each, None) is None for each in left)
+    ]
+    return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else "".join(names)
 
 
 def _about(name: str, layer: nn.Module, words: str) -> str:

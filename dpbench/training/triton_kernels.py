@@ -25,20 +25,26 @@ def put_addresses(
 def gram_norms(
     table, total, tokens, width, height, layers, tiles,
     bias: tl.constexpr, rows: tl.constexpr, half: tl.constexpr, aligned: tl.constexpr,
-    precision: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
+    long: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
     """One tile of both products of one layer and example, on or below the diagonal.
 
     The products are symmetric: a tile below it counts twice. A compiler that is not told that an
-    address read from a table is ``aligned`` loads one number at a time, and waits for it.
+    address read from a table is ``aligned`` loads one number at a time, and waits for it. ``long``
+    examples have more numbers than 32 bits count.
     """
     number = tl.program_id(0) % tiles
     example = (tl.program_id(0) // tiles).to(tl.int64)
     layer = tl.program_id(1)
     i = tl.floor((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i -= (i * (i + 1) // 2 > number).to(tl.int32)  # the root is rounded, and on a GPU approximate
+    i += ((i + 1) * (i + 2) // 2 <= number).to(tl.int32)
     j = number - i * (i + 1) // 2
     down = i * tile + tl.arange(0, tile)
     across = j * tile + tl.arange(0, tile)
+    if long:
+        down = down.to(tl.int64)
+        across = across.to(tl.int64)
     along = tl.arange(0, step)
     kind: tl.constexpr = tl.bfloat16 if half else tl.float32
     of_x = tl.zeros((tile, tile), tl.float32)
@@ -77,7 +83,7 @@ def gram_norms(
 def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
     """A block of one example times its factor."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * block + tl.arange(0, block)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
     inside = at < length
     value = tl.load(tensor + example * length + at, mask=inside).to(tl.float32)
     tl.store(product + example * length + at, value * tl.load(factors + example), mask=inside)

@@ -38,7 +38,8 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layers", [1, 11])
 @pytest.mark.parametrize(
-    "shape", [(4, 1, 8, 8), (3, 40, 48, 100), (2, 256, 72, 50), (3, 600, 33, 7)]
+    "shape",
+    [(4, 1, 8, 8), (3, 40, 48, 100), (2, 256, 72, 50), (3, 600, 33, 7), (1, 16_384, 16, 16)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gram_norms_are_those_of_the_gradients(
@@ -63,6 +64,15 @@ def test_gram_norms_of_tensors_that_begin_within_a_word(dtype: torch.dtype) -> N
     torch.testing.assert_close(
         gram_norms([x.clone()], [g.clone()], False).double(), norms, rtol=1e-6, atol=0
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_example_of_more_numbers_than_32_bits_count(dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 18_000, 120_000, dtype=dtype, device="cuda")
+    g = torch.zeros(1, 18_000, 16, dtype=dtype, device="cuda")
+    x[0, -2:, -1], g[0, -2:, 0] = 2, 1
+    assert gram_norms([x], [g], False).tolist() == [16]
+    assert scaled(x, torch.full((1,), 0.5, device="cuda"))[0, -1, -1] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

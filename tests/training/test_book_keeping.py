@@ -244,6 +244,29 @@ def test_what_a_method_cannot_clip_it_refuses(trainer: str, layers: str) -> None
         train()
 
 
+class Cancelling(nn.Module):
+    """Weights of tokens that are all the same: what one token adds to a gradient, others take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(16, 600, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights: Tensor = self.scores(x).softmax(1)
+        return (weights * torch.arange(64.0)[:, None]).sum(1)
+
+
+@pytest.mark.parametrize("trainer", BOTH)
+def test_gradients_that_cancel_leave_parameters_numbers(trainer: str) -> None:
+    torch.manual_seed(0)
+    alike = 10 * torch.randn(EXAMPLES, 1, 16).expand(EXAMPLES, 64, 16)
+    workload = Given(Cancelling, alike.contiguous())
+    model = workload.model()
+    made = TRAINERS[trainer](model, batch_size=EXAMPLES, workload=workload, noise_multiplier=0.0)
+    made.train_step(workload.batches(EXAMPLES)[0])
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("trainer", [*BOTH, *BY_EXAMPLE])
 @pytest.mark.parametrize("options", [{}, {"optimizer": Momentum}, {"micro_batches": 5}], ids=str)
 def test_a_step_that_failed_leaves_nothing_to_the_next(

@@ -114,6 +114,17 @@ class WithoutEffect(Sequences):
         return nn.Sequential(nn.Linear(16, 16), dropping)
 
 
+class Unheard(Sequences):
+    """The model takes a layer's weight and does not call the layer."""
+
+    def model(self) -> nn.Module:
+        class Taking(First):
+            def forward(self, x: Tensor) -> Tensor:
+                return nn.functional.linear(x, self.inner.weight)
+
+        return nn.Sequential(nn.Linear(16, 16), Taking(nn.Linear(16, 16, bias=False)))
+
+
 class InPlace(Sequences):
     def layer(self) -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True))
@@ -144,6 +155,7 @@ def case_of(workload: type, trainer: str = "dpsgd") -> Case:
         (Bag, "layer 0.inner (EmbeddingBag): ", "give it offsets, or use Embedding and take the"),
         (Unused, "parameter 1.other.weight (and 1 more): ", "freeze it with requires_grad_(False)"),
         (WithoutEffect, "parameter 1.other.weight (and 1 more): ", "freeze it with"),
+        (Unheard, "parameter 1.inner.weight, whose layer its hooks did not hear", "call the layer"),
         (InPlace, "Opacus hooks every layer", "write y = y + x instead of y += x"),
     ],
 )

@@ -28,6 +28,7 @@ def test_norms_compile_and_fit_into_shared_memory(capability: int, dtype: torch.
         "rows": False,
         "half": is_half,
         "aligned": True,
+        "long": False,
         "precision": "ieee" if is_half else "tf32x3",
         "tile": tile,
         "step": step,
