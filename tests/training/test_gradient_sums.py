@@ -11,7 +11,8 @@ from dpbench.training.gradient_sums import Sums, summed_by_row
 
 @given(st.lists(st.integers(0, 5), max_size=30))
 def test_rows_that_are_named_again_are_summed_and_all_others_are_zeros(named: list[int]) -> None:
-    rows, totals = torch.tensor(named).long(), torch.arange(1.0, len(named) + 1)[:, None].repeat(1, 3)
+    rows = torch.tensor(named).long()
+    totals = torch.arange(1.0, len(named) + 1)[:, None].repeat(1, 3)
     expected = torch.zeros(6, 3).index_add_(0, rows, totals)
     once, sums = summed_by_row(rows, totals.bfloat16())
     assert torch.equal(torch.zeros(6, 3).index_add_(0, once, sums), expected)
