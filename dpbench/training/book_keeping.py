@@ -9,7 +9,7 @@ https://arxiv.org/abs/2210.00038, "book-keeping".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         super().__init__(model, batch_size=batch_size, **options)
         check_untied(model)
         self._listening = False
+        self._is_heard_whole = False  # before the first step
         self.seen: dict[nn.Module, Seen] = {}
         self.rules: dict[nn.Module, Rule[Any]] = {}
         for name, layer in list(model.named_modules()):
@@ -71,6 +72,15 @@ class BookKeepingTrainer(ClippedSumTrainer):
             if last:
                 self.update()
         return mean_of(losses)
+
+    def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        if self._is_heard_whole:
+            return super().mean_loss(model, batch)
+        with outside_of_their_layers(self.trained, self.rules):
+            loss = super().mean_loss(model, batch)
+        check_heard(self.model, loss)
+        self._is_heard_whole = True
+        return loss
 
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
@@ -141,6 +151,49 @@ class ChangeableInPlace(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+@contextmanager
+def outside_of_their_layers(
+    trained: list[nn.Parameter], layers: Iterable[nn.Module]
+) -> Iterator[None]:
+    """In here trained parameters need gradients, but for the calls of their layers."""
+    own = {layer: {*layer.parameters(recurse=False)} & {*trained} for layer in layers}
+
+    def switch(on: bool, layer: nn.Module, *_: object) -> None:
+        for parameter in own[layer]:
+            parameter.requires_grad_(on)
+
+    hooks = [layer.register_forward_pre_hook(partial(switch, False)) for layer in own]
+    hooks += [layer.register_forward_hook(partial(switch, True)) for layer in own]
+    for parameter in trained:
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for hook in hooks:
+            hook.remove()
+
+
+def check_heard(model: nn.Module, loss: Tensor) -> None:
+    """Refuse a parameter on which the loss depends other than by a call of its layer."""
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    waiting: list[Any] = [loss.grad_fn]
+    known: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in known:
+            continue
+        known.add(node)
+        if (name := names.get(getattr(node, "variable", None))) is not None:
+            raise ConfigurationError(
+                f"the model uses parameter {name} without a call of its layer, where each "
+                f"example's gradient is not seen: call the layer, freeze it with "
+                f"requires_grad_(False), or use the trainer micro_batch"
+            )
+        waiting += (following for following, _ in node.next_functions)
 
 
 def check_untied(model: nn.Module) -> None:

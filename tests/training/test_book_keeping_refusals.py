@@ -64,6 +64,29 @@ class ChangedInPlace(Folded):
         return y + x
 
 
+class TiedByHand(nn.Module):
+    """An embedding whose weight is multiplied with, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.argmax(-1)
+        return nn.functional.linear(self.embedding(tokens), self.embedding.weight)
+
+
+class NotCalled(Folded):
+    """Beside a layer that is called, one whose weight is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.linear(x), self.other.weight)
+
+
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].weight = model[0].weight
@@ -79,6 +102,8 @@ def tied() -> nn.Module:
         (tied, "0.weight and 1.weight are one parameter of several layers"),
         (Shared, r"layer positions (Embedding) cannot be clipped*is given [1, 4] where 5 examples"),
         (Folded, r"layer linear (Linear) cannot be clipped*is given [20, 6] where 5 examples"),
+        (TiedByHand, "uses parameter embedding.weight without a call of its layer*micro_batch"),
+        (NotCalled, "uses parameter other.weight without a call of its layer*call the layer"),
         (Named, "layer linear (Linear)*must be called with one tensor, by position"),
         (ChangedInPlace, "layer linear (Linear)*was changed in place afterwards"),
         (lambda: nn.LSTM(6, 6), "Opacus cannot train the model, which is one layer (LSTM)"),
