@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
+from dpbench import __version__
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import printable
 from dpbench.process.forked import fork_server
@@ -134,6 +135,7 @@ def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.Argum
         description="Measure how many bytes differentially private training moves.",
         epilog="`pytest -m gpu --ncu` is the same measurement with assertions.",
     )
+    parser.add_argument("--version", action="version", version=f"dpbench {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
     for name in [command] if command in COMMANDS else COMMANDS:
         text = _help_of(name)

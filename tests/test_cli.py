@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dpbench import __version__
 from dpbench.cli import COMMANDS, main
 from tests.programs import program
 
@@ -299,6 +300,12 @@ def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert f"dpbench {command}" in capsys.readouterr().out.partition("Examples:")[2]
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"dpbench {__version__}\n"
 
 
 def test_help_names_every_command_and_imports_none(

@@ -98,7 +98,10 @@ def _check(value: Any, shape: Any, place: str = "") -> None:
 
 def parsed(data: bytes) -> dict[str, Any]:
     """The document in a file, checked, with later axes and columns added to an older one."""
-    document = json.loads(data)
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error})") from error
     schema = document.get("schema") if isinstance(document, dict) else None
     if type(schema) is not int or schema < 1:
         raise ValueError("no document of dpbench")

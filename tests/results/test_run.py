@@ -97,7 +97,7 @@ def test_trainer_that_this_process_does_not_know_is_read(saved: Path) -> None:
     ("text", "words"),
     [
         ("", "cannot be read"),
-        ('{"schema": 1, "rows": [{"tra', "cannot be read"),
+        ('{"schema": 1, "rows": [{"tra', "cannot be read: it is no JSON"),
         ("[1, 2]", "cannot be read: no document of dpbench"),
         ("[" * 100_000, "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
