@@ -91,6 +91,7 @@ PLAN = {
             ("precisions-16x1024", "--batch-size 16 --seq-len 1024"),
         )
     },
+    # Where they are installed: see bench/peers/README.md.
     "peers": f"{CUPTI} --batch-size 8 --seq-len 256 --trainer standard --trainer dpsgd "
     "--trainer fastdp=bench.peers.fastdp:FastDPTrainer "
     "--trainer backpack=bench.peers.backpack:BackPACKTrainer",

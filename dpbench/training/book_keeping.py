@@ -44,7 +44,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         super().__init__(model, batch_size=batch_size, **options)
         check_untied(model)
         self._listening = False
-        self._is_heard_whole = False  # before the first step
+        self._uses_are_checked = False  # before the first step
         self.seen: dict[nn.Module, Seen] = {}
         self.rules: dict[nn.Module, Rule[Any]] = {}
         for name, layer in list(model.named_modules()):
@@ -74,12 +74,13 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return mean_of(losses)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        if self._is_heard_whole:
+        """The mean loss; the first time parameters are looked for that no layer's call uses."""
+        if self._uses_are_checked:
             return super().mean_loss(model, batch)
         with outside_of_their_layers(self.trained, self.rules):
             loss = super().mean_loss(model, batch)
         check_heard(self.model, loss)
-        self._is_heard_whole = True
+        self._uses_are_checked = True
         return loss
 
     @contextmanager

@@ -142,10 +142,10 @@ def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
     order = rows.argsort()
     rows = rows[order]
     begins = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()])[: len(rows)]
-    place = begins.cumsum(0)
+    slot = begins.cumsum(0)
     sums = totals.new_zeros(totals.shape, dtype=torch.float32)
-    sums.index_add_(0, place, totals[order].float())
-    return torch.zeros_like(rows).index_copy_(0, place, rows), sums
+    sums.index_add_(0, slot, totals[order].float())
+    return torch.zeros_like(rows).index_copy_(0, slot, rows), sums
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
