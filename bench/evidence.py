@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -230,9 +231,8 @@ def more(file: str, *words: str) -> float:
 def idle(file: str, *words: str) -> float:
     """The part of `more` in which the GPU did nothing, in %."""
     ms, busy = VOCABULARY["ms"], VOCABULARY["busy"]
-    private, standard = (
-        ms(file, *case) * (100 - busy(file, *case)) for case in (words, (*words[:-1], "standard"))
-    )
+    cases = words, (*words[:-1], "standard")
+    private, standard = (ms(file, *case) * (100 - busy(file, *case)) for case in cases)
     return float((private - standard) / more(file, *words))
 
 
@@ -278,7 +278,7 @@ def spearman(first: list[float], second: list[float]) -> float:
 
 
 FUNCTIONS = (
-    *(abs, all, len, max, min, sum, spearman, item),
+    *(abs, all, len, max, median, min, sum, spearman, item),
     *(number, counted, calls, flops, collectives, kernels, kernels_ms, printed, over, ceiling),
     *(ratios, more, idle, seen, device, commit, status, wrote),
 )

@@ -21,8 +21,8 @@ ALL = [
 ]
 SESSIONS = (
     *("methods-256", "methods-1024", "methods-tf32", "methods-16x1024"),
-    *("cupti-grid1-1", "cupti-grid1-2", "ncu-grid1-1", "ncu-grid1-2"),
-    *("ncu-methods-256", "precisions", "precisions-16x1024"),
+    *(f"{tool}-grid1-{n}" for tool in ("cupti", "ncu") for n in (1, 2, 3)),
+    *("ncu-methods-256", "ncu-precisions", "ncu-precisions-16x1024"),
     *("account-fused-256", "account-fused-1024", "opacus-changes"),
 )
 """Where the built-in model was measured, each of a clean commit."""

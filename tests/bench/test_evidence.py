@@ -7,7 +7,6 @@ import pytest
 from bench.evidence import RESULTS, commit, status
 
 INTERRUPTED = {
-    "ncu-methods-256": "its last case, dpsgd_fgc at bf16, was not measured any more",
     "account-fused-1024": "its last case, fused at bf16, was not measured any more",
 }
 """Runs that were interrupted, and what they lack."""

@@ -13,6 +13,7 @@ from dpbench.results.run import Run
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"
 CUPTI, GRID1 = RESULTS / "h200-methods-256.json", ROOT / "tests/data/saved/grid1.json"
+SESSION = RESULTS / "h200-cupti-grid1-1.json"
 COUNTED = ROOT / "tests/data/logical-1b-bs8-seq256.json"
 
 
@@ -32,7 +33,7 @@ def of_cell(path: Path, file: Path, **axes: object) -> str:
 
 @pytest.fixture
 def short_fp32(tmp_path: Path) -> str:
-    return of_cell(CUPTI, tmp_path / "run.json", precision="fp32", seq_len=256)
+    return of_cell(SESSION, tmp_path / "run.json", batch_size=8, seq_len=256)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -46,8 +47,8 @@ def test_each_phase_is_held_against_its_bounds_and_its_idle_time(
     text = shown(capsys, short_fp32, COUNTED, "--time", "--markdown", tmp_path / "time.md")
     lines = {line[:11].strip(): line.split() for line in text.splitlines() if line}
     assert "time    arithm.    bytes    idle    left" in text
-    assert lines["standard"][1:] == ["329.6", "312.5", "21.3", "0.1", "13.2", "arithmetic"]
-    assert "· noise        58.3        0.0      8.3    43.7     6.4  launch-bound (25%)" in text
+    assert lines["standard"][1:] == ["329.4", "312.5", "21.3", "0.0", "13.1", "arithmetic"]
+    assert "· noise        51.3        0.0      8.3    36.8     6.3  launch-bound (28%)" in text
     assert "two bounds, which overlap" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     assert "| · noise" in (tmp_path / "time.md").read_text(encoding="utf-8")
@@ -60,9 +61,9 @@ def test_what_a_private_step_takes_more_is_explained_in_shares_that_overlap(
     _, added = text.split("what the time beyond standard's is")
     rows = [line.split() for line in added.splitlines() if line.startswith("dpsgd")]
     assert rows == [
-        ["dpsgd", "243.7", "42%", "31%", "20%", "26%"],
-        ["dpsgd_ghost", "316.7", "75%", "10%", "2%", "20%"],
-        ["dpsgd_fgc", "402.8", "77%", "21%", "0%", "20%"],
+        ["dpsgd", "235.1", "43%", "32%", "17%", "27%"],
+        ["dpsgd_ghost", "315.3", "75%", "10%", "1%", "20%"],
+        ["dpsgd_fgc", "402.9", "77%", "21%", "0%", "20%"],
     ]
     assert "They overlap and need not add up to 100%" in " ".join(added.split())
 

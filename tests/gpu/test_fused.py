@@ -52,7 +52,9 @@ def test_gram_norms_are_those_of_the_gradients(
     for x, g in zip(xs, gs, strict=True):
         expected += torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
         expected += g.double().sum(1).square().sum(1) if bias else 0
-    torch.testing.assert_close(gram_norms(xs, gs, bias).double(), expected, rtol=1e-5, atol=0)
+    # Of T × T products that cancel the more is left by rounding the longer an example is.
+    rtol = 1e-5 if tokens < 1000 else 3e-5
+    torch.testing.assert_close(gram_norms(xs, gs, bias).double(), expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
